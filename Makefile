@@ -1,0 +1,44 @@
+# make demo, make test: everything from a fresh clone. The environment is made once, and again when pyproject.toml changes.
+PYTHON ?= python3
+BIN := .venv/bin
+NEWEST := .venv-newest/bin
+INSTALLED := .venv/.installed
+NEWEST_INSTALLED := .venv-newest/.installed
+TORCH_NEWEST ?= 2.13.0
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-newest check prove fault clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED) check
+	$(BIN)/python -m pytest
+
+# The part of the suite that needs no torch_xla, on the newest torch.
+test-newest: $(NEWEST_INSTALLED)
+	$(NEWEST)/python -m pytest -m "not xla"
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The large matrices, whole; the result is kept in docs/proof.md. Takes hours.
+prove: $(INSTALLED)
+	$(BIN)/python tests/prove.py
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable ".[xla,dev]"
+	touch $@
+
+$(NEWEST_INSTALLED): pyproject.toml
+	test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest
+	$(NEWEST)/python -m pip install --quiet torch==$(TORCH_NEWEST)
+	$(NEWEST)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-newest runs build

@@ -1,0 +1,47 @@
+"""The checkpoint engine: see `Checkpointer`. Names load what they need when they are used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .board import CheckpointTimeout
+    from .checkpointer import Checkpointer
+    from .handle import SaveHandle
+    from .manifest import Manifest, read_manifest
+    from .retention import KeepBest, KeepEachInterval, KeepEvery, KeepLast, Retention, Saved
+
+_HOMES = {
+    "Checkpointer": "checkpointer",
+    "CheckpointTimeout": "board",
+    "SaveHandle": "handle",
+    "Manifest": "manifest",
+    "read_manifest": "manifest",
+    "KeepBest": "retention",
+    "KeepEachInterval": "retention",
+    "KeepEvery": "retention",
+    "KeepLast": "retention",
+    "Retention": "retention",
+    "Saved": "retention",
+}
+
+__all__ = [
+    "CheckpointTimeout",
+    "Checkpointer",
+    "KeepBest",
+    "KeepEachInterval",
+    "KeepEvery",
+    "KeepLast",
+    "Manifest",
+    "Retention",
+    "SaveHandle",
+    "Saved",
+    "read_manifest",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,0 +1,109 @@
+"""How ranks tell each other, in the background, how far a save is: small files in a folder that all of them see.
+
+No collective is used, because one that a rank never joins says neither who is missing nor ends in time. A rank posts
+its result of a phase under a topic; who needs it looks until it is there, a rank has reported a failure, or the deadline
+has passed. What a rank is doing is posted as well, so that an error can say what a late one was doing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from . import files
+
+_FAILED = "failed"
+_PHASE = "phase"
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
+_SIGN_EVERY = 1.0  # seconds; a change in the folder also makes network file systems look again
+
+
+class CheckpointTimeout(CheckpointError):
+    """A phase of a save has missed its deadline."""
+
+
+class PeerFailed(CheckpointError):
+    """Another rank has reported that it cannot go on."""
+
+
+class Board:
+    """The posts of one save."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self._phase = ("", 0.0)
+
+    def open(self) -> None:
+        """Makes the folder; every rank may."""
+        files.make_folder(self.folder)
+
+    def enter(self, phase: str) -> None:
+        """Tells the others what this rank is doing from now on."""
+        self._phase = (phase, time.time())
+        self._sign()
+
+    def _sign(self) -> None:
+        phase, since = self._phase
+        self.post(_PHASE, {"phase": phase, "seconds": time.time() - since})
+
+    def post(self, topic: str, value: Any = None) -> None:
+        """Makes a value known under a topic."""
+        files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
+
+    def fail(self, reason: str) -> None:
+        """Tells the others that this rank cannot go on."""
+        self.post(_FAILED, reason)
+
+    def read(self, topic: str, rank: int) -> Any:
+        """What a rank has posted."""
+        return json.loads((self.folder / f"{topic}.{rank}").read_bytes())
+
+    def wait(self, topic: str, ranks: Collection[int], deadline: float) -> dict[int, Any]:
+        """The posts of these ranks under the topic; `deadline` is in seconds of time.monotonic().
+
+        Raises PeerFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what they
+        are doing, when the deadline has passed.
+        """
+        pause, signed = _SHORTEST_PAUSE, time.monotonic()
+        wanted = {f"{topic}.{rank}": rank for rank in ranks}
+        while True:
+            present = set(os.listdir(self.folder))
+            self._raise_failure(present)
+            if wanted.keys() <= present:
+                return {rank: self.read(topic, rank) for rank in ranks}
+            if time.monotonic() > deadline:
+                late = sorted(rank for name, rank in wanted.items() if name not in present)
+                raise CheckpointTimeout(f"no {topic!r} from {self.describe(late)}")
+            if time.monotonic() - signed > _SIGN_EVERY:
+                self._sign()
+                signed = time.monotonic()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _raise_failure(self, present: set[str]) -> None:
+        for name in sorted(present):
+            topic, _, rank = name.partition(".")
+            if topic == _FAILED and rank.isdigit() and int(rank) != self.rank:
+                raise PeerFailed(f"rank {rank}: {self.read(_FAILED, int(rank))}")
+
+    def describe(self, ranks: Collection[int]) -> str:
+        """These ranks, each with what it was doing last."""
+        shown = []
+        for rank in list(ranks)[:8]:
+            try:
+                doing = self.read(_PHASE, rank)["phase"]
+            except FileNotFoundError:
+                doing = "has not joined"
+            shown.append(f"rank {rank} ({doing})")
+        more = len(ranks) - len(shown)
+        return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+    def close(self) -> None:
+        """Removes the posts; one rank does, when all have finished."""
+        files.remove_tree(self.folder)

@@ -1,0 +1,231 @@
+"""What a state holds: every tensor under its name, and everything else as plain values.
+
+A state is a dict of sections. What a section is decides the names: a module's tensors go by the names of its state dict,
+an optimizer's by `<parameter>/<key>`, the tensors of anything else by the keys on the way to them, joined by "/".
+Nothing is copied and nothing runs on a device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..sharding.spec import Layout, Shard, layout_of
+from .dtypes import dtype_name
+from .plan import MODEL, OPTIMIZER, STATE, Row
+from .values import Encoder, Path, show
+
+_SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
+
+Kind = str  # "module", "optimizer", "named", "object" or "nested"
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A live tensor, the name it is saved under, and what it holds of the global tensor of that name."""
+
+    group: str
+    name: str
+    tensor: Tensor
+    layout: Layout
+    dtype: str
+
+    def rows(self) -> Iterator[Row]:
+        """One row for each piece."""
+        for part in self.layout.parts:
+            yield Row(self.group, self.name, self.dtype, self.layout.shape, part.piece)
+
+
+@dataclass
+class Section:
+    """`values` is what goes into state.json: dicts all the way down where ranks may hold different keys."""
+
+    name: str
+    kind: Kind
+    group: str
+    value: Any
+    entries: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: Tensor | Shard, layout: Layout | None = None) -> None:
+        """Takes a tensor in. Raises UsageError where it cannot be stored, or the name is taken."""
+        if isinstance(tensor, Shard):
+            tensor, layout = tensor.tensor, tensor.layout
+        dtype = dtype_name(tensor.dtype)
+        where = f"{self.name}: tensor {name!r}"
+        if dtype is None or tensor.is_sparse or tensor.is_quantized:
+            raise UsageError(f"{where} is {tensor.dtype}, {tensor.layout}, which cannot be stored; convert it first")
+        if type(tensor).__name__ == "DTensor":
+            raise UsageError(f"{where} is a DTensor; save its local tensor as a stepmark Shard")
+        if tensor.is_meta:
+            raise UsageError(f"{where} is on the meta device and has no values; give it some before saving")
+        if name in self.entries:
+            raise UsageError(f"{where} occurs twice in what is saved; give one of them another name")
+        layout = layout or layout_of(tensor) or Layout.whole(tuple(tensor.shape))
+        self.entries[name] = Entry(self.group, name, tensor, layout, dtype)
+
+    def encode(self, value: Any, path: Path) -> Any:
+        """A value in JSON form; its tensors are taken in under the rest of the path."""
+
+        def on_tensor(tensor: Any, tensor_path: Path) -> str:
+            name = "/".join(tensor_path[1:])
+            while name in self.entries:
+                name += "~"
+            self.add(name, tensor)
+            return name
+
+        return Encoder(lambda item: isinstance(item, Tensor | Shard), on_tensor).encode(value, path)
+
+
+def describe(state: Mapping[str, Any], *, model_only: bool = False) -> list[Section]:
+    """The sections of a state, or only its modules. Raises UsageError for what cannot be saved, naming it."""
+    modules = {name: unwrap(value) for name, value in state.items() if isinstance(value, nn.Module)}
+    if model_only and not modules:
+        raise UsageError("model_only: the state holds no module")
+    sections = []
+    for name, value in state.items():
+        if not isinstance(name, str) or not _SECTION_NAME.match(name):
+            raise UsageError(f"{name!r} cannot name a section of a state; use letters, digits, '_', '-' and '.'")
+        if name in modules:
+            sections.append(_describe_module(name, modules[name]))
+        elif not model_only:
+            sections.append(_describe_other(name, value, modules))
+    return sections
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside torch's own wrappers, whose state dicts have other names."""
+    while isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
+        inner = module._orig_mod if hasattr(module, "_orig_mod") else module.module
+        assert isinstance(inner, nn.Module)
+        module = inner
+    return module
+
+
+def _describe_module(name: str, module: nn.Module) -> Section:
+    section = Section(name, "module", MODEL if name == MODEL else f"{STATE}/{name}", module)
+    state = module.state_dict(keep_vars=True)
+    kept = kept_names(module, state)
+    extra: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor | Shard):
+            extra[key] = section.encode(value, (name, key))
+        elif kept[key] == key:
+            section.add(key, value)
+    tied = {key: other for key, other in kept.items() if key != other}
+    section.values = {"class": type(module).__name__, "tied": tied, "extra": extra}
+    return section
+
+
+def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Each tensor's name in the state dict to the name it is stored under; tied tensors are stored once.
+
+    transformers names those of a tied set that it does not store in `_tied_weights_keys`; without it, the first is kept.
+    """
+    same: dict[int, list[str]] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor | Shard):
+            same.setdefault(id(value), []).append(key)
+    dropped = [re.compile(pattern) for pattern in getattr(module, "_tied_weights_keys", None) or ()]
+    kept = {}
+    for names in same.values():
+        stays = [key for key in names if not any(pattern.search(key) for pattern in dropped)]
+        for key in names:
+            kept[key] = (stays or names)[0]
+    return kept
+
+
+def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> Section:
+    if isinstance(value, torch.optim.Optimizer):
+        section = Section(name, "optimizer", f"{OPTIMIZER}/{name}", value)
+        names = parameter_names(modules)
+        state, groups = optimizer_state(name, value, names)
+        layouts = {names[id(p)]: p for group in value.param_groups for p in group["params"]}
+        _add_optimizer(section, state, groups, layouts)
+        section.values["class"] = type(value).__name__
+    elif hasattr(value, "named_state") and hasattr(value, "named_groups"):
+        section = Section(name, "named", f"{OPTIMIZER}/{name}", value)
+        _add_optimizer(section, value.named_state(), value.named_groups(), {})
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        section = Section(name, "object", f"{STATE}/{name}", value)
+        section.values = {"value": section.encode(value.state_dict(), (name,))}
+    else:
+        section = Section(name, "nested", f"{STATE}/{name}", value)
+        section.values = {"value": section.encode(value, (name,))}
+    return section
+
+
+def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """The identity of each parameter to its name: that in `model`, or with the section in front in another module."""
+    names: dict[int, str] = {}
+    for section, module in modules.items():
+        prefix = "" if section == MODEL else f"{section}."
+        state = module.state_dict(keep_vars=True)
+        for key, kept in kept_names(module, state).items():
+            names.setdefault(id(state[key]), prefix + kept)
+        for key, parameter in module.named_parameters():
+            names.setdefault(id(parameter), prefix + key)
+    return names
+
+
+def optimizer_state(
+    section: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The live state by parameter name, and the groups with names in place of parameters.
+
+    Raises UsageError where a parameter is in no module of the state.
+    """
+    state, groups = {}, []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise UsageError(
+                    f"{section}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to no "
+                    "module of the state; give the module that holds it as a section beside the optimizer"
+                )
+            state[names[id(parameter)]] = optimizer.state.get(parameter, {})
+        groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
+    return state, groups
+
+
+def _add_optimizer(
+    section: Section,
+    state: Mapping[str, Mapping[str, Any]],
+    groups: list[dict[str, Any]],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    values: dict[str, dict[str, Any]] = {}
+    members: dict[str, int] = {}
+    for parameter, items in state.items():
+        for key, value in items.items():
+            path = (section.name, parameter, str(key))
+            if isinstance(value, Tensor | Shard):
+                section.add(f"{parameter}/{key}", value, _inherited_layout(path, value, parameters.get(parameter)))
+            else:
+                values.setdefault(parameter, {})[str(key)] = section.encode(value, path)
+    encoded = {}
+    for index, group in enumerate(groups):
+        members.update(dict.fromkeys(group.get("params", ()), index))
+        plain = {key: value for key, value in group.items() if key != "params"}
+        encoded[str(index)] = section.encode(plain, (section.name, "param_groups", str(index)))
+    section.values = {"state": values, "groups": encoded, "members": members}
+
+
+def _inherited_layout(path: Path, value: Tensor | Shard, parameter: Tensor | None) -> Layout | None:
+    """A state of the parameter's shape is cut as the parameter is."""
+    if parameter is None or isinstance(value, Shard) or layout_of(value) is not None:
+        return None
+    layout = layout_of(parameter)
+    if layout is None or value.numel() == 1:
+        return None
+    if value.shape != parameter.shape:
+        raise UsageError(
+            f"{show(path)} has another shape than its parameter, which is a shard; annotate it with its own layout"
+        )
+    return layout

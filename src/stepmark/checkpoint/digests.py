@@ -1,0 +1,39 @@
+"""xxh3 digests, as hexadecimal text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+CELL = 1 << 20  # bytes of a data region that share one digest at most
+CELL_DIGEST_LENGTH = 16  # hexadecimal digits of a 64-bit digest
+FILE_DIGEST_LENGTH = 32  # hexadecimal digits of a 128-bit digest
+
+
+def cell_digest(data: bytes | bytearray | memoryview) -> str:
+    """The 64-bit digest of one cell's bytes."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def bytes_digest(data: bytes | bytearray | memoryview) -> str:
+    """The 128-bit digest of a whole file's, or a header's, bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: Path) -> tuple[int, str]:
+    """Size in bytes and 128-bit digest of a file."""
+    hasher, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 22):
+            hasher.update(block)
+            size += len(block)
+    return size, hasher.hexdigest()
+
+
+def cells(begin: int, end: int) -> list[tuple[int, int]]:
+    """The parts into which the grid of CELL bytes cuts [begin, end) of a data region; each has a digest of its own."""
+    if begin >= end:
+        return []
+    cuts = [begin, *range((begin // CELL + 1) * CELL, end, CELL), end]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))

@@ -1,0 +1,169 @@
+"""The first part of a save, in the training loop: agree on what is saved, plan it, and copy it to host memory."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, UsageError
+from ..runtime.host import HostGroup
+from . import files
+from .describe import Entry, Section, describe
+from .manifest import MANIFEST, VALUES, VERSION, Manifest
+from .plan import SavePlan, plan_save
+from .saving import INDEX
+from .tables import Tables, gather_rows, gather_values, tabulate
+from .values import encode_plain
+
+_SLACK = 16 << 20  # bytes of free disk beyond the tensors: values, manifest, the file system's own
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What this rank brings to a save."""
+
+    step: int
+    save: str
+    temporary: Path
+    sections: list[Section]
+    tables: Tables
+    metadata: Any
+    metrics: Any
+    model_only: bool
+    extra: Sequence[str] = field(default_factory=tuple)
+
+    def entries(self) -> dict[tuple[str, str], Entry]:
+        """All live tensors by group and name."""
+        return {(s.group, name): entry for s in self.sections for name, entry in s.entries.items()}
+
+    def manifest(self, world_size: int, mesh: Mapping[str, int], kinds: Mapping[str, str]) -> Manifest:
+        """The manifest without files and tensors."""
+        software = {"stepmark": version("stepmark"), "torch": torch.__version__, "python": platform.python_version()}
+        return Manifest(
+            step=self.step,
+            save=self.save,
+            time=0.0,
+            software=software,
+            world_size=world_size,
+            mesh=mesh,
+            model_only=self.model_only,
+            sections=kinds,
+            files=(),
+            tensors={},
+            metadata=self.metadata,
+            metrics=self.metrics,
+        )
+
+
+def draft(
+    step: int,
+    save: str,
+    temporary: Path,
+    state: Mapping[str, Any],
+    *,
+    write_files: Callable[[Path], None] | None,
+    metadata: Mapping[str, Any] | None,
+    metrics: Mapping[str, float] | None,
+    model_only: bool,
+) -> Draft:
+    """Describes what is to be saved, and lets `write_files` add its own to the temporary folder.
+
+    Raises UsageError for what cannot be saved.
+    """
+    if type(step) is not int or step < 0:
+        raise UsageError(f"step: {step!r} is not a natural number")
+    sections = describe(state, model_only=model_only)
+    extra: list[str] = []
+    if write_files is not None:
+        files.make_folder(temporary)
+        write_files(temporary)
+        extra = list(files.regular_files(temporary))
+        for name in extra:
+            if name in (MANIFEST, VALUES, INDEX) or name.endswith(".safetensors"):
+                raise UsageError(f"files: {name} is a name that the checkpoint itself uses; choose another")
+    return Draft(
+        step,
+        save,
+        temporary,
+        sections,
+        tabulate(sections),
+        encode_plain(dict(metadata or {}), "metadata"),
+        encode_plain({name: float(value) for name, value in (metrics or {}).items()}, "metrics"),
+        model_only,
+        extra,
+    )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What each rank tells all others before a save begins."""
+
+    step: int
+    busy: bool
+    problem: str | None
+    digests: dict[str, str]
+
+
+def agree(group: HostGroup, answer: Answer, problem: BaseException | None) -> list[Answer] | None:
+    """All ranks' answers; None where one of them is busy with the last save, and this one is to be skipped.
+
+    Collective. Raises, on every rank, where a rank has a problem or is at another step.
+    """
+    answers: list[Answer] = group.all_gather(answer)
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(answers):
+        if other.problem is not None:
+            raise CheckpointError(f"rank {rank}: {other.problem}")
+    if any(other.busy for other in answers):
+        return None
+    steps = {other.step: rank for rank, other in reversed(list(enumerate(answers)))}
+    if len(steps) > 1:
+        shown = ", ".join(f"rank {rank} step {step}" for step, rank in sorted(steps.items()))
+        raise UsageError(f"ranks save different steps at the same time: {shown}; call save together")
+    return answers
+
+
+class Planner:
+    """Plans saves, and keeps the last plan for as long as the tensors stay the same."""
+
+    def __init__(self, group: HostGroup, nodes: Sequence[int], max_file_size: int) -> None:
+        self._group = group
+        self._nodes = nodes
+        self._max_file_size = max_file_size
+        self._last: tuple[Any, SavePlan] | None = None
+
+    def plan(self, draft: Draft, answers: Sequence[Answer]) -> tuple[SavePlan, dict[str, Any]]:
+        """The plan, and the values of all ranks. Collective where ranks' values differ, or a tensor has changed."""
+        digests = [answer.digests for answer in answers]
+        key = [{name: digest for name, digest in one.items() if name} for one in digests]
+        values = gather_values(draft.tables, digests, self._group)
+        if self._last is None or self._last[0] != key:
+            holdings = gather_rows(draft.tables, digests, self._group)
+            plan = plan_save(holdings, self._nodes, draft.save, max_file_size=self._max_file_size)
+            self._last = (key, plan)
+        return self._last[1], values
+
+
+def values_to_bytes(values: Mapping[str, Any]) -> bytes:
+    """The contents of state.json."""
+    return json.dumps({"version": VERSION, "sections": values}).encode()
+
+
+def check_disk(folder: Path, plan: SavePlan) -> None:
+    """Raises CheckpointError where the disk has no room for the save."""
+    free = shutil.disk_usage(folder).free
+    needed = plan.size + _SLACK
+    if needed > free:
+        raise CheckpointError(
+            f"the checkpoint needs {needed / 1e9:.2f} GB in {folder}, and {free / 1e9:.2f} GB are free; make room, or "
+            "keep fewer checkpoints"
+        )

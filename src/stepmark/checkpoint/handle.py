@@ -1,0 +1,48 @@
+"""What `save` gives back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from .board import CheckpointTimeout
+
+
+class SaveHandle:
+    """A save that may still be on its way to disk."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._ended = threading.Event()
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Waits until the checkpoint is durable under its final name; returns its path.
+
+        Raises what made the save fail, and CheckpointTimeout after `timeout` seconds.
+        """
+        if not self._ended.wait(timeout):
+            raise CheckpointTimeout(f"the save of step {self.step} has not ended within {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    def error(self) -> BaseException | None:
+        """What made it fail, None while it is on its way or if it went well."""
+        return self._error
+
+    def succeed(self, path: Path) -> None:
+        """For the engine: it is committed."""
+        self._path = path
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """For the engine: it has failed."""
+        self._error = error
+        self._ended.set()

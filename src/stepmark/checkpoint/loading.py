@@ -1,0 +1,133 @@
+"""Restoring: the newest checkpoint that is whole, or the one that was named; all ranks the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from ..runtime.base import Runtime
+from ..runtime.host import HostGroup
+from .describe import Section, describe
+from .manifest import read_manifest
+from .names import set_aside
+from .reader import TensorReader
+from .restoring import Names, Restoration
+from .saving import describe_error
+from .whole import check_whole, read_values
+
+logger = logging.getLogger("stepmark")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage went on one rank. `damaged`: another checkpoint may do."""
+
+    problem: str | None = None
+    damaged: bool = False
+    mismatch: bool = False
+    unexpected: frozenset[tuple[str, str]] = frozenset()
+
+
+class Loader:
+    """Restores a state from checkpoints, with all ranks of a group."""
+
+    def __init__(self, group: HostGroup, runtime: Runtime, threads: int) -> None:
+        self._group = group
+        self._runtime = runtime
+        self._threads = threads
+
+    def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
+        """Restores from the first candidate that is whole, and sets those before it aside; None without candidates.
+
+        Raises CheckpointDamaged where none is whole: then all stay where they are.
+        """
+        damaged: list[tuple[Path, str]] = []
+        for path in candidates:
+            reason = self._attempt(path, state)
+            if reason is None:
+                self._set_aside(damaged, path)
+                return path
+            if self._group.rank == 0:
+                logger.error("%s is damaged: %s", path, reason)
+            damaged.append((path, reason))
+        if damaged:
+            raise CheckpointDamaged(
+                f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is whole; the newest: {damaged[0][1]}; "
+                "to begin anew, move them away"
+            )
+        return None
+
+    def named(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Restores from this checkpoint. Raises CheckpointDamaged where it is not whole."""
+        reason = self._attempt(path, state)
+        if reason is not None:
+            raise CheckpointDamaged(reason)
+
+    def _attempt(self, path: Path, state: Mapping[str, Any]) -> str | None:
+        """Restores from this checkpoint; the reason where it is damaged, on all ranks."""
+        reader: TensorReader | None = None
+        restoration: Restoration | None = None
+
+        def compare() -> Names:
+            nonlocal reader, restoration
+            manifest = read_manifest(path)
+            if self._group.rank == 0:
+                check_whole(path, manifest)
+            reader = TensorReader(path, manifest, threads=self._threads)
+            restoration = Restoration(manifest, read_values(path, manifest), self._runtime, str(path))
+            sections: list[Section] = describe(state)
+            restoration.compare(state, sections)
+            return restoration.unexpected()
+
+        try:
+            reason = self._together(compare, path)
+            if reason is not None:
+                return reason
+            assert reader is not None
+            assert restoration is not None
+            fill = _no_names(reader.fill, restoration.targets, self._runtime)
+            return self._together(fill, path) or self._together(_no_names(restoration.finish), path)
+        finally:
+            if reader is not None:
+                reader.close()
+
+    def _together(self, stage: Callable[[], Names], path: Path) -> str | None:
+        """Runs a stage on every rank; the reason where the checkpoint is damaged. Raises, on all ranks, for the rest."""
+        error: BaseException | None = None
+        try:
+            outcome = Outcome(unexpected=frozenset(stage()))
+        except CheckpointDamaged as problem:
+            outcome, error = Outcome(str(problem), damaged=True), problem
+        except CheckpointMismatch as problem:
+            outcome, error = Outcome(str(problem), mismatch=True), problem
+        except Exception as problem:
+            outcome, error = Outcome(describe_error(problem)), problem
+        outcomes: list[Outcome] = self._group.all_gather(outcome)
+        if any(other.damaged for other in outcomes):
+            return next(other.problem for other in outcomes if other.damaged)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(outcomes):
+            if other.problem is not None:
+                raise (CheckpointMismatch if other.mismatch else CheckpointError)(f"rank {rank}: {other.problem}")
+        for _, name in sorted(frozenset.intersection(*(other.unexpected for other in outcomes))):
+            raise CheckpointMismatch(f"{path} has a tensor {name!r}, which the state to be restored has not")
+        return None
+
+    def _set_aside(self, damaged: Sequence[tuple[Path, str]], used: Path) -> None:
+        if self._group.rank != 0:
+            return
+        for path, _ in damaged:
+            logger.error("set the damaged %s aside as %s; using %s instead", path.name, set_aside(path).name, used.name)
+
+
+def _no_names(function: Callable[..., None], *arguments: Any) -> Callable[[], Names]:
+    def stage() -> Names:
+        function(*arguments)
+        return set()
+
+    return stage

@@ -1,0 +1,133 @@
+"""The names of folders beside each other, and the steps by which a checkpoint appears, goes, or is set aside.
+
+checkpoint-N                    whole, always
+.checkpoint-N.<save>            being written, or what is left of a save that died
+.replaced-checkpoint-N.<save>   the old one while a new one takes its name, where names cannot be exchanged in one step
+.deleted-checkpoint-N.<save>    being deleted
+damaged-checkpoint-N[.k]        set aside: bytes are missing or wrong
+.stepmark/                      who owns the folder, and how far saves are
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ..errors import CheckpointError
+from . import files
+
+COORDINATION = ".stepmark"
+
+_CHECKPOINT = re.compile(r"checkpoint-(0|[1-9]\d*)\Z")
+_HIDDEN = re.compile(r"\.(replaced-|deleted-|)checkpoint-(\d+)\.(.+)\Z")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"checkpoint-{step}"
+
+
+def temporary_path(folder: Path, step: int, save: str) -> Path:
+    """Where a save writes before it is whole."""
+    return folder / f".checkpoint-{step}.{save}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint folder's name, None for another name."""
+    match = _CHECKPOINT.match(path.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The folders with a checkpoint's name, newest step first."""
+    if not folder.is_dir():
+        return []
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def sync_tree(folder: Path) -> None:
+    """Syncs the entries of a folder and of the folders in it; not the files' bytes."""
+    for path, _, _ in os.walk(folder):
+        files.sync_folder(Path(path))
+
+
+def publish(temporary: Path, save: str) -> Path:
+    """Gives a complete, synced temporary folder its final name, in one step; returns the path.
+
+    A checkpoint of the same step is whole under that name until the new one is.
+    """
+    match = _HIDDEN.match(temporary.name)
+    assert match is not None
+    folder, step = temporary.parent, int(match[2])
+    final = checkpoint_path(folder, step)
+    sync_tree(temporary)
+    if not final.exists():
+        files.rename(temporary, final)
+        files.sync_folder(folder)
+    elif files.exchange(temporary, final):
+        files.sync_folder(folder)
+        discard(temporary)
+    else:
+        replaced = folder / f".replaced-checkpoint-{step}.{save}"
+        files.rename(final, replaced)
+        files.rename(temporary, final)
+        files.sync_folder(folder)
+        discard(replaced)
+    return final
+
+
+def discard(path: Path) -> None:
+    """Deletes a folder whose name is no checkpoint's."""
+    assert step_of(path) is None
+    files.remove_tree(path)
+
+
+def delete(path: Path, save: str) -> None:
+    """Deletes a checkpoint: it loses its name in one step, and then its contents."""
+    hidden = path.with_name(f".deleted-{path.name}.{save}")
+    files.rename(path, hidden)
+    files.sync_folder(path.parent)
+    discard(hidden)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint so that nobody takes it for a whole one; returns the new path."""
+    number = 0
+    while True:
+        target = path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))
+        if not target.exists():
+            break
+        number += 1
+    files.rename(path, target)
+    files.sync_folder(path.parent)
+    return target
+
+
+def recover(folder: Path) -> list[Path]:
+    """Ends what a dead run has begun: brings back a checkpoint that was losing its name to a new one, and deletes what
+    is not whole. Returns what was deleted. Call it only as the owner of the folder."""
+    deleted = []
+    for path in sorted(folder.iterdir()):
+        match = _HIDDEN.match(path.name)
+        if match is None or not path.is_dir():
+            continue
+        final = checkpoint_path(folder, int(match[2]))
+        if match[1] == "replaced-" and not final.exists():
+            files.rename(path, final)
+            files.sync_folder(folder)
+        else:
+            discard(path)
+            deleted.append(path)
+    return deleted
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder. Raises CheckpointError where that cannot be, or nothing can be written in it."""
+    try:
+        files.make_folder(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "permission denied")
+    except OSError as error:
+        raise CheckpointError(f"checkpoints cannot be written to {folder}: {error.strerror or error}") from error

@@ -1,0 +1,243 @@
+"""Who writes which bytes of which file: a pure function of what the ranks hold, the same on every rank.
+
+Ranks that hold the same piece of a tensor are its replicas. Pieces with the same replicas are written together: whole
+pieces are divided among the nodes on which there are replicas, a node's pieces are laid out in files, and the bytes of
+these files are divided evenly, at multiples of CELL, among the replicas on that node. So nothing is written twice, no
+two nodes write to one file, and a file's first writer can add the header once all of its digests are there.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from ..errors import UsageError
+from ..sharding.spec import Piece, Shape
+from .digests import CELL
+from .dtypes import item_size
+from .tensorfile import StoredTensor, header_size, order
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+STATE = "state"
+
+
+class Row(NamedTuple):
+    """A piece that a rank holds. `group` is the file it goes to, without number and suffix: model, state/loader."""
+
+    group: str
+    name: str
+    dtype: str
+    shape: Shape
+    piece: Piece
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.numel * item_size(self.dtype)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes [begin, end) of a file's data, written by one rank."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A tensor file. The first share's rank writes the header as well."""
+
+    name: str
+    group: str
+    header_size: int
+    tensors: tuple[StoredTensor, ...]
+    shares: tuple[Share, ...]
+
+    @property
+    def data_size(self) -> int:
+        return self.tensors[-1].end if self.tensors else 0
+
+    @property
+    def size(self) -> int:
+        return self.header_size + self.data_size
+
+    @property
+    def sealer(self) -> int:
+        """The rank that writes the header."""
+        return self.shares[0].rank
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """All files of a save, and how many bytes each rank writes."""
+
+    files: tuple[PlannedFile, ...]
+    loads: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A table of pieces, and the ranks that hold exactly it."""
+
+    rows: tuple[Row, ...]
+    ranks: tuple[int, ...]
+
+
+def plan_save(
+    holdings: Sequence[Holding], nodes: Sequence[int], save: str, *, max_file_size: int = 5_000_000_000
+) -> SavePlan:
+    """Plans a save of the pieces that ranks hold; `nodes[rank]` is the node a rank is on.
+
+    `max_file_size`, in bytes, applies to a file's tensors; one larger tensor has a file of its own. `save` is the identity
+    of the save, for the size of the headers. Raises UsageError where pieces leave a part of a tensor to nobody.
+    """
+    loads = [0] * len(nodes)
+    numbered: dict[str, list[tuple[tuple[StoredTensor, ...], tuple[Share, ...]]]] = defaultdict(list)
+    for group, replicas, rows in _by_replicas(holdings):
+        for members, node_rows in _divide_among_nodes(rows, replicas, nodes):
+            files = [order([row[1:] for row in part]) for part in _files_of(node_rows, max_file_size)]
+            for tensors, shares in zip(files, _divide_bytes(files, members, loads), strict=True):
+                numbered[group].append((tensors, shares))
+    files_of_all = []
+    for group, parts in numbered.items():
+        for number, (tensors, shares) in enumerate(parts, start=1):
+            name = file_name(group, number, len(parts))
+            files_of_all.append(PlannedFile(name, group, header_size(tensors, save), tensors, shares))
+    return SavePlan(tuple(files_of_all), tuple(loads))
+
+
+def file_name(group: str, number: int, count: int) -> str:
+    """model.safetensors, or model-00002-of-00005.safetensors: the names that transformers knows."""
+    return f"{group}.safetensors" if count == 1 else f"{group}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _by_replicas(holdings: Sequence[Holding]) -> Iterable[tuple[str, tuple[int, ...], list[Row]]]:
+    """Rows with the same group and the same set of ranks that hold them, in the order in which they are first held."""
+    holders: dict[Row, list[int]] = {}
+    for index, holding in enumerate(holdings):
+        for row in holding.rows:
+            holders.setdefault(row, []).append(index)
+    _check_coverage(holders)
+    ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    together: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
+    for row, indices in holders.items():
+        key = tuple(indices)
+        if key not in ranks_of:
+            ranks_of[key] = tuple(sorted({rank for index in key for rank in holdings[index].ranks}))
+        together[row.group, ranks_of[key]].append(row)
+    for (group, replicas), rows in together.items():
+        yield group, replicas, rows
+
+
+def _check_coverage(rows: Iterable[Row]) -> None:
+    """Pieces of a tensor that are held must make up the tensor, and agree on what it is."""
+    tensors: dict[tuple[str, str], tuple[str, Shape]] = {}
+    held: dict[tuple[str, str], int] = defaultdict(int)
+    for row in rows:
+        key = (row.group, row.name)
+        known = tensors.setdefault(key, (row.dtype, row.shape))
+        if known != (row.dtype, row.shape):
+            raise UsageError(
+                f"tensor {row.name!r} is {known[0]} {list(known[1])} on one rank and {row.dtype} {list(row.shape)} on "
+                "another; all ranks have to save the same tensor under one name"
+            )
+        held[key] += row.piece.numel
+    for (group, name), count in held.items():
+        numel = math.prod(tensors[group, name][1])
+        if count != numel:
+            trouble = "overlap" if count > numel else "leave parts of it to nobody"
+            raise UsageError(f"the pieces of tensor {name!r} that ranks hold {trouble}: {count} of {numel} elements")
+
+
+def _divide_among_nodes(
+    rows: list[Row], replicas: tuple[int, ...], nodes: Sequence[int]
+) -> list[tuple[tuple[int, ...], list[Row]]]:
+    """Whole pieces to nodes, the largest first, each to the node that has least; with the replicas on that node."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for rank in replicas:
+        members[nodes[rank]].append(rank)
+    if len(members) == 1:
+        return [(replicas, rows)]
+    bytes_of = dict.fromkeys(members, 0)
+    node_of: dict[int, int] = {}
+    for index in sorted(range(len(rows)), key=lambda i: -rows[i].nbytes):
+        # A node's share is in proportion to its replicas, so that all ranks have the same.
+        node = min(members, key=lambda n: (bytes_of[n] + rows[index].nbytes) / len(members[n]))
+        node_of[index] = node
+        bytes_of[node] += rows[index].nbytes
+    divided = [
+        (tuple(ranks), [row for index, row in enumerate(rows) if node_of[index] == node])
+        for node, ranks in members.items()
+    ]
+    return [(ranks, part) for ranks, part in divided if part]
+
+
+def _files_of(rows: list[Row], max_file_size: int) -> list[list[Row]]:
+    """Rows in order, cut where a file would grow beyond the limit; no file has two pieces of one tensor."""
+    lanes: dict[int, list[list[Row]]] = {}
+    sizes: dict[int, int] = {}
+    seen: dict[str, int] = defaultdict(int)
+    for row in rows:
+        lane = seen[row.name]
+        seen[row.name] += 1
+        if lane not in lanes or sizes[lane] + row.nbytes > max_file_size:
+            lanes.setdefault(lane, []).append([])
+            sizes[lane] = 0
+        lanes[lane][-1].append(row)
+        sizes[lane] += row.nbytes
+    return [part for parts in lanes.values() for part in parts]
+
+
+def _divide_bytes(
+    files: Sequence[tuple[StoredTensor, ...]], members: Sequence[int], loads: list[int]
+) -> list[tuple[Share, ...]]:
+    """Cuts the files' bytes, one after the other, so that the members' loads become as equal as they can; adds to
+    `loads`."""
+    sizes = [tensors[-1].end if tensors else 0 for tensors in files]
+    starts = list(accumulate(sizes, initial=0))
+    quotas = _level([loads[rank] for rank in members], starts[-1])
+    cuts = [_snap(position, starts) for position in accumulate(quotas, initial=0)]
+    cuts[-1] = starts[-1]
+    divided = []
+    for start, end in pairwise(starts):
+        shares = [
+            Share(rank, max(begin, start) - start, min(stop, end) - start)
+            for rank, (begin, stop) in zip(members, pairwise(cuts), strict=True)
+            if max(begin, start) < min(stop, end)
+        ]
+        divided.append(tuple(shares) or (Share(members[0], 0, 0),))
+        for share in shares:
+            loads[share.rank] += share.end - share.begin
+    return divided
+
+
+def _snap(position: int, starts: Sequence[int]) -> int:
+    """The nearest place where bytes may be cut: a file's end, or a multiple of CELL from its start."""
+    index = min(bisect_right(starts, position), len(starts) - 1)
+    start, end = starts[index - 1], starts[index]
+    return min(end, start + round((position - start) / CELL) * CELL)
+
+
+def _level(loads: Sequence[int], amount: int) -> list[int]:
+    """How much of `amount` each gets, so that the fullest is as little filled as possible."""
+    by_load = sorted(range(len(loads)), key=lambda i: loads[i])
+    for count in range(len(by_load), 0, -1):
+        chosen = by_load[:count]
+        level = (amount + sum(loads[i] for i in chosen)) / count
+        if level >= loads[chosen[-1]]:
+            break
+    quotas = [0] * len(loads)
+    for i in chosen:
+        quotas[i] = int(level - loads[i])
+    return quotas

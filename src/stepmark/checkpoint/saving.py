@@ -1,0 +1,154 @@
+"""One save, from the copy in host memory to the committed folder. Runs on every rank, in the background or in line.
+
+    writing      each rank its share of the files, synced                     -> "written" to those who seal
+    sealing      a file's first writer adds the header with all digests       -> "sealed" to rank 0
+    committing   rank 0: the other files, the manifest, sync, rename, retention -> "committed"
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointBusy, CheckpointError
+from . import files
+from .board import Board, PeerFailed
+from .digests import bytes_digest, file_digest
+from .manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry
+from .names import discard, publish
+from .plan import MODEL, SavePlan
+from .snapshot import Extent
+from .writer import Digests, write_extents, write_header
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What one rank has to do for a save. `manifest` has neither files nor tensors yet; `values` is state.json, on rank
+    0; `extra` are the files that are in the temporary folder already, on rank 0."""
+
+    rank: int
+    temporary: Path
+    plan: SavePlan
+    extents: Sequence[Extent]
+    manifest: Manifest
+    board: Board
+    timeout: float
+    threads: int
+    lost: Callable[[], bool]
+    committed: Callable[[Path], None]
+    values: bytes = b""
+    extra: Sequence[str] = field(default_factory=tuple)
+
+    def run(self, memory: memoryview) -> Path:
+        """Brings the save to its end; returns the checkpoint's path. On an error nothing is left of it.
+
+        Raises CheckpointError, also for what other ranks report.
+        """
+        try:
+            digests = self._write(memory)
+            self._seal(digests)
+            return self._commit()
+        except BaseException as error:
+            if not isinstance(error, PeerFailed):
+                self.board.fail(describe_error(error))
+            if self.rank == 0:
+                discard(self.temporary)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"step {self.manifest.step} was not saved: {describe_error(error)}") from error
+            raise
+
+    def _write(self, memory: memoryview) -> Digests:
+        self.board.enter("writing")
+        digests = write_extents(self.temporary, self.plan, self.extents, memory, threads=self.threads)
+        elsewhere = {index: found for index, found in digests.items() if self.plan.files[index].sealer != self.rank}
+        self.board.post("written", elsewhere)
+        return digests
+
+    def _seal(self, digests: Digests) -> None:
+        self.board.enter("sealing")
+        mine = [index for index, file in enumerate(self.plan.files) if file.sealer == self.rank]
+        others = {share.rank for index in mine for share in self.plan.files[index].shares} - {self.rank}
+        posts = self.board.wait("written", others, self._deadline())
+        sealed = {}
+        for index in mine:
+            merged: dict[str, dict[int, str]] = {name: dict(found) for name, found in digests.get(index, {}).items()}
+            for post in posts.values():
+                for name, found in post.get(str(index), {}).items():
+                    merged.setdefault(name, {}).update({int(number): digest for number, digest in found.items()})
+            header = write_header(
+                self.temporary, self.plan.files[index], self.manifest.step, self.manifest.save, merged
+            )
+            sealed[index] = bytes_digest(header)
+        self.board.post("sealed", sealed)
+
+    def _commit(self) -> Path:
+        self.board.enter("committing")
+        if self.rank != 0:
+            posted = self.board.wait("committed", [0], self._deadline())
+            self.board.post("done")
+            return Path(posted[0])
+        posts = self.board.wait("sealed", {file.sealer for file in self.plan.files}, self._deadline())
+        sealed = {int(index): digest for post in posts.values() for index, digest in post.items()}
+        self._write_manifest(sealed)
+        if self.lost():
+            raise CheckpointBusy(f"{self.temporary.parent} was taken over by another run; stop one of the two")
+        path = publish(self.temporary, self.manifest.save)
+        self.board.post("committed", str(path))
+        self.committed(path)
+        return path
+
+    def _write_manifest(self, sealed: Mapping[int, str]) -> None:
+        files.make_folder(self.temporary)
+        files.write_file(self.temporary / VALUES, self.values)
+        index = model_index(self.plan)
+        if index is not None:
+            files.write_file(self.temporary / INDEX, index)
+        for name in self.extra:
+            files.sync_file(self.temporary / name)
+        entries = [
+            FileEntry(file.name, file.size, sealed[number], file.header_size, tuple((s.rank, s.end) for s in file.shares))
+            for number, file in enumerate(self.plan.files)
+        ]
+        for name in [VALUES, *([INDEX] if index is not None else []), *self.extra]:
+            size, digest = file_digest(self.temporary / name)
+            entries.append(FileEntry(name, size, digest))
+        manifest = self.manifest.with_contents(tuple(entries), tensor_entries(self.plan), time.time())
+        files.write_file(self.temporary / MANIFEST, manifest.to_bytes())
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.timeout
+
+
+def describe_error(error: BaseException) -> str:
+    """One line for another rank, or a user, to read."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def model_index(plan: SavePlan) -> bytes | None:
+    """transformers' index of the model's files; None where there is one file, or tensors are cut."""
+    model_files = [file for file in plan.files if file.group == MODEL]
+    tensors = [(tensor, file.name) for file in model_files for tensor in file.tensors]
+    if len(model_files) < 2 or not all(tensor.piece.is_whole(tensor.shape) for tensor, _ in tensors):
+        return None
+    weight_map = {tensor.name: name for tensor, name in tensors}
+    size = sum(file.data_size for file in model_files)
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2).encode()
+
+
+def tensor_entries(plan: SavePlan) -> dict[str, dict[str, TensorEntry]]:
+    """All tensors with the files that hold their pieces, as the manifest lists them."""
+    groups: dict[str, dict[str, TensorEntry]] = {}
+    for index, file in enumerate(plan.files):
+        tensors = groups.setdefault(file.group, {})
+        for tensor in file.tensors:
+            known: Any = tensors[tensor.name].pieces if tensor.name in tensors else ()
+            tensors[tensor.name] = TensorEntry(tensor.dtype, tensor.shape, (*known, (index, tensor.piece)))
+    return groups

@@ -1,0 +1,94 @@
+"""Host memory that a save copies to: taken once, touched, and used again."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+_RESERVE = 64 << 20  # bytes that are left to everything else
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class StagingMemory:
+    """One block of page-aligned host memory, page-locked if the tensors come from an accelerator."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._pinned = False
+
+    @property
+    def size(self) -> int:
+        """Bytes held now."""
+        return 0 if self._memory is None else self._memory.numel()
+
+    def check(self, size: int) -> None:
+        """Raises CheckpointError where the host has no room for `size` bytes."""
+        more = size - self.size
+        free = free_host_memory()
+        if more > 0 and free is not None and more > free - _RESERVE:
+            raise CheckpointError(
+                f"saving needs {_gib(more)} more of host memory for its copy of the state, and {_gib(free)} are free; "
+                "use more ranks, a smaller state, or a machine with more memory"
+            )
+
+    def take(self, size: int, *, pinned: bool) -> Tensor:
+        """At least `size` bytes, as a uint8 tensor; the same memory as before where it suffices."""
+        if self._memory is None or self._memory.numel() < size or self._pinned != pinned:
+            self._memory = None
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _touched(size)
+            self._pinned = pinned
+        return self._memory
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self._memory = None
+
+
+def _touched(size: int) -> Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages: slower to touch, nothing else
+            pass
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    tensor[:: mmap.PAGESIZE] = 0
+    return tensor
+
+
+def free_host_memory() -> int | None:
+    """Bytes that can be taken before the machine, or this container, is out of memory; None where that is unknown."""
+    limits = [limit for limit in (_meminfo_available(), _cgroup_left()) if limit is not None]
+    return min(limits, default=None)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def _cgroup_left() -> int | None:
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        used = int((_CGROUP / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
+        return int(limit) - used
+    except (OSError, ValueError):
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"

@@ -1,0 +1,123 @@
+"""What all ranks hold, gathered: each distinct table once, whoever sends it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UsageError
+from ..runtime.host import HostGroup
+from ..sharding.spec import Box, Piece
+from .describe import Section
+from .digests import bytes_digest
+from .plan import Holding, Row
+
+
+@dataclass(frozen=True)
+class Tables:
+    """One rank's sections: by group the rows in portable form, and the values of all sections."""
+
+    rows: dict[str, bytes]
+    values: bytes
+
+    def digests(self) -> dict[str, str]:
+        """The digest of each table, and of the values under the empty name."""
+        return {**{group: bytes_digest(data) for group, data in self.rows.items()}, "": bytes_digest(self.values)}
+
+
+def tabulate(sections: Sequence[Section]) -> Tables:
+    """The tables of this rank's sections."""
+    rows = {}
+    for section in sections:
+        listed = [row for entry in section.entries.values() for row in entry.rows()]
+        if listed:
+            rows[section.group] = json.dumps([_row_to_json(row) for row in listed]).encode()
+    values = {section.name: {"kind": section.kind, **section.values} for section in sections}
+    return Tables(rows, json.dumps(values).encode())
+
+
+def _row_to_json(row: Row) -> list[Any]:
+    piece = row.piece
+    place = None if piece.is_whole(row.shape) else [piece.box.offsets, piece.box.lengths, piece.start, piece.stop]
+    return [row.name, row.dtype, row.shape, place]
+
+
+def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
+    rows = []
+    for name, dtype, raw_shape, place in json.loads(data):
+        shape = tuple(raw_shape)
+        if place is None:
+            piece = Piece.whole(shape)
+        else:
+            piece = Piece(Box(tuple(place[0]), tuple(place[1])), place[2], place[3])
+        rows.append(Row(group, name, dtype, shape, piece))
+    return tuple(rows)
+
+
+Digests = Sequence[dict[str, str]]  # each rank's `Tables.digests()`
+
+
+def gather_rows(tables: Tables, digests_of_all: Digests, group: HostGroup) -> list[Holding]:
+    """All distinct tables, each with the ranks that hold it; collective."""
+    holders = _holders(digests_of_all)
+    mine = {name: tables.rows[name] for name, digest in tables.digests().items() if name}
+    sent = _exchange(mine, {key: ranks for key, ranks in holders.items() if key[0]}, tables, group)
+    return [Holding(_rows_from_json(name, data), tuple(holders[name, digest])) for (name, digest), data in sent.items()]
+
+
+def gather_values(tables: Tables, digests_of_all: Digests, group: HostGroup) -> dict[str, Any]:
+    """The values of all ranks in one; collective where they differ.
+
+    Raises UsageError, on every rank, where ranks hold different plain values under one name.
+    """
+    holders = {key: ranks for key, ranks in _holders(digests_of_all).items() if not key[0]}
+    if len(holders) == 1:
+        return dict(json.loads(tables.values))
+    values: dict[str, Any] = {}
+    for key, data in _exchange({"": tables.values}, holders, tables, group).items():
+        values = _merge(values, json.loads(data), (), holders[key][0])
+    return values
+
+
+def _holders(digests_of_all: Digests) -> dict[tuple[str, str], list[int]]:
+    """(name, digest) of each distinct table, with the ranks that hold it."""
+    holders: dict[tuple[str, str], list[int]] = {}
+    for rank, digests in enumerate(digests_of_all):
+        for name, digest in digests.items():
+            holders.setdefault((name, digest), []).append(rank)
+    return holders
+
+
+def _exchange(
+    mine: dict[str, bytes], holders: dict[tuple[str, str], list[int]], tables: Tables, group: HostGroup
+) -> dict[tuple[str, str], bytes]:
+    """Each distinct table, from the first rank that holds it, in the order of `holders`."""
+    own = tables.digests()
+    packed = {
+        (name, digest): zlib.compress(mine[name], 1)
+        for (name, digest), ranks in holders.items()
+        if ranks[0] == group.rank and own.get(name) == digest
+    }
+    sent: dict[tuple[str, str], bytes] = {}
+    for part in group.all_gather(packed):
+        sent.update(part)
+    return {key: zlib.decompress(sent[key]) for key in holders}
+
+
+def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int) -> Any:
+    """The union of two nests of dicts that agree where both have something."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        merged = dict(one)
+        for key, value in other.items():
+            merged[key] = _merge(one[key], value, (*path, key), rank) if key in one else value
+        return merged
+    if one != other:
+        where = " / ".join(key for key in path if key != "value")
+        raise UsageError(
+            f"ranks save different values: {where} is {str(one)[:60]} on rank 0 and {str(other)[:60]} on rank {rank}; "
+            "plain values have to be the same on all ranks: gather what differs into one value, or leave it out"
+        )
+    return one

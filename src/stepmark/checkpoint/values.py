@@ -1,0 +1,184 @@
+"""Plain values as JSON, exactly: every float bit for bit, tuples, keys of any plain type, bytes; never pickle.
+
+What JSON has is written as such. The rest is an object with the key "$" that names its type:
+tuple, set, frozenset, dict (pairs), ordered (pairs), float (16 hexadecimal digits), int (hexadecimal), complex, bytes
+(base64), array and scalar (numpy), size, dtype, device (torch), and tensor (a name in one of the tensor files).
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointDamaged, UsageError
+
+TAG = "$"
+Path = tuple[str, ...]
+OnTensor = Callable[[Any, Path], str]  # takes a tensor or a shard out of the value; returns the name it is stored under
+_LARGEST_DECIMAL = 1 << 1024  # Python refuses to parse very long decimal integers
+
+
+def show(path: Path) -> str:
+    """A path as an error message shows it: loader['epoch']."""
+    head, *rest = path or ("",)
+    return head + "".join(f"[{key!r}]" for key in rest)
+
+
+class Encoder:
+    """Encodes values; tensors, where `is_tensor` finds them, are handed to `on_tensor`."""
+
+    def __init__(self, is_tensor: Callable[[Any], bool], on_tensor: OnTensor) -> None:
+        self._is_tensor = is_tensor
+        self._on_tensor = on_tensor
+
+    def encode(self, value: Any, path: Path) -> Any:
+        """The JSON form. Raises UsageError for a value that is neither a tensor nor plain, naming it."""
+        try:
+            return self._encode(value, path)
+        except RecursionError as error:
+            raise UsageError(f"{show(path[:1])} is nested too deep, or contains itself; save a flat value") from error
+
+    def _encode(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if abs(value) < _LARGEST_DECIMAL else {TAG: "int", "v": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {TAG: "float", "v": struct.pack(">d", value).hex()}
+        if self._is_tensor(value):
+            return {TAG: "tensor", "v": self._on_tensor(value, path)}
+        if kind is dict or kind is OrderedDict:
+            return self._encode_dict(value, path)
+        if kind is list:
+            return self._encode_items(value, path)
+        if kind is tuple:
+            return {TAG: "tuple", "v": self._encode_items(value, path)}
+        if kind is set or kind is frozenset:
+            return {TAG: kind.__name__, "v": self._encode_items(sorted(value, key=repr), path)}
+        tagged = _encode_scalar(value)
+        if tagged is None:
+            raise UsageError(
+                f"{show(path)} is a {kind.__module__}.{kind.__qualname__}, which is neither a tensor nor a plain value; "
+                "save its parts as numbers, strings, lists and dicts"
+            )
+        return tagged
+
+    def _encode_items(self, values: Iterable[Any], path: Path) -> list[Any]:
+        return [self._encode(value, (*path, str(index))) for index, value in enumerate(values)]
+
+    def _encode_dict(self, value: dict[Any, Any], path: Path) -> Any:
+        if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
+            return {key: self._encode(item, (*path, key)) for key, item in value.items()}
+        pairs = [
+            [self._encode(key, (*path, "key")), self._encode(item, (*path, str(key)))] for key, item in value.items()
+        ]
+        return {TAG: "dict" if type(value) is dict else "ordered", "v": pairs}
+
+
+def _encode_scalar(value: Any) -> dict[str, Any] | None:
+    kind = type(value)
+    if kind is bytes:
+        return {TAG: "bytes", "v": base64.b64encode(value).decode()}
+    if kind is complex:
+        return {TAG: "complex", "v": struct.pack(">dd", value.real, value.imag).hex()}
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+        data = base64.b64encode(value.tobytes()).decode()
+        tag = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {TAG: tag, "dtype": value.dtype.str, "shape": list(value.shape), "v": data}
+    return _encode_torch(value)
+
+
+def _encode_torch(value: Any) -> dict[str, Any] | None:
+    # Compared by name, so that reading a checkpoint's values does not import torch.
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if name == "torch.Size":
+        return {TAG: "size", "v": list(value)}
+    if name in ("torch.dtype", "torch.device"):
+        return {TAG: name.removeprefix("torch."), "v": str(value).removeprefix("torch.")}
+    return None
+
+
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """The value that was encoded; `tensor` gives the tensor stored under a name.
+
+    Raises CheckpointDamaged for JSON that the encoder cannot have written.
+    """
+    try:
+        return _decode(value, tensor)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
+        raise CheckpointDamaged(f"a stored value cannot be understood: {error!r}") from error
+
+
+def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TAG not in value:
+        return {key: _decode(item, tensor) for key, item in value.items()}
+    tag, inner = value[TAG], value["v"]
+    if tag == "tensor":
+        return tensor(inner)
+    if tag in ("dict", "ordered"):
+        pairs = [(_decode(key, tensor), _decode(item, tensor)) for key, item in inner]
+        return dict(pairs) if tag == "dict" else OrderedDict(pairs)
+    if tag in ("tuple", "set", "frozenset"):
+        items = [_decode(item, tensor) for item in inner]
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](items)
+    return _decode_scalar(tag, inner, value)
+
+
+def _decode_scalar(tag: str, inner: Any, value: dict[str, Any]) -> Any:
+    if tag == "float":
+        return struct.unpack(">d", bytes.fromhex(inner))[0]
+    if tag == "int":
+        return int(inner, 16)
+    if tag == "bytes":
+        return base64.b64decode(inner, validate=True)
+    if tag == "complex":
+        return complex(*struct.unpack(">dd", bytes.fromhex(inner)))
+    if tag in ("array", "scalar"):
+        array = np.frombuffer(base64.b64decode(inner, validate=True), dtype=np.dtype(value["dtype"]))
+        shaped = array.reshape(tuple(value["shape"])).copy()
+        return shaped if tag == "array" else shaped[()]
+    if tag in ("size", "dtype", "device"):
+        return _decode_torch(tag, inner)
+    raise ValueError(f"unknown type {tag!r}")
+
+
+def _decode_torch(tag: str, inner: Any) -> Any:
+    import torch
+
+    if tag == "size":
+        return torch.Size(inner)
+    if tag == "device":
+        return torch.device(inner)
+    dtype = getattr(torch, inner)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{inner} is not a dtype")
+    return dtype
+
+
+def encode_plain(value: Any, name: str) -> Any:
+    """The JSON form of a value that may hold no tensors, such as metadata."""
+
+    def refuse(_: Any, path: Path) -> str:
+        raise UsageError(f"{show(path)} is a tensor; {name} takes plain values only: give its .item() or .tolist()")
+
+    return Encoder(lambda item: hasattr(item, "data_ptr"), refuse).encode(value, (name,))
+
+
+def decode_plain(value: Any) -> Any:
+    """The reverse of `encode_plain`."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"a tensor {name!r} among plain values")
+
+    return decode(value, refuse)

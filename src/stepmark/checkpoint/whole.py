@@ -1,0 +1,100 @@
+"""Whether a checkpoint is whole: what can be told without reading the tensors' bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointDamaged
+from .digests import bytes_digest, file_digest
+from .files import regular_file_size, regular_files
+from .manifest import VALUES, FileEntry, Manifest
+from .tensorfile import Header, parse_header
+
+SUFFIX = ".safetensors"
+
+
+def check_whole(folder: Path, manifest: Manifest) -> None:
+    """Checks that every file is there with its size, and the digests of headers and of files without tensors.
+
+    Raises CheckpointDamaged, naming the first file that is not as it was written.
+    """
+    for entry in manifest.files:
+        if entry.header is None:
+            check_file(folder, entry)
+        else:
+            read_header(folder, manifest, entry)
+    for name in foreign_tensor_files(folder, manifest):
+        raise CheckpointDamaged(f"{folder / name} does not belong to this checkpoint; move it away")
+
+
+def foreign_tensor_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Tensor files that the manifest does not list; other programs would read them."""
+    known = {entry.name for entry in manifest.files}
+    return [name for name in regular_files(folder) if name.endswith(SUFFIX) and name not in known]
+
+
+def check_size(folder: Path, entry: FileEntry) -> Path:
+    """The file's path. Raises CheckpointDamaged where it is missing or has another size."""
+    path = folder / entry.name
+    size = regular_file_size(path)
+    if size is None:
+        raise CheckpointDamaged(f"{path} is missing")
+    if size != entry.size:
+        raise CheckpointDamaged(f"{path} has {size} bytes instead of {entry.size}")
+    return path
+
+
+def check_file(folder: Path, entry: FileEntry) -> None:
+    """Checks a file without tensors, all of it. Raises CheckpointDamaged."""
+    path = check_size(folder, entry)
+    try:
+        _, digest = file_digest(path)
+    except OSError as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
+    if digest != entry.digest:
+        raise CheckpointDamaged(f"{path} differs from its digest")
+
+
+def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
+    """A tensor file's header, checked against the manifest. Raises CheckpointDamaged, naming the file."""
+    path = check_size(folder, entry)
+    if entry.header is None:
+        raise CheckpointDamaged(f"{path} is listed without a header, and is needed as a tensor file")
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = file.read(entry.header)
+    except OSError as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
+    if bytes_digest(data) != entry.digest:
+        raise CheckpointDamaged(f"{path}: its header differs from its digest")
+    try:
+        header = parse_header(data, entry.size)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{path}: {error}") from error
+    if (header.step, header.save) != (manifest.step, manifest.save):
+        raise CheckpointDamaged(f"{path} belongs to another save, of step {header.step}")
+    return header
+
+
+def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The sections' encoded values. Raises CheckpointDamaged."""
+    path = folder / VALUES
+    entry = manifest.file(VALUES)
+    if entry is None:
+        raise CheckpointDamaged(f"{folder}: the manifest lists no {VALUES}")
+    check_size(folder, entry)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
+    if bytes_digest(data) != entry.digest:
+        raise CheckpointDamaged(f"{path} differs from its digest")
+    try:
+        sections = json.loads(data)["sections"]
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} cannot be understood: {error!r}") from error
+    if not isinstance(sections, dict):
+        raise CheckpointDamaged(f"{path} cannot be understood")
+    return sections

@@ -1,0 +1,95 @@
+"""Writes this rank's share of the files from staging memory, with the digests on the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import files
+from .digests import CELL, cell_digest
+from .plan import PlannedFile, SavePlan
+from .snapshot import Extent
+from .tensorfile import Header
+
+BLOCK = 8 * CELL
+
+# file index -> tensor name -> number of the tensor's cell -> digest
+Digests = dict[int, dict[str, dict[int, str]]]
+
+
+def write_extents(
+    folder: Path, plan: SavePlan, extents: Sequence[Extent], memory: memoryview, *, threads: int
+) -> Digests:
+    """Writes and syncs the extents; returns the digests of the cells in them."""
+    digests: Digests = {}
+    with ThreadPoolExecutor(threads, thread_name_prefix="stepmark-write") as pool:
+        for extent in extents:
+            file = plan.files[extent.file]
+            path = folder / file.name
+            files.make_folder(path.parent)
+            descriptor = files.open_for_writing(path)
+            try:
+                job = _block_writer(descriptor, file, extent, memory)
+                for found in pool.map(job, range(extent.begin, extent.end, BLOCK)):
+                    for name, number, digest in found:
+                        digests.setdefault(extent.file, {}).setdefault(name, {})[number] = digest
+                files.sync(descriptor)
+            finally:
+                files.close(descriptor)
+    return digests
+
+
+def _block_writer(
+    descriptor: int, file: PlannedFile, extent: Extent, memory: memoryview
+) -> Callable[[int], list[tuple[str, int, str]]]:
+    cells = _cells_by_block(file, extent)
+
+    def write(begin: int) -> list[tuple[str, int, str]]:
+        end = min(begin + BLOCK, extent.end)
+        shift = extent.at - extent.begin
+        found = [(name, number, cell_digest(memory[a + shift : b + shift])) for a, b, name, number in cells[begin]]
+        files.write_at(descriptor, memory[begin + shift : end + shift], file.header_size + begin)
+        return found
+
+    return write
+
+
+def _cells_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tuple[int, int, str, int]]]:
+    """The cells (begin, end, tensor, number) in each block of the extent, by the block's begin."""
+    blocks: dict[int, list[tuple[int, int, str, int]]] = {
+        begin: [] for begin in range(extent.begin, extent.end, BLOCK)
+    }
+    for tensor in file.tensors:
+        if tensor.begin >= extent.end or tensor.end <= extent.begin:
+            continue
+        for number, (begin, end) in enumerate(tensor.cells()):
+            if extent.begin <= begin < extent.end:
+                block = extent.begin + (begin - extent.begin) // BLOCK * BLOCK
+                blocks[block].append((begin, end, tensor.name, number))
+    return blocks
+
+
+def write_header(folder: Path, file: PlannedFile, step: int, save: str, digests: dict[str, dict[int, str]]) -> bytes:
+    """Adds the header once all of the file's data is there; returns its bytes.
+
+    `digests` is by tensor name and number of the cell, complete. Raises OSError where the file has not its size.
+    """
+    listed = {
+        tensor.name: [digests[tensor.name][number] for number in range(len(tensor.cells()))] if tensor.cells() else []
+        for tensor in file.tensors
+    }
+    data = Header(file.header_size, step, save, file.tensors, listed).to_bytes()
+    path = folder / file.name
+    files.make_folder(path.parent)
+    descriptor = files.open_for_writing(path)
+    try:
+        files.write_at(descriptor, memoryview(data), 0)
+        files.sync(descriptor)
+        size = os.fstat(descriptor).st_size
+    finally:
+        files.close(descriptor)
+    if size != file.size:
+        raise OSError(f"{path} has {size} bytes after writing, and {file.size} were written")
+    return data

@@ -1,0 +1,72 @@
+"""Parses the command line, calls the command, and turns errors into one line and an exit code.
+
+Exit codes: 0 done; 1 it failed, or what it checked is bad; 2 the call is wrong; 75 interrupted and resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import stepmark
+from stepmark.cli import inspect as inspect_command
+from stepmark.cli import train as train_command
+from stepmark.cli import verify as verify_command
+from stepmark.errors import UsageError
+from stepmark.launch.failure import REPORTS, Failure
+
+COMMANDS: dict[str, Any] = {"train": train_command, "inspect": inspect_command, "verify": verify_command}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of printing usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="stepmark", description=stepmark.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"stepmark {stepmark.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        command.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
+        module.add_arguments(command)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command and returns its exit code."""
+    with_traceback = "--traceback" in arguments
+    try:
+        parsed = build_parser().parse_args(arguments)
+        return int(COMMANDS[parsed.command].run(parsed))
+    except KeyboardInterrupt as error:
+        return _fail(error, with_traceback)
+    except Exception as error:
+        return _fail(error, with_traceback)
+
+
+def _fail(error: BaseException, with_traceback: bool) -> int:
+    failure = Failure.of(error, int(os.environ.get("RANK", "0")))
+    if REPORTS in os.environ:
+        failure.leave(os.environ[REPORTS])
+        return failure.exit_code
+    if with_traceback:
+        traceback.print_exception(error)
+    if with_traceback or _should_tell(failure):
+        print(f"error: {failure.message}", file=sys.stderr, flush=True)
+    return failure.exit_code
+
+
+def _should_tell(failure: Failure) -> bool:
+    """Of several ranks under another launcher, the first to fail tells; a wrong call fails on all, and rank 0 tells."""
+    if failure.exit_code == UsageError.exit_code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return failure.rank == 0
+    joined = sys.modules.get("stepmark.runtime.context")
+    return joined is None or joined.first_to_fail()

@@ -1,0 +1,70 @@
+"""`stepmark train RECIPE.yaml [--FIELD VALUE …]`"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from stepmark.errors import UsageError
+from stepmark.recipe.recipe import Recipe, all_fields, read_recipe
+
+HELP = "train a model as a recipe says"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="fields and their values; flags win over it")
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    fields = parser.add_argument_group("recipe fields")
+    for name, (kind, default) in all_fields().items():
+        fields.add_argument(f"--{name}", nargs="?", const="true", metavar=_metavar(kind), help=_help(default))
+
+
+def _metavar(kind: str) -> str:
+    return kind.replace(" | None", "").replace(" | ", "|").upper()
+
+
+def _help(default: object) -> str:
+    return "" if default is None else f"default: {default}".replace("%", "%%")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    flags = {name: value for name in all_fields() if (value := getattr(parsed, name)) is not None}
+    recipe = read_recipe(parsed.recipe, flags)
+    if parsed.nproc is not None:
+        return _start_ranks(parsed)
+    return _train(recipe)
+
+
+def _start_ranks(parsed: argparse.Namespace) -> int:
+    from stepmark.launch.supervisor import supervise
+    from stepmark.launch.world import World
+
+    if parsed.nproc < 1:
+        raise UsageError(f"--nproc: should be at least 1, and is {parsed.nproc}")
+    if World.from_environment().size > 1:
+        raise UsageError("--nproc: this process is already one of several ranks; leave --nproc out under a launcher")
+    return supervise(_rank_command(sys.argv[1:]), parsed.nproc, show_traceback=parsed.traceback)
+
+
+def _rank_command(arguments: list[str]) -> list[str]:
+    """The same command line without --nproc."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip or argument.startswith("--nproc="):
+            skip = False
+        elif argument == "--nproc":
+            skip = True
+        else:
+            kept.append(argument)
+    return [sys.executable, "-m", "stepmark", *kept]
+
+
+def _train(recipe: Recipe) -> int:
+    from stepmark.launch.supervisor import follow_supervisor
+
+    follow_supervisor()
+    from stepmark.recipe.train import train
+
+    train(recipe)
+    return 0

@@ -1,0 +1,185 @@
+"""Texts → one stream of token ids.
+
+Every document stands between the special tokens that its tokenizer puts around a text (Llama's begin of text, say), and
+ends with the end-of-sequence token where the tokenizer has one. Pieces of a continuous text are joined without anything
+between them. The stream does not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_all_start_methods, get_context
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from ..errors import DataError
+from .texts import Texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_CHARACTERS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What turns texts into ids: `encode` of one batch, the ids around a document, and a digest of the whole."""
+
+    encode: Callable[[list[str]], list[list[int]]]
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    dtype: np.dtype[Any]
+    content: str
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+        """The encoder of a tokenizer, with none of the truncation or padding that may be set in it."""
+        encode, serialised = _plain_encoder(tokenizer)
+        prefix, suffix = _special_tokens_around(tokenizer)
+        end = tokenizer.eos_token_id
+        if end is not None and suffix[-1:] != (end,):
+            suffix = (*suffix, end)
+        largest = max([*tokenizer.get_vocab().values(), *prefix, *suffix], default=0)
+        dtype = np.dtype("<u2" if largest < 1 << 16 else "<u4")
+        content = xxhash.xxh3_128_hexdigest(f"{serialised}\0{prefix}\0{suffix}".encode())
+        return cls(encode, prefix, suffix, dtype, content)
+
+    def stream(self, texts: list[str], joined: bool) -> np.ndarray:
+        """The ids of a batch: of documents with what stands around each, or of one `joined` text without."""
+        if joined:
+            return np.asarray(self.encode(["".join(texts)])[0], dtype=self.dtype)
+        parts = [part for ids in self.encode(texts) for part in (self.prefix, ids, self.suffix)]
+        return np.concatenate([np.asarray(part, dtype=self.dtype) for part in parts])
+
+
+def encode_texts(texts: Texts, encoder: Encoder, processes: int = 1) -> Iterator[np.ndarray]:
+    """The token stream of a split, in parts, 1-dimensional and of `encoder.dtype`.
+
+    Raises DataError where there is no text but white space.
+    """
+    found_text = False
+
+    def watched() -> Iterator[list[str]]:
+        nonlocal found_text
+        for batch in _batches(texts.read()):
+            found_text = found_text or any(not text.isspace() for text in batch)
+            yield batch
+
+    edges = np.asarray(encoder.prefix, encoder.dtype), np.asarray(encoder.suffix, encoder.dtype)
+    if texts.continuous:
+        yield edges[0]
+    yield from _encode_batches(watched(), encoder, texts.continuous, processes)
+    if texts.continuous:
+        yield edges[1]
+    if not found_text:
+        raise DataError(f"{texts.where} holds no text; give data with text in it")
+
+
+def _batches(pieces: Iterable[str | None]) -> Iterator[list[str]]:
+    """Pieces in order, without the empty ones, in lists of about `BATCH_CHARACTERS` characters."""
+    batch: list[str] = []
+    characters = 0
+    for piece in pieces:
+        if piece:
+            batch.append(piece)
+            characters += len(piece)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode_batches(
+    batches: Iterator[list[str]], encoder: Encoder, joined: bool, processes: int
+) -> Iterator[np.ndarray]:
+    if processes == 1:
+        for batch in batches:
+            yield encoder.stream(batch, joined)
+        return
+    # Forked where possible: nothing is imported again, and a script needs no `if __name__ == "__main__"`.
+    context = get_context("fork" if "fork" in get_all_start_methods() else None)
+    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(encoder, joined))
+    waiting: deque[Future[np.ndarray]] = deque()
+    try:
+        for batch in batches:
+            waiting.append(pool.submit(_encode_in_worker, batch))
+            if len(waiting) > 2 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a tokenization process ended unexpectedly, out of memory perhaps; lower preprocessing_num_workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker: tuple[Encoder, bool] | None = None
+
+
+def _start_worker(encoder: Encoder, joined: bool) -> None:
+    global _worker
+    # The threads that the tokenizers library had before the fork are not there after it.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = encoder, joined
+
+
+def _encode_in_worker(batch: list[str]) -> np.ndarray:
+    assert _worker is not None
+    encoder, joined = _worker
+    return encoder.stream(batch, joined)
+
+
+@dataclass(frozen=True)
+class _FastEncoder:
+    """A tokenizer of the tokenizers library, which encodes a batch in several threads."""
+
+    tokenizer: Any
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+@dataclass(frozen=True)
+class _SlowEncoder:
+    """A tokenizer written in Python."""
+
+    tokenizer: Any
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in texts]
+
+
+def _plain_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[str]], list[list[int]]], str]:
+    """A function of texts to ids without special tokens, and a text that names what it does."""
+    if not tokenizer.is_fast:
+        settings = {key: str(value) for key, value in tokenizer.init_kwargs.items() if not key.endswith("_file")}
+        return _SlowEncoder(tokenizer), json.dumps(
+            [type(tokenizer).__name__, tokenizer.get_vocab(), settings], sort_keys=True
+        )
+    from tokenizers import Tokenizer
+
+    own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    own.no_truncation()
+    own.no_padding()
+    return _FastEncoder(own), own.to_str()
+
+
+def _special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the tokenizer puts before and after a text when asked for special tokens."""
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    full = tokenizer.encode("a", add_special_tokens=True)
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start]), tuple(full[start + len(bare) :])
+    return (), ()

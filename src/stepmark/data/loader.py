@@ -1,0 +1,248 @@
+"""The DataLoader, whose position can be saved: every sample once an epoch, on any mesh, also after resuming.
+
+`order.py` decides which samples a micro-batch has, `fetching.py` makes it, in this process or in PyTorch's workers;
+here the two meet, and the position that the consumer has reached is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointMismatch, DataError, UsageError
+from .batch import MicroBatch, StepBatch
+from .collate import FIXED_SHAPES, Padding, sample_length
+from .fetching import CollateFn, Failure, Fetcher, MicroTask
+from .order import Epoch, Layout, Position, sample_order
+
+# Names the way an order is made from seed and epoch; changes when that does, so that a position is not misread.
+ORDERS = {True: "shuffled-1", False: "sequential-1"}
+
+
+class DataLoader:
+    """Batches of a dataset that has a length and gives sample i; one `StepBatch` for each optimizer step.
+
+    A step takes `batch_size * world_size * accumulation` samples, the same ones on every mesh for which that product is
+    the same. Iterating runs from the current position to the end of its epoch; iterating again takes the next epoch.
+    The order is a function of (seed, epoch), and so is every number that a collator draws from Python's, numpy's or
+    PyTorch's CPU generator, whatever `num_workers` is; the caller's generators are left as they are.
+
+    The last step of an epoch may have fewer samples (with `drop_last` they are left out). With `fixed_shape`, and where
+    this rank has no sample in it, micro-batches keep all rows: see `MicroBatch`. `pad_to` states one length for all
+    sequences, or a few of which the smallest that fits is taken; with `fixed_shape` and several ranks all take the
+    same, for which every sample is read once at the start. `pad_token_id` pads `input_ids`. `causal_shift` says how
+    targets are counted: see `count_targets`.
+
+    Raises UsageError for arguments that do not fit, DataError for a dataset without a single step.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulation: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: CollateFn | None = None,
+        num_workers: int = 0,
+        fixed_shape: bool = False,
+        pad_to: int | Sequence[int] | None = None,
+        pad_token_id: int = 0,
+        causal_shift: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self.rank = rank
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_workers = num_workers
+        self.fixed_shape = fixed_shape
+        self.layout = Layout(batch_size, world_size, accumulation)
+        self._padding = Padding.of(pad_to, pad_token_id, free=not fixed_shape)
+        self._epoch = Epoch(_checked_size(dataset), self.layout.global_batch, drop_last)
+        self._check()
+        self._fetcher = Fetcher(dataset, collate_fn, self._padding, causal_shift)
+        self._position = Position(0, 0)
+        self._shapes: dict[str, torch.Size] | None = None
+        self._lengths: np.ndarray | None = None
+
+    def _check(self) -> None:
+        if not 0 <= self.rank < self.layout.world_size:
+            raise UsageError(f"rank must be from 0 to {self.layout.world_size - 1}, not {self.rank}")
+        if self.seed < 0 or self.num_workers < 0:
+            raise UsageError(f"seed and num_workers must not be negative: {self.seed}, {self.num_workers}")
+        if not self._epoch.size:
+            raise DataError("the dataset is empty; give one with samples")
+        if not self.steps_per_epoch:
+            raise DataError(
+                f"{self._epoch.size} samples are fewer than one step's {self.layout.global_batch}, and drop_last leaves"
+                " them out; turn it off, or lower batch size or accumulation"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in a whole epoch."""
+        return self._epoch.steps()
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        for step in self.ahead():
+            self.load_state_dict(step.state)
+            yield step
+
+    def ahead(self) -> Iterator[StepBatch]:
+        """The steps from the current position to the end of its epoch, leaving the position as it is: for who fetches
+        ahead of a consumer, and gives each step's `state` to `load_state_dict` when the consumer takes it."""
+        start = self._position
+        micro_batches = self._fetch(self._tasks(start))
+        for _, samples, after in self._epoch.walk(start):
+            mine = list(islice(micro_batches, self.layout.accumulation))
+            yield StepBatch(mine, samples, after.epoch + after.samples / self._epoch.size, self._state(after))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position that the consumer has reached, in plain values: what workers fetched ahead is not in it."""
+        return self._state(self._position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a position; the next iteration begins there. Batch size, world size and accumulation may differ from
+        those of the loader that saved it. Raises CheckpointMismatch for other data, another seed or another order."""
+        expected = self.state_dict()
+        for name in ("dataset_size", "seed", "order"):
+            if state.get(name) != expected[name]:
+                raise CheckpointMismatch(
+                    f"data position: {name} was {state.get(name)!r} when it was saved and is {expected[name]!r} now;"
+                    " resume with the same data and data seed"
+                )
+        position = Position(int(state["epoch"]), int(state["samples"]))
+        if position.epoch < 0 or not 0 <= position.samples <= self._epoch.size:
+            raise CheckpointMismatch(
+                f"data position: epoch {position.epoch}, samples {position.samples} is not within a dataset of"
+                f" {self._epoch.size} samples; the saved state is damaged"
+            )
+        self._position = position
+
+    def _state(self, position: Position) -> dict[str, Any]:
+        return {
+            "epoch": position.epoch,
+            "samples": position.samples,
+            "dataset_size": self._epoch.size,
+            "seed": self.seed,
+            "order": ORDERS[self.shuffle],
+        }
+
+    def _tasks(self, start: Position) -> Iterator[MicroTask]:
+        """What this rank fetches from a position to the end of its epoch, in order."""
+        begin = self._epoch.begin(start)
+        order = sample_order(self._epoch.size, self.seed, begin.epoch, self.shuffle)
+        lengths = self._measured_lengths()
+        rows = self.layout.batch_size
+        for position, samples, _ in self._epoch.walk(begin):
+            step = order[position.samples : position.samples + samples]
+            for micro_step in range(self.layout.accumulation):
+                offset = self.layout.offset(self.rank, micro_step)
+                mine = step[offset : offset + rows]
+                filler = rows - len(mine) if self.fixed_shape or not len(mine) else 0
+                first = self.layout.offset(0, micro_step)
+                everyones = step[first : first + rows * self.layout.world_size]
+                yield MicroTask(
+                    indices=tuple((mine if len(mine) else step[-1:]).tolist()),
+                    rows=len(mine),
+                    filler=filler,
+                    key=(self.seed, position.epoch, position.samples + offset),
+                    length=self._common_length(lengths, everyones if len(everyones) else step[-1:]),
+                )
+
+    def _measured_lengths(self) -> np.ndarray | None:
+        """The length of every sample, where ranks have to agree on one of several; measured once."""
+        if len(self._padding.lengths) < 2 or not self.fixed_shape or self.layout.world_size == 1:
+            return None
+        if self._lengths is None:
+            measured = (sample_length(self.dataset[index]) for index in range(self._epoch.size))
+            self._lengths = np.fromiter(measured, dtype=np.int64, count=self._epoch.size)
+            if not self._lengths.any():
+                raise UsageError(
+                    "pad_to: among several ranks one of several lengths can only be chosen for samples that have"
+                    " input_ids; give one length"
+                )
+        return self._lengths
+
+    def _common_length(self, lengths: np.ndarray | None, indices: np.ndarray) -> int | None:
+        """The stated length that fits the samples of all ranks; None where each may choose, or where none fits, which
+        is said when the batch is made."""
+        return None if lengths is None else self._padding.fit(int(lengths[indices].max()))
+
+    def _fetch(self, tasks: Iterator[MicroTask]) -> Iterator[MicroBatch]:
+        for micro_batch in self._in_workers(tasks) if self.num_workers else map(self._fetcher.fetch, tasks):
+            self._check_shape(micro_batch)
+            yield micro_batch
+
+    def _in_workers(self, tasks: Iterator[MicroTask]) -> Iterator[MicroBatch]:
+        """The same through PyTorch's worker processes, which fetch ahead and give results in order."""
+        results = iter(
+            torch.utils.data.DataLoader(
+                self._fetcher,
+                batch_size=None,
+                sampler=_Once(tasks),
+                num_workers=self.num_workers,
+                collate_fn=_same,
+                generator=torch.Generator(),  # else the caller's generator gives the workers' seeds
+            )
+        )
+        while True:
+            try:
+                result = next(results)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n", 1)[0]
+                raise DataError(
+                    f"a data worker ended unexpectedly ({reason}), out of memory perhaps; lower the number of workers,"
+                    " or set it to 0 to see its own error"
+                ) from error
+            if isinstance(result, Failure):
+                result.reraise()
+            yield result
+
+    def _check_shape(self, micro_batch: MicroBatch) -> None:
+        """With a fixed shape and no stated lengths, every micro-batch must look like the first."""
+        if not self.fixed_shape or self._padding.lengths or not isinstance(micro_batch.inputs, Mapping):
+            return
+        shapes = {name: value.shape for name, value in micro_batch.inputs.items() if isinstance(value, Tensor)}
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            name = next(name for name in {**shapes, **self._shapes} if shapes.get(name) != self._shapes.get(name))
+            before, now = (tuple(found.get(name, ())) for found in (self._shapes, shapes))
+            raise UsageError(f"{name} has shape {now} where it had {before} before, and {FIXED_SHAPES}")
+
+
+class _Once(torch.utils.data.Sampler[MicroTask]):
+    """Tasks as the sampler that PyTorch's loader wants, for one pass."""
+
+    def __init__(self, tasks: Iterator[MicroTask]) -> None:
+        self._tasks = tasks
+
+    def __iter__(self) -> Iterator[MicroTask]:
+        return self._tasks
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+def _checked_size(dataset: Any) -> int:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UsageError(
+            f"a {type(dataset).__name__} cannot be indexed, so its position cannot be saved; give a dataset with"
+            " __len__ and __getitem__, such as a list or a datasets.Dataset"
+        )
+    return len(dataset)

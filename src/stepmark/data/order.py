@@ -1,0 +1,101 @@
+"""Which sample comes when, on which rank: arithmetic alone.
+
+An epoch is one order of all samples, made from (seed, epoch) and nothing else. A step takes the next `global_batch`
+samples of it: micro-batch m of rank r takes those from (m * world_size + r) * batch_size on. So a position is an epoch
+and a number of samples, and it means the same whatever the mesh, before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from ..errors import UsageError
+
+
+class Stream(IntEnum):
+    """What random numbers are for: different purposes never share them."""
+
+    ORDER = 1
+    DRAWS = 2
+
+
+@dataclass(frozen=True)
+class Position:
+    """`samples` of the order of `epoch` have been taken."""
+
+    epoch: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the samples of a step are shared out: `accumulation` micro-batches of `batch_size` rows on each rank.
+
+    Raises UsageError where a size is not positive.
+    """
+
+    batch_size: int
+    world_size: int = 1
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "world_size", "accumulation"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a whole step over all ranks."""
+        return self.batch_size * self.world_size * self.accumulation
+
+    def offset(self, rank: int, micro_step: int) -> int:
+        """Where the share of a rank in a micro-step begins, counted from the step's first sample."""
+        return (micro_step * self.world_size + rank) * self.batch_size
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over `size` samples in steps of `global_batch`; with `drop_last` only whole steps count."""
+
+    size: int
+    global_batch: int
+    drop_last: bool = False
+
+    def steps(self, taken: int = 0) -> int:
+        """Steps that are left once `taken` samples have been taken."""
+        left = self.size - taken
+        return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
+
+    def begin(self, position: Position) -> Position:
+        """The position itself, or the beginning of the next epoch where no step is left in this one."""
+        return position if self.steps(position.samples) else Position(position.epoch + 1, 0)
+
+    def walk(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
+        """The steps from a position to the end of its epoch: where each begins, how many samples it has, and the
+        position after it, which is the beginning of the next epoch after the last one."""
+        position = self.begin(position)
+        for _ in range(self.steps(position.samples)):
+            samples = min(self.global_batch, self.size - position.samples)
+            after = self.begin(Position(position.epoch, position.samples + samples))
+            yield position, samples, after
+            position = after
+
+
+def sample_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """The indices 0 to size - 1, int64, in the order of an epoch.
+
+    Shuffled by sorting 64-bit numbers that a Philox generator draws. numpy promises that this raw stream stays the same
+    in its later releases, and does not promise it of `permutation`: a run must resume after an upgrade.
+    """
+    if not shuffle:
+        return np.arange(size)
+    return np.argsort(generator(Stream.ORDER, seed, epoch).random_raw(size), kind="stable")
+
+
+def generator(stream: Stream, *key: int) -> np.random.Philox:
+    """A generator that is a function of what it is for and of a few numbers that are not negative."""
+    return np.random.Philox(np.random.SeedSequence((stream, *key)))

@@ -1,0 +1,62 @@
+"""A token stream on disk as blocks of one length.
+
+B blocks of T tokens: block i holds tokens i*T to (i+1)*T. The last one may be short: it is filled with `filler`, and
+the labels there are -100, so that no token is lost and none is counted that is not there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+IGNORED = -100  # the label that PyTorch's cross entropy and transformers' losses leave out
+
+
+class PackedBlocks(Dataset[dict[str, Tensor]]):
+    """Blocks of `block_size` tokens of a file of ids; `max_samples` keeps the first so many.
+
+    Sample i is `{"input_ids": int64 [T], "labels": int64 [T]}`. The file is mapped into memory when a sample is first
+    read, and mapped anew in a process that gets a pickled copy.
+    """
+
+    def __init__(
+        self, path: Path, dtype: str, tokens: int, block_size: int, filler: int, max_samples: int | None = None
+    ) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.block_size = block_size
+        self.filler = filler
+        blocks = -(-tokens // block_size)
+        self._blocks = blocks if max_samples is None else min(blocks, max_samples)
+        self.tokens = min(tokens, self._blocks * block_size)  # tokens in the blocks that are kept, padding apart
+        self._mapped: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -self._blocks <= index < self._blocks:
+            raise IndexError(f"block {index} of {self._blocks}")
+        start = index % self._blocks * self.block_size
+        ids = torch.from_numpy(self._tokens()[start : start + self.block_size].astype(np.int64))
+        missing = self.block_size - ids.numel()
+        if not missing:
+            return {"input_ids": ids, "labels": ids.clone()}
+        return {
+            "input_ids": torch.cat([ids, torch.full((missing,), self.filler)]),
+            "labels": torch.cat([ids, torch.full((missing,), IGNORED)]),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": None}
+
+    def _tokens(self) -> np.ndarray:
+        if self._mapped is None:
+            mapped = np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.tokens,))
+            self._mapped = mapped.view(np.ndarray)  # slices of a memmap are slower to make
+        return self._mapped

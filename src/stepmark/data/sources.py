@@ -1,0 +1,104 @@
+"""A config → the texts of training and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DataError
+from .config import STDLIB, DataConfig
+from .files import choose_column, file_texts, text_of
+from .stdlib import stdlib_texts
+from .texts import Texts
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["DataConfig", "Sources", "open_sources"]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The texts of a run. Where there are none for validation, `held_out` percent of the training texts are taken for
+    it when they are divided; 0 where there is to be no validation, or it has texts of its own."""
+
+    train: Texts
+    validation: Texts | None
+    held_out: int = 0
+
+    @property
+    def content(self) -> str:
+        """Changes when the texts, or how they are divided, do."""
+        validation = self.validation.content if self.validation else None
+        return f"train={self.train.content} validation={validation} held_out={self.held_out}"
+
+    def divided(self) -> tuple[Texts, Texts | None]:
+        """Training and validation texts, after holding out what is to be held out."""
+        return self.train.split(self.held_out) if self.held_out else (self.train, self.validation)
+
+
+def open_sources(config: DataConfig) -> Sources:
+    """Finds the texts that `config` names; reads files only as far as their content has to be known.
+
+    Raises DataError for data that is missing or unusable, UsageError for fields that do not fit it.
+    """
+    percentage = config.validation_split_percentage
+    column = config.text_column
+    given = file_texts("validation_file", config.validation_file, column) if config.validation_file else None
+    if config.train_file:
+        train: Texts = file_texts("train_file", config.train_file, column)
+        validation = None
+    elif config.dataset_name == STDLIB:
+        train, validation = stdlib_texts(0 if given else percentage)
+    else:
+        train, validation = _dataset_texts(config)
+    validation = given or validation
+    return Sources(train, validation, 0 if validation is not None else percentage)
+
+
+def _dataset_texts(config: DataConfig) -> tuple[Texts, Texts | None]:
+    assert config.dataset_name is not None
+    splits = _load_splits(config.dataset_name, config.dataset_config_name)
+    if "train" not in splits:
+        raise DataError(
+            f"dataset_name: {config.dataset_name} has no split train; it has {', '.join(splits)}; name a dataset that"
+            " has one, or save the split that you want by itself with save_to_disk and give that folder"
+        )
+    texts = {name: _split_texts(splits[name], name, config) for name in ("train", "validation") if name in splits}
+    return texts["train"], texts.get("validation")
+
+
+def _load_splits(name: str, config_name: str | None) -> dict[str, Any]:
+    """The splits of a folder made by `save_to_disk`, or of what `load_dataset` finds."""
+    import datasets
+
+    folder = Path(name)
+    saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    try:
+        loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config_name)
+    except Exception as error:  # the library raises dozens of kinds: of its own, of the network's, of parsers
+        reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+        raise DataError(
+            f"dataset_name: {name} cannot be loaded ({reason}); give python-stdlib, a folder made by save_to_disk,"
+            " or a name of the Hugging Face hub that can be reached"
+        ) from error
+    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+
+
+def _split_texts(split: Dataset, name: str, config: DataConfig) -> Texts:
+    where = f"dataset_name {config.dataset_name}, split {name}"
+    strings = [
+        key for key, kind in split.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
+    ]
+    column = choose_column(split.column_names, strings, config.text_column, where)
+    plain = split.select_columns([column]).with_format(None)
+
+    def read() -> Iterator[str | None]:
+        for rows in plain.iter(batch_size=1024):
+            for value in rows[column]:
+                yield text_of(value, where, column)
+
+    # The fingerprint is the library's own name for a dataset's content after all transforms.
+    return Texts(where, f"{split._fingerprint}:{len(split)}:{column}", read)

@@ -1,0 +1,165 @@
+"""`--nproc N`: starts N ranks on this machine, watches over them, and says which failed first.
+
+The ranks get the variables that torchrun sets. The supervisor holds the listening socket of the ranks' store, so no two
+jobs can take the same port. When a rank fails, the others have a moment to end by themselves and are then ended; when
+the supervisor dies, the kernel ends the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from stepmark.launch.failure import REPORTS, Failure, read_failures
+
+STORE_FD = "STEPMARK_STORE_FD"
+SUPERVISOR = "STEPMARK_SUPERVISOR"
+GRACE_SECONDS = 5.0
+POLL_SECONDS = 0.05
+
+
+def supervise(command: Sequence[str], nproc: int, *, show_traceback: bool = False) -> int:
+    """Runs `command` as `nproc` ranks and returns the exit code of the whole: 0 if all ranks ended with 0, else that of
+    the first failure, which is printed on stderr as one line (and its traceback with `show_traceback`)."""
+    with tempfile.TemporaryDirectory(prefix="stepmark-") as reports, socket.create_server(("127.0.0.1", 0)) as listener:
+        ranks = _Ranks(command, nproc, reports, listener)
+        with _forwarded_signals(ranks):
+            ranks.start()
+            listener.close()
+            ranks.wait()
+        if not ranks.failed:
+            return 0
+        failure = ranks.first_failure(read_failures(reports))
+        if show_traceback and failure.details:
+            print(failure.details, file=sys.stderr, end="")
+        prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
+        print(f"error: {prefix}{failure.message}", file=sys.stderr)
+        return failure.exit_code
+
+
+def follow_supervisor() -> None:
+    """In a rank: end when the supervisor does, however it ends."""
+    supervisor = os.environ.get(SUPERVISOR)
+    if supervisor is None or not sys.platform.startswith("linux"):
+        return
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(supervisor):  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Ranks:
+    def __init__(self, command: Sequence[str], nproc: int, reports: str, listener: socket.socket) -> None:
+        self._command = list(command)
+        self._nproc = nproc
+        self._reports = reports
+        self._listener = listener
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._first_exit: tuple[int, int] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self._first_exit is not None
+
+    def start(self) -> None:
+        for rank in range(self._nproc):
+            descriptors = (self._listener.fileno(),) if rank == 0 else ()
+            self._processes.append(
+                subprocess.Popen(
+                    self._command, env=self._environment(rank), pass_fds=descriptors, start_new_session=True
+                )
+            )
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        threads = max(1, (os.cpu_count() or 1) // self._nproc)
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        environment |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._nproc),
+            "LOCAL_WORLD_SIZE": str(self._nproc),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._listener.getsockname()[1]),
+            REPORTS: self._reports,
+            SUPERVISOR: str(os.getpid()),
+        }
+        if rank == 0:
+            environment[STORE_FD] = str(self._listener.fileno())
+        return environment
+
+    def wait(self) -> None:
+        """Returns when all ranks have ended; after a first failure the others have GRACE_SECONDS."""
+        deadline = None
+        while any(process.poll() is None for process in self._processes):
+            if self._first_exit is None:
+                self._first_exit = self._find_failed()
+            if self._first_exit is not None and deadline is None:
+                deadline = time.monotonic() + GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                self.send(signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        self._first_exit = self._first_exit or self._find_failed()
+
+    def _find_failed(self) -> tuple[int, int] | None:
+        for rank, process in enumerate(self._processes):
+            code = process.poll()
+            if code not in (None, 0):
+                return rank, code
+        return None
+
+    def send(self, number: int) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def first_failure(self, reported: list[Failure]) -> Failure:
+        """The first cause among the ranks' own reports and, for ranks that could not report, how they ended."""
+        assert self._first_exit is not None
+        if reported and not reported[0].secondary:
+            return reported[0]
+        rank, code = self._first_exit
+        with_reports = {failure.rank for failure in reported}
+        if rank in with_reports:  # it lost its peer: look for the peer that ended without a word
+            silent = [
+                (other, process.returncode)
+                for other, process in enumerate(self._processes)
+                if other not in with_reports and process.returncode not in (0, None)
+            ]
+            if not silent:
+                return reported[0]
+            rank, code = silent[0]
+        return Failure(rank, _describe(code), "", 1, False, time.time())
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"
+
+
+@contextlib.contextmanager
+def _forwarded_signals(ranks: _Ranks):  # type: ignore[no-untyped-def]
+    """SIGINT and SIGTERM to the supervisor reach every rank."""
+
+    def forward(number: int, _: FrameType | None) -> None:
+        ranks.send(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

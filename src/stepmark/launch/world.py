@@ -1,0 +1,99 @@
+"""Who this process is among the ranks of the run: told by torchrun's variables, or by Slurm's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stepmark.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place: `rank` of `size`, and on its node `local_rank` of `local_size`."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
+        """Reads torchrun's variables, else those of a Slurm step with several tasks; else it is alone.
+
+        Raises LaunchError where variables are missing or are no numbers.
+        """
+        environment = os.environ if environment is None else environment
+        if "RANK" in environment or "WORLD_SIZE" in environment:
+            return _from_torchrun(environment)
+        if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            return _from_slurm(environment)
+        return cls()
+
+
+def _from_torchrun(environment: Mapping[str, str]) -> World:
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if not 0 <= rank < size:
+        raise LaunchError(f"RANK={rank} is not below WORLD_SIZE={size}; start all ranks with the same launcher")
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=_number(environment, "LOCAL_RANK", rank),
+        local_size=_number(environment, "LOCAL_WORLD_SIZE", size),
+        node=_number(environment, "GROUP_RANK", 0),
+        master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_number(environment, "MASTER_PORT", 0 if size == 1 else None),
+    )
+
+
+def _from_slurm(environment: Mapping[str, str]) -> World:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    port = 20000 + _number(environment, "SLURM_JOB_ID", 0) % 20000
+    return World(
+        rank=_number(environment, "SLURM_PROCID"),
+        size=_number(environment, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        local_size=_tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), _number(environment, "SLURM_NODEID", 0)),
+        node=_number(environment, "SLURM_NODEID", 0),
+        master_address=environment.get("MASTER_ADDR") or first_host(nodes),
+        master_port=_number(environment, "MASTER_PORT", port),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise LaunchError(
+            f"the environment variable {name} should be a number and is {text!r}; start ranks with "
+            "`stepmark train --nproc N`, torchrun or srun"
+        ) from None
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list such as `trn[003-005,9],head`: `trn003`."""
+    try:
+        names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
+        return names.stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        match = re.match(r"([^\[,]+)(?:\[([^\],\-]+)[^\]]*\]([^,\[]*))?", nodelist)
+        if match is None:
+            raise LaunchError(f"cannot tell the first host of Slurm's node list {nodelist!r}; set MASTER_ADDR") from None
+        return "".join(part for part in match.groups() if part)
+
+
+def _tasks_on_node(counts: str, node: int) -> int:
+    """Slurm writes tasks per node as `4(x2),3`: 4 on each of two nodes, then 3."""
+    expanded: list[int] = []
+    for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?", counts):
+        expanded += [int(match[1])] * int(match[2] or 1)
+    return expanded[node] if node < len(expanded) else 1

@@ -1,0 +1,91 @@
+"""From a recipe's model fields to a model and its tokenizer, on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepmark.data.tokenizer import load_tokenizer
+from stepmark.errors import UsageError
+from stepmark.recipe.recipe import ModelConfig
+from stepmark.trainer.arguments import parse_options
+
+
+def build_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer of the recipe: by name, or the one in the model's folder."""
+    return load_tokenizer(config.tokenizer_name or str(config.model_name_or_path))
+
+
+def build_config(config: ModelConfig, tokenizer: Any) -> Any:
+    """The configuration of a new model. Vocabulary size and special tokens are the tokenizer's unless overridden."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    name = str(config.config_name)
+    overrides = _overrides(config)
+    try:
+        if name in CONFIG_MAPPING and not Path(name).exists():
+            made = CONFIG_MAPPING[name]()
+        else:
+            made = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"config_name: {name!r} is neither a folder with a config.json nor a model type such as gpt2, llama or qwen3"
+        ) from error
+    unknown = [key for key in overrides if not hasattr(made, key)]
+    if unknown:
+        raise UsageError(f"config_overrides: {type(made).__name__} has no {unknown[0]}")
+    values = {"vocab_size": len(tokenizer), **_special_tokens(tokenizer), **overrides}
+    if values["vocab_size"] < len(tokenizer):
+        raise UsageError(
+            f"config_overrides: vocab_size {values['vocab_size']} is less than the tokenizer's {len(tokenizer)} tokens"
+        )
+    try:
+        return type(made).from_dict({**made.to_dict(), **values})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"config_overrides: {type(made).__name__} refuses {overrides}: {error}") from error
+
+
+def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> torch.nn.Module:
+    """The causal language model, fp32 on the host: new with weights drawn by `seed`, or from a local folder."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    if config.model_name_or_path is None:
+        model_config = build_config(config, tokenizer)
+        try:
+            return AutoModelForCausalLM.from_config(model_config).float()
+        except ValueError as error:
+            raise UsageError(f"config_name and config_overrides: no model can be made: {_first_line(error)}") from error
+    return _load(config.model_name_or_path)
+
+
+def _load(name: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UsageError(f"model_name_or_path: {folder} has no config.json; name a Hugging Face model folder")
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f"model_name_or_path: cannot load {name}: {_first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UsageError(f"model_name_or_path: {name} lacks weights: {missing[0]} and {len(missing) - 1} more")
+    return model
+
+
+def _overrides(config: ModelConfig) -> dict[str, Any]:
+    given = config.config_overrides or {}
+    return parse_options("config_overrides", given) if isinstance(given, str) else dict(given)
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name, None) is not None}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,127 @@
+"""A recipe: flat YAML whose fields belong to the training arguments, the model or the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stepmark.data.config import DataConfig
+from stepmark.errors import UsageError
+from stepmark.trainer.arguments import TrainingArguments
+from stepmark.trainer.fields import convert_all, field_names
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model: a new one of `config_name` (a model type of transformers, or a folder with a config.json) with
+    `config_overrides`, or the weights in `model_name_or_path`; and its tokenizer, by default that of the model."""
+
+    model_name_or_path: str | None = None
+    config_name: str | None = None
+    config_overrides: dict | str | None = None
+    tokenizer_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path is None and self.config_name is None:
+            raise UsageError("model_name_or_path or config_name: one of them has to say which model to train")
+        if self.model_name_or_path is not None and self.config_name is not None:
+            raise UsageError("model_name_or_path and config_name: both say which model to train; set one of them")
+        if self.config_overrides and self.config_name is None:
+            raise UsageError("config_overrides: overrides are for a new model; set config_name, or leave them out")
+        if self.tokenizer_name is None and self.model_name_or_path is None:
+            raise UsageError("tokenizer_name: a new model needs one; `bytes` is built in")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    training: TrainingArguments
+    model: ModelConfig
+    data: DataConfig
+
+
+PARTS: tuple[type, ...] = (TrainingArguments, ModelConfig, DataConfig)
+
+# Fields of transformers' TrainingArguments and run_clm that people bring along, with what to do instead.
+ELSEWHERE = {
+    "fp16": "use bf16",
+    "do_train": "leave it out: `stepmark train` trains",
+    "do_eval": "use eval_strategy",
+    "evaluation_strategy": "use eval_strategy",
+    "overwrite_output_dir": "choose another output_dir, or set resume_from_checkpoint",
+    "per_gpu_train_batch_size": "use per_device_train_batch_size",
+    "logging_dir": "TensorBoard's files go to output_dir",
+    "no_cuda": "use device: cpu",
+    "use_cpu": "use device: cpu",
+    "torch_dtype": "use dtype",
+    "model_type": "use config_name",
+}
+
+
+def all_fields() -> dict[str, tuple[str, Any]]:
+    """Every recipe field, with its type as text and its default."""
+    return {
+        field.name: (str(field.type), field.default) for part in PARTS for field in dataclasses.fields(part)
+    }
+
+
+def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
+    """The recipe of the file, if there is one, and the flags, which win.
+
+    Raises UsageError that names the field for one that is unknown, of the wrong type, or contradicts another.
+    """
+    values = {**(_read_file(path) if path else {}), **_read_flags(flags)}
+    known = all_fields()
+    for name in values:
+        if name not in known:
+            raise UsageError(_unknown(name, known, path))
+    parts = [
+        part(**convert_all(part, {name: value for name, value in values.items() if name in field_names(part)}))
+        for part in PARTS
+    ]
+    return Recipe(*parts)
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"recipe {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {path}: is no YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"recipe {path}: should be fields and values, one a line, and is a {type(content).__name__}")
+    return {str(name): value for name, value in content.items()}
+
+
+def _read_flags(flags: Mapping[str, str]) -> dict[str, Any]:
+    """Flags are text; those of fields that hold something else are read as YAML reads it."""
+    hints = {name: hint for part in PARTS for name, hint in typing.get_type_hints(part).items()}
+    values: dict[str, Any] = {}
+    for name, text in flags.items():
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"{name}: cannot read {text!r}: {' '.join(str(error).split())}") from error
+        accepted = typing.get_args(hints[name]) or (hints[name],)
+        keeps_text = str in accepted and not any(isinstance(value, kind) for kind in accepted if kind is not str)
+        values[name] = text if keeps_text else value
+    return values
+
+
+def _unknown(name: str, known: Mapping[str, Any], path: str | None) -> str:
+    import difflib
+
+    where = f" in {path}" if path else ""
+    if name in ELSEWHERE:
+        return f"{name}: is not a field of Stepmark's{where}; {ELSEWHERE[name]}"
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else "; `stepmark train --help` lists the fields"
+    return f"{name}: is not a field{where}{hint}"

@@ -1,0 +1,56 @@
+"""What the rest of Stepmark may ask of a device.
+
+A runtime is all that differs between a lazy device (PyTorch/XLA) and an eager one (CPU, CUDA, any
+`torch.accelerator`). Everything else is written once, against this protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GraphCounters:
+    """Graphs compiled and executed by this process so far; what a lazy device does, counted after a drain."""
+
+    compilations: int
+    executions: int
+
+
+class Runtime(Protocol):
+    """One device of one rank.
+
+    `lazy` says that operations are recorded and run at a step boundary, in fixed shapes if they are not to be
+    compiled again. `host_memory` says that the device's memory is the host's.
+    """
+
+    name: str
+    device: torch.device
+    lazy: bool
+    host_memory: bool
+
+    def place(self, batch: Any) -> Any:
+        """The same nest of dicts, lists and tuples with every tensor on the device. May be called from a background
+        thread; starts no graph."""
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """Gives `target`, on the device, the values of `value`, on the host, of the same shape and dtype. The tensor
+        object stays the same, and on a lazy device nothing is compiled."""
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Host copies of whole tensors, in their own dtypes. Waits for the device; call `step_boundary` first where
+        pending operations are to be included. Compiles nothing."""
+
+    def step_boundary(self, *, wait: bool = False) -> None:
+        """Runs what is pending as one graph (nothing on an eager device). With `wait`, returns when it is done."""
+
+    def seed(self, value: int) -> None:
+        """Sets the generator that the device's random operations draw from (dropout). `value` is in [0, 2**63)."""
+
+    def counters(self) -> GraphCounters | None:
+        """Graphs so far, None on an eager device. Drains the device first."""

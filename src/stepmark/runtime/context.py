@@ -1,0 +1,160 @@
+"""All that a run knows of where it runs: its place among the ranks, its device, and how the ranks talk."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from stepmark.errors import LaunchError, PeerFailed
+from stepmark.launch.supervisor import STORE_FD
+from stepmark.launch.world import World
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
+from stepmark.runtime.host import HostGroup
+from stepmark.runtime.select import choose_device, create_runtime
+
+TIMEOUT = timedelta(hours=2)  # longer than the longest compilation that another rank waits for
+
+
+@dataclass(frozen=True)
+class Context:
+    """`data_parallel` is the mesh's data parallel axis, `host` all ranks, through the host. `store` is the ranks' common
+    key-value store, None for a rank that is alone."""
+
+    world: World
+    runtime: Runtime
+    host: HostGroup
+    data_parallel: Collectives
+    store: dist.Store | None = None
+
+    @contextlib.contextmanager
+    def leader_first(self, task: str) -> Iterator[bool]:
+        """The body runs on one rank of each node (it gets True), and on the node's others when that is done, however long
+        it takes. `task` names it, once in a run."""
+        if self.store is None or self.world.local_size == 1:
+            yield True
+            return
+        key = f"leader-first/{task}/{self.world.node}"
+        if self.world.local_rank == 0:
+            try:
+                yield True
+            except BaseException:
+                self.store.set(key, "failed")
+                raise
+            self.store.set(key, "done")
+            return
+        while not self.store.check([key]):
+            time.sleep(WAIT_POLL_SECONDS)
+        if self.store.get(key) != b"done":
+            raise PeerFailed(f"the rank that was to do this first failed: {task}")
+        yield False
+
+
+WAIT_POLL_SECONDS = 0.2
+
+_started: dict[str, Context] = {}
+_joined: dict[str, dist.Store] = {}
+
+
+def start(device: str = "auto") -> Context:
+    """Joins the other ranks, if there are any, and opens the device. A second call gives the same context.
+
+    Raises UsageError, DeviceError or LaunchError before anything expensive is done.
+    """
+    name = choose_device(device)
+    if name not in _started:
+        world = World.from_environment()
+        runtime = create_runtime(name, world.local_rank)
+        if world.size > 1 and not dist.is_initialized():
+            _join(world, runtime)
+        with _quiet_stdout():
+            host = HostGroup.of_processes(TIMEOUT)
+        _started[name] = Context(world, runtime, host, _data_parallel(world, runtime), _joined.get("store"))
+    return _started[name]
+
+
+def _join(world: World, runtime: Runtime) -> None:
+    backend = "gloo"
+    if not runtime.lazy and not runtime.host_memory:
+        kind = runtime.device.type
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    try:
+        store = dist.PrefixStore(f"stepmark/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(world))
+        with _quiet_stdout():
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {world.rank} of {world.size} cannot join the others at {world.master_address}:{world.master_port}: "
+            f"{error}; check that all ranks were started and that the address can be reached"
+        ) from error
+    _joined["store"] = store
+    atexit.register(_leave)
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has failed before this one; asked once, on the way out."""
+    store = _joined.get("store")
+    try:
+        return store is None or store.add("failed", 1) == 1
+    except RuntimeError:  # the rank that served the store is gone: it failed first
+        return False
+
+
+def _leave() -> None:
+    """Gloo's threads have to be joined before the interpreter goes, or they end the process with an abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Gloo prints each connection to the process's standard output, from C++."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _store(world: World) -> dist.Store:
+    """The store of the ranks. Under `--nproc` rank 0 serves it on the supervisor's socket, under torchrun the agent
+    may serve it, else rank 0 opens the port."""
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    descriptor = os.environ.get(STORE_FD)
+    serves = world.rank == 0 and not agent_serves
+    return dist.TCPStore(
+        world.master_address,
+        world.master_port,
+        world.size,
+        is_master=serves,
+        timeout=timedelta(minutes=10),
+        wait_for_workers=False,
+        master_listen_fd=int(descriptor) if serves and descriptor else None,
+    )
+
+
+def _data_parallel(world: World, runtime: Runtime) -> Collectives:
+    if not runtime.lazy:
+        return GroupCollectives() if world.size > 1 else NoCollectives()
+    from stepmark.runtime.host_bridge import BridgeCollectives
+    from stepmark.runtime.xla import XlaRuntime, graph_world
+
+    assert isinstance(runtime, XlaRuntime)
+    if not runtime.in_graph_collectives:
+        return BridgeCollectives(runtime) if world.size > 1 else NoCollectives()
+    rank, size = graph_world()
+    if size != world.size:
+        raise LaunchError(f"PJRT sees {size} devices and the launcher started {world.size} ranks; start one per device")
+    return GraphCollectives(rank, size) if size > 1 else NoCollectives()

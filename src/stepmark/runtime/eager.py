@@ -1,0 +1,45 @@
+"""CPU, CUDA, and any other device that runs an operation when it is called (`torch.accelerator`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepmark.runtime.base import GraphCounters
+from stepmark.runtime.tree import map_tensors
+
+
+class EagerRuntime:
+    """See `Runtime`. Work on an accelerator is queued in streams; a step boundary leaves it there."""
+
+    lazy = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = device.type
+        self.host_memory = device.type == "cpu"
+
+    def place(self, batch: Any) -> Any:
+        if self.host_memory:
+            return batch
+        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=tensor.is_pinned()))
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(value)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+    def step_boundary(self, *, wait: bool = False) -> None:
+        if wait and not self.host_memory:
+            torch.accelerator.synchronize(self.device)
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def counters(self) -> GraphCounters | None:
+        return None

@@ -1,0 +1,67 @@
+"""Which device a run takes."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from stepmark.errors import DeviceError, UsageError
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.hardware import neuron_device_present, torch_xla_installed, tpu_present
+
+DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
+
+
+def choose_device(wish: str = "auto") -> str:
+    """The device type that `wish` means on this machine.
+
+    `auto`: XLA where torch_xla is installed and there is a Neuron device or a TPU for it, else torch's accelerator,
+    else the CPU. `PJRT_DEVICE` is not asked: transformers sets it on import wherever torch_xla is installed.
+
+    Raises UsageError for an unknown name and DeviceError for a device that is not there.
+    """
+    if wish not in DEVICES:
+        raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}")
+    if wish == "auto":
+        if torch_xla_installed() and (neuron_device_present() or tpu_present()):
+            return "xla"
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None else "cpu"
+    if wish == "xla" and not torch_xla_installed():
+        raise DeviceError("device: xla needs torch_xla, which is not installed; pip install 'stepmark[xla]'")
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device: cuda was asked for, but torch sees no CUDA device; choose device: cpu or auto")
+    if wish == "neuron":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type != "neuron":
+            raise DeviceError(
+                "device: neuron was asked for, but torch has no native neuron device here; with torch_xla choose xla"
+            )
+    return wish
+
+
+def create_runtime(device: str, local_rank: int = 0) -> Runtime:
+    """The runtime of device type `device` (see `choose_device`) for the local rank."""
+    if device == "xla":
+        from stepmark.runtime.xla import XlaRuntime
+
+        return XlaRuntime()
+    if device == "cpu":
+        return EagerRuntime(torch.device("cpu"))
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise DeviceError(f"local rank {local_rank} has no {device} device of its own: this machine has {count}")
+    torch.accelerator.set_device_index(local_rank)
+    return EagerRuntime(torch.device(device, local_rank))
+
+
+@functools.cache
+def runtime_for(device: torch.device) -> Runtime:
+    """The runtime that serves tensors on `device`, where none was made for a run."""
+    if device.type == "xla":
+        from stepmark.runtime.xla import XlaRuntime
+
+        return XlaRuntime()
+    return EagerRuntime(device)

@@ -1,0 +1,95 @@
+"""PyTorch/XLA: Trainium, TPU and XLA's own CPU client. The only module that imports torch_xla."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepmark.runtime.base import GraphCounters
+from stepmark.runtime.hardware import neuron_device_present, tpu_present
+from stepmark.runtime.tree import map_tensors
+
+
+def prepare_environment() -> None:
+    """Sets what torch_xla and Neuron's compiler read when they are first imported.
+
+    Neuron's compiler casts fp32 matrix products to bf16 by default; a user who asks for fp32 means fp32. Flags that the
+    user set are kept.
+    """
+    if neuron_device_present():
+        os.environ["PJRT_DEVICE"] = "NEURON"
+        flags = os.environ.get("NEURON_CC_FLAGS", "")
+        if "--auto-cast" not in flags:
+            os.environ["NEURON_CC_FLAGS"] = f"{flags} --auto-cast=none".strip()
+    elif tpu_present():
+        os.environ["PJRT_DEVICE"] = "TPU"
+    else:
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+
+prepare_environment()
+
+import torch_xla  # noqa: E402
+import torch_xla.core.xla_model as xm  # noqa: E402
+import torch_xla.debug.metrics as metrics  # noqa: E402
+import torch_xla.runtime as xr  # noqa: E402
+import torch_xla.utils.checkpoint as xla_checkpoint  # noqa: E402
+
+
+class XlaRuntime:
+    """See `Runtime`. `dispatch` runs one graph; replica threads pass their own, which takes turns."""
+
+    name = "xla"
+    lazy = True
+
+    def __init__(self, dispatch: Callable[[], None] | None = None) -> None:
+        self.device = torch_xla.device()
+        self.host_memory = xr.device_type() == "CPU"
+        self.in_graph_collectives = not self.host_memory or xr.world_size() > 1
+        self._dispatch = dispatch or (lambda: torch_xla.sync(wait=False))
+
+    def place(self, batch: Any) -> Any:
+        return map_tensors(batch, lambda tensor: tensor.to(self.device))
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        # Giving the tensor object a new device buffer records no operation, so that the graphs stay the same.
+        target.data = value.to(dtype=target.dtype).to(self.device)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.detach().cpu() for tensor in tensors]
+
+    def step_boundary(self, *, wait: bool = False) -> None:
+        self._dispatch()
+        if wait:
+            xm.wait_device_ops([str(self.device)])
+
+    def seed(self, value: int) -> None:
+        xm.set_rng_state(value, str(self.device))
+
+    def counters(self) -> GraphCounters | None:
+        xm.wait_device_ops()
+        return GraphCounters(_samples("CompileTime"), _samples("ExecuteTime"))
+
+
+def _samples(metric: str) -> int:
+    data = metrics.metric_data(metric)
+    return 0 if data is None else data[0]
+
+
+def all_reduce_in_graph(tensor: Tensor, groups: list[list[int]] | None) -> Tensor:
+    """The sum over the replicas of each group (all replicas without groups), as an operation of the graph."""
+    return xm.all_reduce(xm.REDUCE_SUM, tensor, groups=groups, pin_layout=False)
+
+
+def graph_world() -> tuple[int, int]:
+    """This replica's number and how many there are, as PJRT counts them."""
+    return xr.global_ordinal(), xr.world_size()
+
+
+def checkpoint_function() -> Callable[..., Any]:
+    """Activation checkpointing for lazy tensors: torch's own crashes on them (aws-neuron-sdk #1317)."""
+    return xla_checkpoint.checkpoint

@@ -1,0 +1,1 @@
+"""Which slice of which tensor a rank holds: data and arithmetic, no devices."""

@@ -1,0 +1,204 @@
+"""Pieces of named global tensors, and where a local tensor holds them.
+
+A `Box` is a rectangular part of a global tensor. A `Piece` is what can be stored as one run of bytes: a box in row-major
+order, or the elements [start, stop) of a flattened box. A `Layout` says which pieces of a global tensor a local tensor
+holds, and at which places; a `Shard` is a local tensor with its layout. Moving values between two layouts, of whatever
+origin, is the intersection of their boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+
+_ATTRIBUTE = "_stepmark_layout"
+
+
+@dataclass(frozen=True)
+class Box:
+    """The elements of a global tensor from `offsets` on, `lengths` of them along each dim."""
+
+    offsets: Shape
+    lengths: Shape
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.lengths)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, None where there is none. Both are boxes of the same tensor."""
+        offsets, lengths = [], []
+        for a, la, b, lb in zip(self.offsets, self.lengths, other.offsets, other.lengths, strict=True):
+            begin, end = max(a, b), min(a + la, b + lb)
+            if begin >= end:
+                return None
+            offsets.append(begin)
+            lengths.append(end - begin)
+        return Box(tuple(offsets), tuple(lengths))
+
+    def within(self, shape: Sequence[int]) -> bool:
+        """Whether the box lies inside a tensor of `shape`."""
+        return len(shape) == len(self.lengths) == len(self.offsets) and all(
+            0 <= offset and 0 <= length and offset + length <= size
+            for offset, length, size in zip(self.offsets, self.lengths, shape, strict=True)
+        )
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same box, with offsets counted from `origin`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.lengths)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of the global tensor whose elements lie in row-major order from element `start` of a piece on."""
+
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of the row-major flattening of `box`; the whole box if that is all of it."""
+
+    box: Box
+    start: int
+    stop: int
+
+    @classmethod
+    def of_box(cls, offsets: Sequence[int], lengths: Sequence[int]) -> Piece:
+        box = Box(tuple(offsets), tuple(lengths))
+        return cls(box, 0, box.numel)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Piece:
+        return cls.of_box((0,) * len(shape), shape)
+
+    @classmethod
+    def of_range(cls, shape: Sequence[int], start: int, stop: int) -> Piece:
+        """Elements [start, stop) of the flattened tensor."""
+        return cls(Box.whole(shape), start, stop)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_box(self) -> bool:
+        return self.start == 0 and self.stop == self.box.numel
+
+    def is_whole(self, shape: Sequence[int]) -> bool:
+        return self.is_box and self.box == Box.whole(shape)
+
+    @property
+    def shape(self) -> Shape:
+        """The shape under which it is stored: the box's, or one dim for a range."""
+        return self.box.lengths if self.is_box else (self.numel,)
+
+    def within(self, shape: Sequence[int]) -> bool:
+        return self.box.within(shape) and 0 <= self.start <= self.stop <= self.box.numel
+
+    def blocks(self, start: int = 0, stop: int | None = None) -> list[Block]:
+        """Elements [start, stop) of the piece as boxes, in order; at most twice as many as the tensor has dims."""
+        begin = self.start + start
+        end = self.stop if stop is None else self.start + stop
+        blocks, position = [], start
+        for offsets, lengths in row_major_boxes(self.box.lengths, begin, end):
+            absolute = tuple(a + b for a, b in zip(self.box.offsets, offsets, strict=True))
+            blocks.append(Block(Box(absolute, lengths), position))
+            position += math.prod(lengths)
+        return blocks
+
+
+def row_major_boxes(lengths: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Cuts elements [start, stop) of a flattened box into (offsets, lengths) of boxes, in row-major order."""
+    if start >= stop:
+        return
+    if not lengths:
+        yield (), ()
+        return
+    inner = math.prod(lengths[1:])
+    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        yield from _inside_row(lengths, first, head, tail)
+        return
+    if head:
+        yield from _inside_row(lengths, first, head, inner)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in lengths[1:])), (last - first, *lengths[1:])
+    yield from _inside_row(lengths, last, 0, tail)
+
+
+def _inside_row(lengths: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    for offsets, inner in row_major_boxes(lengths[1:], start, stop):
+        yield (row, *offsets), (1, *inner)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece and its place in a local tensor.
+
+    `at` is either the offsets of the piece's box inside the local tensor, of as many dims; or a number of elements: then
+    the piece lies in one run from there on in the flattened local tensor.
+    """
+
+    piece: Piece
+    at: Shape | int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a local tensor holds of a global tensor of `shape`."""
+
+    shape: Shape
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Layout:
+        return cls(tuple(shape), (Part(Piece.whole(shape), 0),))
+
+    @classmethod
+    def box(cls, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Layout:
+        """The local tensor is one box of the global one."""
+        return cls(tuple(shape), (Part(Piece.of_box(offsets, lengths), 0),))
+
+    @classmethod
+    def boxes(cls, shape: Sequence[int], boxes: Sequence[tuple[Box, Shape]]) -> Layout:
+        """The local tensor consists of several boxes, each at its offsets in it: fused projections, for example."""
+        return cls(tuple(shape), tuple(Part(Piece(box, 0, box.numel), at) for box, at in boxes))
+
+    @classmethod
+    def range(cls, shape: Sequence[int], start: int, stop: int, at: int = 0) -> Layout:
+        """Elements [start, stop) of the flattened global tensor lie from element `at` of the flattened local one on."""
+        return cls(tuple(shape), (Part(Piece.of_range(shape, start, stop), at),))
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A live local tensor and its layout; several shards may share one tensor, such as a flat buffer."""
+
+    tensor: Tensor
+    layout: Layout
+
+
+def annotate(tensor: Tensor, layout: Layout) -> None:
+    """Says of a live tensor, a module's parameter for example, that it is a shard with this layout."""
+    setattr(tensor, _ATTRIBUTE, layout)
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """The layout given to `annotate`, None for a tensor that is whole."""
+    layout = getattr(tensor, _ATTRIBUTE, None)
+    assert layout is None or isinstance(layout, Layout)
+    return layout

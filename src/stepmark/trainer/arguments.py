@@ -1,0 +1,220 @@
+"""What a run is asked to do. Names, meanings and defaults are those of transformers' TrainingArguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from stepmark.errors import UsageError
+from stepmark.trainer.fields import convert_all
+
+STRATEGIES = ("no", "steps", "epoch")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
+
+
+@dataclass
+class TrainingArguments:
+    """Training, from Python or from a recipe.
+
+    Steps are optimizer steps. `logging_steps`, `eval_steps` and `save_steps` below 1 are fractions of all steps.
+    Relative paths are meant from the folder the process was started in. `device` is auto, xla, cuda, neuron or cpu;
+    `dtype` is the parameters' own: float32, or bfloat16, which the optimizer follows with fp32 master weights.
+
+    Raises UsageError for a value of the wrong type or range and for fields that contradict each other.
+    """
+
+    output_dir: str = "trainer_output"
+    max_steps: int = -1
+    num_train_epochs: float = 3.0
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 5e-5
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: dict | str | None = None
+    warmup_steps: float = 0
+    warmup_ratio: float = 0.0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    optim: str = "adamw_torch_fused"
+    optim_args: str | None = None
+    label_smoothing_factor: float = 0.0
+    bf16: bool = False
+    gradient_checkpointing: bool = False
+    logging_strategy: str = "steps"
+    logging_steps: float = 500
+    logging_first_step: bool = False
+    save_strategy: str = "steps"
+    save_steps: float = 500
+    save_total_limit: int | None = None
+    save_only_model: bool = False
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
+    eval_on_start: bool = False
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    resume_from_checkpoint: bool | str | None = None
+    seed: int = 42
+    data_seed: int | None = None
+    report_to: str | list | None = "none"
+    run_name: str | None = None
+    dataloader_num_workers: int = 0
+    dataloader_drop_last: bool = False
+    disable_tqdm: bool | None = None
+    log_level: str = "passive"
+    device: str = "auto"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, value in convert_all(type(self), self._values()).items():
+            setattr(self, name, value)
+        self.output_dir = os.path.abspath(os.path.expanduser(self.output_dir))
+        _check_ranges(self)
+        _check_agreement(self)
+        if self.metric_for_best_model is None and self._follows_metric():
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            self.eval_steps = self.logging_steps
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def _follows_metric(self) -> bool:
+        return self.load_best_model_at_end or self.save_strategy == "best" or self.lr_scheduler_type == "reduce_lr_on_plateau"
+
+    @property
+    def best_metric_key(self) -> str | None:
+        """`metric_for_best_model` as evaluations name it."""
+        name = self.metric_for_best_model
+        return name if name is None or name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def scheduler_options(self) -> dict[str, Any]:
+        options = self.lr_scheduler_kwargs
+        return parse_options("lr_scheduler_kwargs", options) if isinstance(options, str) else dict(options or {})
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        return parse_options("optim_args", self.optim_args or "")
+
+    @property
+    def reporters(self) -> list[str]:
+        names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        return [name for name in names if name != "none"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return self._values()
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """All fields as TensorBoard's hyperparameters can hold them."""
+        return {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in self._values().items()
+        }
+
+    def to_json_string(self) -> str:
+        return json.dumps(self._values(), indent=2)
+
+
+def parse_options(field: str, text: str) -> dict[str, Any]:
+    """`"momentum=0.9,nesterov=true"` as a mapping; values are read as YAML."""
+    import yaml
+
+    options: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, separator, value = part.partition("=")
+        if not separator:
+            raise UsageError(f"{field}: should be name=value pairs with commas between, and has {part!r}")
+        options[key.strip()] = _yaml_number(yaml.safe_load(value))
+    return options
+
+
+def _yaml_number(value: Any) -> Any:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _check_ranges(args: TrainingArguments) -> None:
+    at_least = {
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0,
+        "warmup_steps": 0,
+        "weight_decay": 0,
+        "max_grad_norm": 0,
+        "dataloader_num_workers": 0,
+        "seed": 0,
+    }
+    for name, least in at_least.items():
+        if getattr(args, name) < least:
+            raise UsageError(f"{name}: should be at least {least}, and is {getattr(args, name)}")
+    for name in ("logging_steps", "save_steps", "eval_steps", "save_total_limit"):
+        value = getattr(args, name)
+        if value is not None and (value <= 0 or (value > 1 and int(value) != value)):
+            raise UsageError(f"{name}: should be a whole number of steps, or a fraction below 1, and is {value}")
+    for name in ("warmup_ratio", "label_smoothing_factor"):
+        if not 0 <= getattr(args, name) < 1:
+            raise UsageError(f"{name}: should be from 0 to below 1, and is {getattr(args, name)}")
+    choices = {
+        "logging_strategy": STRATEGIES,
+        "eval_strategy": STRATEGIES,
+        "save_strategy": (*STRATEGIES, "best"),
+        "dtype": ("float32", "bfloat16"),
+        "log_level": LOG_LEVELS,
+    }
+    for name, accepted in choices.items():
+        if getattr(args, name) not in accepted:
+            raise UsageError(f"{name}: {getattr(args, name)!r} is unknown; choose one of {', '.join(accepted)}")
+
+
+def _check_agreement(args: TrainingArguments) -> None:
+    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+        raise UsageError("max_steps and num_train_epochs: one of them has to be above 0")
+    if args.bf16 and args.dtype == "bfloat16":
+        raise UsageError(
+            "bf16 and dtype: bf16 is autocast over float32 parameters, and dtype asks for bfloat16 ones; set one of them"
+        )
+    if args.warmup_steps and args.warmup_ratio:
+        raise UsageError("warmup_steps and warmup_ratio: both give the length of the warm-up; set one of them")
+    if args.eval_strategy == "no":
+        for name in ("load_best_model_at_end", "eval_on_start"):
+            if getattr(args, name):
+                raise UsageError(f"{name} and eval_strategy: {name} needs evaluations; set eval_strategy to steps or epoch")
+        if args.save_strategy == "best" or args.lr_scheduler_type == "reduce_lr_on_plateau":
+            raise UsageError("eval_strategy: saving the best, or a rate that follows a metric, needs steps or epoch")
+    if args.load_best_model_at_end and args.save_strategy != "best":
+        _check_best_is_saved(args)
+
+
+def _check_best_is_saved(args: TrainingArguments) -> None:
+    if args.save_strategy != args.eval_strategy:
+        raise UsageError(
+            f"load_best_model_at_end: every evaluated model has to be saved, but save_strategy is {args.save_strategy} "
+            f"and eval_strategy is {args.eval_strategy}; make them equal, or set save_strategy to best"
+        )
+    evaluated = args.eval_steps or args.logging_steps
+    if args.save_strategy == "steps" and args.save_steps % evaluated != 0:
+        raise UsageError(
+            f"load_best_model_at_end: save_steps ({args.save_steps}) has to be a multiple of eval_steps ({evaluated})"
+        )
+
+
+def set_log_level(args: TrainingArguments) -> None:
+    """`log_level` for Stepmark's own messages and transformers'; `passive` leaves both as they are."""
+    if args.log_level != "passive":
+        for name in ("stepmark", "transformers"):
+            logging.getLogger(name).setLevel(args.log_level.upper())

@@ -1,0 +1,56 @@
+"""Values of recipe fields: from YAML, flags or Python to the type that the dataclass declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from stepmark.errors import UsageError
+
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping", list: "a list"}
+
+
+def convert(name: str, value: Any, annotation: Any) -> Any:
+    """`value` as a value of type `annotation`; whole numbers are numbers, and "1e-4", which YAML reads as text, is one.
+
+    Raises UsageError that names the field.
+    """
+    accepted = list(typing.get_args(annotation)) if _is_union(annotation) else [annotation]
+    if value is None and type(None) in accepted:
+        return None
+    for kind in accepted:
+        origin = typing.get_origin(kind) or kind
+        if origin is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+            with_number = _number(value)
+            if with_number is not None:
+                return with_number
+        if origin is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, origin) and (origin is bool or not isinstance(value, bool)):
+            return value
+    wanted = " or ".join(_NAMES.get(typing.get_origin(kind) or kind, "nothing") for kind in accepted)
+    raise UsageError(f"{name}: should be {wanted}, and is {value!r}")
+
+
+def convert_all(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` in the types that dataclass `kind` declares for them."""
+    hints = typing.get_type_hints(kind)
+    return {name: convert(name, value, hints[name]) for name, value in values.items()}
+
+
+def field_names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _number(value: int | str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None

@@ -1,0 +1,188 @@
+"""One call of `Trainer.train`: its loader, optimizer, schedule and counts, and the loop over them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_callback import ExportableState, TrainerState
+
+from stepmark.checkpoint import Checkpointer
+from stepmark.data.batch import StepBatch
+from stepmark.data.feed import DeviceFeed
+from stepmark.errors import CheckpointMismatch, CheckpointNotFound
+from stepmark.trainer.display import Display
+from stepmark.trainer.identity import check_same_run
+from stepmark.trainer.running import RunningMeans, Stopwatch
+from stepmark.training.schedule import advance, restore_schedule, schedule_state
+from stepmark.training.step import StepHooks
+
+if TYPE_CHECKING:
+    from stepmark.trainer.trainer import Trainer
+
+
+class TrainingRun:
+    """The state of a run and the loop that moves it. All that a resumed run needs is in `sections`."""
+
+    def __init__(self, trainer: Trainer, checkpointer: Checkpointer) -> None:
+        self.trainer = trainer
+        self.args = trainer.args
+        self.checkpointer = checkpointer
+        self.loader = trainer.train_loader()
+        self.total_steps = self._count_steps()
+        self.optimizer = trainer.make_optimizer()
+        self.schedule = trainer.make_schedule(self.optimizer, self.total_steps)
+        self.step = trainer.make_step(self.optimizer)
+        self.means = RunningMeans(trainer.context.runtime)
+        self.identity = trainer.identity()
+        self._loader_state: dict[str, Any] = self.loader.state_dict()
+        self._epoch_open = False
+
+    def _count_steps(self) -> int:
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        return math.ceil(self.args.num_train_epochs * self.loader.steps_per_epoch)
+
+    # What is saved and restored
+
+    def sections(self) -> dict[str, Any]:
+        """What a checkpoint of this run holds, for `Checkpointer.save` and `Checkpointer.restore`."""
+        return {"model": self.trainer.model, "optimizer": self.optimizer, "run": self}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but tensors, as plain values."""
+        return {
+            "step": self.trainer.state.global_step,
+            "epoch": self.trainer.state.epoch,
+            "epoch_open": self._epoch_open,
+            "loader": self._loader_state,
+            "means": self.means.state_dict(),
+            "schedule": schedule_state(self.schedule),
+            "rates": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "control": {"should_training_stop": self.trainer.control.should_training_stop},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.state.global_step = state["step"]
+        self.trainer.state.epoch = state["epoch"]
+        self._epoch_open = state["epoch_open"]
+        self._loader_state = state["loader"]
+        self.loader.load_state_dict(state["loader"])
+        self.means.load_state_dict(state["means"])
+        restore_schedule(self.schedule, state["schedule"], state["rates"])
+
+    def resume(self, checkpoint: Path | None) -> Path | None:
+        """Restores `checkpoint`, or the newest whole one (None where there is none). Returns what was restored."""
+        path = checkpoint or self.checkpointer.latest()
+        if path is None:
+            return None
+        if not (path / "manifest.json").is_file():
+            raise CheckpointNotFound(
+                f"resume_from_checkpoint: {path} is not a checkpoint of Stepmark's; name a checkpoint-N folder, or true "
+                "for the newest"
+            )
+        metadata = self.checkpointer.metadata(path)
+        if metadata.get("model_only"):
+            raise CheckpointMismatch(
+                f"resume_from_checkpoint: {path} holds the model alone (save_only_model); start a new run with "
+                "model_name_or_path set to it"
+            )
+        check_same_run(metadata["identity"], self.identity, str(path))
+        self.optimizer.ensure_state()
+        self.checkpointer.restore(self.sections(), path)
+        self._restore_trainer_state(path)
+        return path
+
+    def _restore_trainer_state(self, path: Path) -> None:
+        saved = TrainerState.load_from_json(str(path / "trainer_state.json"))
+        state = self.trainer.state
+        for name in ("log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
+            setattr(state, name, getattr(saved, name))
+        stateful = [cb for cb in self.trainer.callback_handler.callbacks if isinstance(cb, ExportableState)]
+        for callback in stateful:
+            values = saved.stateful_callbacks.get(type(callback).__name__)
+            if values is not None:
+                for name, value in values["attributes"].items():
+                    setattr(callback, name, value)
+
+    # The loop
+
+    def loop(self, display: Display) -> None:
+        """Trains to the last step, or until a callback stops it. Ends epochs that a killed run left open."""
+        self.display = display
+        self.watch = Stopwatch()
+        trainer = self.trainer
+        if self._epoch_open and self._loader_state["samples"] == 0:
+            self._end_epoch()
+        while trainer.state.global_step < self.total_steps and not trainer.control.should_training_stop:
+            trainer.event("on_epoch_begin")
+            self._epoch_open = True
+            self._epoch()
+            self._end_epoch()
+
+    def _epoch(self) -> None:
+        feed = DeviceFeed(self.loader, self.trainer.context.runtime)
+        with contextlib.closing(iter(feed)) as batches:
+            for batch in batches:
+                self._one_step(batch)
+                control = self.trainer.control
+                if control.should_training_stop or control.should_epoch_stop:
+                    return
+
+    def _end_epoch(self) -> None:
+        self._epoch_open = False
+        self.trainer.event("on_epoch_end")
+        self._follow_control()
+
+    def _one_step(self, batch: StepBatch) -> None:
+        trainer = self.trainer
+        trainer.event("on_step_begin")
+        hooks = StepHooks(
+            after_micro_step=lambda: trainer.event("on_substep_end"),
+            before_update=lambda: trainer.event("on_pre_optimizer_step"),
+            after_update=lambda: trainer.event("on_optimizer_step"),
+        )
+        self.means.add(self.step(trainer.state.global_step, batch, hooks))
+        advance(self.schedule)
+        trainer.state.global_step += 1
+        trainer.state.epoch = batch.epoch
+        self._loader_state = batch.state
+        self._show_progress()
+        trainer.event("on_step_end")
+        self._follow_control()
+
+    def _show_progress(self) -> None:
+        step = self.trainer.state.global_step
+        if not self.display.due():
+            self.display.step(step)
+            return
+        self.means.settle()
+        self.display.step(step, self.means.last_loss, self.means.timed_tokens / self.watch.seconds())
+
+    def _follow_control(self) -> None:
+        """Logs, evaluates and saves, in this order, as the control's flags say."""
+        trainer = self.trainer
+        if trainer.control.should_log:
+            self._log()
+        with self.watch.paused():
+            if trainer.control.should_evaluate:
+                trainer.evaluate_in_run(self)
+            if trainer.control.should_save:  # an evaluation may have asked for it
+                trainer.save_checkpoint(self)
+
+    def _log(self) -> None:
+        values = self.means.take_log()
+        if values is None:
+            self.trainer.control.should_log = False
+            return
+        speed = self.means.timed_tokens / self.watch.seconds()
+        self.means.timed_tokens = 0
+        self.watch.restart()
+        log = {**values, "learning_rate": float(self.schedule.get_last_lr()[0]), "tokens_per_second": speed}
+        counters = self.trainer.context.runtime.counters()
+        if counters is not None:
+            log |= {"graph_compilations": counters.compilations, "graph_executions": counters.executions}
+        self.display.step(self.trainer.state.global_step, log["loss"], speed)
+        self.trainer.log(log)

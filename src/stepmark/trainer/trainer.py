@@ -1,0 +1,449 @@
+"""The Trainer: transformers' names and calling conventions over Stepmark's public parts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers.trainer_callback import (
+    CallbackHandler,
+    ExportableState,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_utils import EvalPrediction
+
+from stepmark.checkpoint import Checkpointer
+from stepmark.data.loader import DataLoader
+from stepmark.errors import DataError, UsageError
+from stepmark.evaluation.evaluator import Evaluation, Evaluator, perplexity
+from stepmark.runtime.context import Context, start
+from stepmark.runtime.module import agree_on_weights, place_module
+from stepmark.trainer.arguments import TrainingArguments, set_log_level
+from stepmark.trainer.display import Display
+from stepmark.trainer.flow import FlowCallback, is_better
+from stepmark.trainer.identity import identity
+from stepmark.trainer.journal import Journal
+from stepmark.trainer.output import check_room, prepare_output, write_model_files
+from stepmark.trainer.run import TrainingRun
+from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.model import check_bf16, enable_gradient_checkpointing
+from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
+from stepmark.training.schedule import build_schedule, warmup_length
+from stepmark.training.step import TrainStep
+
+logger = logging.getLogger(__name__)
+
+
+class TrainOutput(NamedTuple):
+    """What `Trainer.train` returns, as transformers' does."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class PredictionOutput(NamedTuple):
+    """What `Trainer.predict` returns, as transformers' does: numpy arrays of all samples, in their order."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
+
+    `model` is moved to the device (its Parameters stay the same objects). `optimizers` is (optimizer, schedule), each or
+    both None: then they are made from `args`. `callbacks` are transformers' TrainerCallback objects or classes.
+
+    Raises UsageError or DeviceError before anything expensive is done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        self.args = args or TrainingArguments()
+        set_log_level(self.args)
+        self.context: Context = start(self.args.device)
+        self.model = model
+        self.data_collator = data_collator
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.processing_class = processing_class
+        self.compute_metrics = compute_metrics
+        self._optimizers = optimizers
+        self._prepare_model()
+        self.loss = MicroBatchLoss(
+            model,
+            compute_loss_func=compute_loss_func,
+            label_smoothing=self.args.label_smoothing_factor,
+            lazy=self.context.runtime.lazy,
+        )
+        self.evaluator = Evaluator(
+            model,
+            self.loss,
+            self.context.runtime,
+            self.context.host,
+            self._autocast_dtype,
+            preprocess_logits_for_metrics,
+        )
+        self.journal = Journal(Path(self.args.output_dir), writes=self.is_world_process_zero())
+        self.display = Display(shows=False, total=0, done=0)
+        self.state = self._fresh_state()
+        self.control = TrainerControl()
+        self.callback_handler = CallbackHandler(
+            [FlowCallback, *_reporters(self.args), *(callbacks or ())], model, processing_class, None, None
+        )
+        self.event("on_init_end")
+
+    # Parts
+
+    def _prepare_model(self) -> None:
+        if self.args.bf16 or self.args.dtype == "bfloat16":
+            check_bf16(self.context.runtime.device)
+        if self.args.gradient_checkpointing:
+            enable_gradient_checkpointing(self.model, self.context.runtime)
+        if self.args.dtype == "bfloat16":
+            self.model.to(torch.bfloat16)
+        if agree_on_weights(self.model, self.context.host) and self.is_world_process_zero():
+            logger.warning("the ranks had different weights; all take those of rank 0")
+        place_module(self.model, self.context.runtime)
+
+    @property
+    def _autocast_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.args.bf16 else None
+
+    def _fresh_state(self) -> TrainerState:
+        return TrainerState(
+            is_local_process_zero=self.context.world.local_rank == 0,
+            is_world_process_zero=self.is_world_process_zero(),
+        )
+
+    def is_world_process_zero(self) -> bool:
+        return self.context.host.rank == 0
+
+    def train_loader(self) -> DataLoader:
+        """The loader of the training data, at its beginning."""
+        if self.train_dataset is None:
+            raise UsageError("train_dataset: training needs one")
+        return self._loader(
+            self.train_dataset,
+            self.args.per_device_train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            seed=self.data_seed,
+            drop_last=self.args.dataloader_drop_last,
+        )
+
+    @property
+    def data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_size,
+            rank=self.context.data_parallel.rank,
+            world_size=self.context.data_parallel.size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            fixed_shape=self.context.runtime.lazy,
+            pad_to=getattr(dataset, "pad_to", None),
+            pad_token_id=getattr(self.processing_class, "pad_token_id", None) or 0,
+            causal_shift=self.loss.causal_shift,
+            **options,
+        )
+
+    def make_optimizer(self) -> ParameterOptimizer:
+        """The optimizer that the user gave, or the one that the arguments name."""
+        given, runtime = self._optimizers[0], self.context.runtime
+        if given is not None:
+            names = {parameter: name for name, parameter in self.model.named_parameters()}
+            return ParameterOptimizer.around(given, names, runtime)
+        args = self.args
+        return build_optimizer(
+            args.optim,
+            list(self.model.named_parameters()),
+            runtime,
+            decay=decays_by_default(self.model),
+            learning_rate=args.learning_rate,
+            weight_decay=args.weight_decay,
+            betas=(args.adam_beta1, args.adam_beta2),
+            epsilon=args.adam_epsilon,
+            options=args.optimizer_options,
+        )
+
+    def make_schedule(self, optimizer: ParameterOptimizer, total_steps: int) -> Any:
+        """The schedule that the user gave, or the one that the arguments name."""
+        if self._optimizers[1] is not None:
+            return self._optimizers[1]
+        warmup = warmup_length(self.args.warmup_steps, self.args.warmup_ratio, total_steps)
+        options = self.args.scheduler_options
+        return build_schedule(self.args.lr_scheduler_type, optimizer.inner, total_steps, warmup, options)
+
+    def make_step(self, optimizer: ParameterOptimizer) -> TrainStep:
+        return TrainStep(
+            self.model,
+            optimizer,
+            self.loss,
+            self.context.runtime,
+            self.context.data_parallel,
+            accumulation=self.args.gradient_accumulation_steps,
+            max_grad_norm=self.args.max_grad_norm,
+            autocast=self._autocast_dtype,
+            seed=self.args.seed,
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one that saved."""
+        return identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self.data_seed)
+
+    # Training
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Trains to the end, from the beginning or from a checkpoint: a path, or True for the newest whole one in
+        `output_dir` (from the beginning where there is none).
+
+        Raises CheckpointError where the checkpoint cannot be resumed from; nothing that exists is lost then.
+        """
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        folder = Path(self.args.output_dir)
+        prepare_output(folder, self.context.host)
+        self.state, self.control = self._fresh_state(), TrainerControl()
+        with self._checkpointer(folder) as checkpointer:
+            run = TrainingRun(self, checkpointer)
+            self._check_start(folder, run, resume)
+            try:
+                return self._train(run, resume)
+            except BaseException as error:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                state = "interrupted" if interrupted else "failed"
+                self.journal.status(state, self.state.global_step, f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                self.display.close()
+
+    def _checkpointer(self, folder: Path) -> Checkpointer:
+        keep = [] if self.args.save_total_limit is None else [self._retention()]
+        return Checkpointer(folder, keep=keep, group=self.context.host, runtime=self.context.runtime)
+
+    def _check_start(self, folder: Path, run: TrainingRun, resume: bool | str | None) -> None:
+        existing = sorted(path.name for path in folder.glob("checkpoint-*"))
+        if existing and not resume and self.args.save_strategy != "no":
+            raise UsageError(
+                f"output_dir: {folder} has checkpoints of an earlier run ({existing[-1]}); set resume_from_checkpoint: true "
+                "to go on with it, or choose another folder"
+            )
+        if self.args.save_strategy != "no":
+            states = 0 if self.args.save_only_model else 2
+            size = sum(p.numel() * (p.element_size() + 4 * states) for p in self.model.parameters())
+            check_room(folder, size, self.context.host)
+
+    def _train(self, run: TrainingRun, resume: bool | str | None) -> TrainOutput:
+        self._begin(run)
+        restored = run.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
+        if restored is not None:
+            attempt = self.journal.attempts() + 1
+            mesh = {"dp": self.context.data_parallel.size}
+            self.journal.metrics({"resumed": self.state.global_step, "attempt": attempt, "mesh": mesh})
+        self.display = Display(
+            shows=self.is_world_process_zero() and not self.args.disable_tqdm,
+            total=run.total_steps,
+            done=self.state.global_step,
+        )
+        if restored is not None:
+            self.display.line(f"resumed from {restored} at step {self.state.global_step}")
+        self.journal.status("running", self.state.global_step)
+        started, first = time.perf_counter(), self.state.global_step
+        self.event("on_train_begin")
+        if self.args.eval_on_start and restored is None:
+            self.evaluate_in_run(run)
+        run.loop(self.display)
+        run.checkpointer.wait()
+        return self._finish(run, time.perf_counter() - started, self.state.global_step - first)
+
+    def _begin(self, run: TrainingRun) -> None:
+        state = self.state
+        state.max_steps = run.total_steps
+        state.num_train_epochs = max(1, -(-run.total_steps // run.loader.steps_per_epoch))
+        state.train_batch_size = self.args.per_device_train_batch_size
+        state.compute_steps(self.args, run.total_steps)
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, run.optimizer.inner, run.schedule
+        handler.train_dataloader = run.loader
+
+    def _finish(self, run: TrainingRun, seconds: float, steps: int) -> TrainOutput:
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            run.checkpointer.restore({"model": self.model}, Path(self.state.best_model_checkpoint))
+        samples = steps * run.loader.layout.global_batch
+        metrics = {
+            "epoch": self.state.epoch,
+            "train_loss": run.means.mean_loss(),
+            "train_runtime": seconds,
+            "train_samples_per_second": samples / seconds,
+            "train_steps_per_second": steps / seconds,
+        }
+        self.event("on_train_end")
+        self.journal.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
+        if self.is_world_process_zero():
+            self._full_state().save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+        self.journal.status("done", self.state.global_step)
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    # Saving
+
+    def save_checkpoint(self, run: TrainingRun) -> None:
+        """Saves all of a run's state as `checkpoint-<step>` in the output folder."""
+        step = self.state.global_step
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / f"checkpoint-{step}")
+        metric = self.args.best_metric_key
+        last = self._last_metrics.get(metric) if metric else None
+        run.checkpointer.save(
+            step,
+            {"model": self.model} if self.args.save_only_model else run.sections(),
+            files=self._write_files,
+            metadata={"identity": run.identity, "model_only": self.args.save_only_model},
+            model_only=self.args.save_only_model,
+            metrics={metric: last} if metric is not None and last is not None else None,
+        )
+        self.display.line(f"saved checkpoint-{step}")
+        self.event("on_save")
+
+    def _write_files(self, folder: Path) -> None:
+        write_model_files(folder, self.model, self.processing_class)
+        self._full_state().save_to_json(str(folder / "trainer_state.json"))
+
+    def _full_state(self) -> TrainerState:
+        """The state with that of the callbacks which have one."""
+        stateful: list[Any] = [cb for cb in self.callback_handler.callbacks if isinstance(cb, ExportableState)]
+        holder = TrainerState(stateful_callbacks=stateful)
+        self.state.stateful_callbacks = holder.stateful_callbacks
+        return self.state
+
+    # Evaluation
+
+    _last_metrics: dict[str, float] = {}
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Loss and metrics over exactly the samples of `eval_dataset` (default: the Trainer's own), under keys that begin
+        with the prefix; a dict of sets adds its keys to the prefix. Collective."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, Mapping):
+            metrics: dict[str, float] = {}
+            for name, each in dataset.items():
+                metrics |= self.evaluate(each, f"{metric_key_prefix}_{name}")
+            return metrics
+        evaluation = self._evaluate(dataset, gather=self.compute_metrics is not None)
+        metrics = self._metrics(evaluation, metric_key_prefix)
+        self.log(metrics)
+        self.display.line(_evaluation_line(self.state.global_step, metrics, metric_key_prefix))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(self, test_dataset: Dataset, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Predictions, labels and metrics over exactly the samples of `test_dataset`. Collective."""
+        evaluation = self._evaluate(test_dataset, gather=True)
+        metrics = self._metrics(evaluation, metric_key_prefix)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return PredictionOutput(evaluation.predictions, evaluation.labels, metrics)
+
+    def _evaluate(self, dataset: Any, *, gather: bool) -> Evaluation:
+        if dataset is None:
+            raise UsageError("eval_dataset: evaluation needs one")
+        if not len(dataset):
+            raise DataError("eval_dataset: it is empty; give one with samples, or set eval_strategy: no")
+        loader = self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False)
+        return self.evaluator(loader, gather=gather, after_batch=lambda: self.event("on_prediction_step"))
+
+    def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if evaluation.loss is not None:
+            metrics["loss"] = evaluation.loss
+            if self.loss.causal_shift:
+                metrics["perplexity"] = perplexity(evaluation.loss)
+        if self.compute_metrics is not None and evaluation.predictions is not None:
+            metrics |= self.compute_metrics(EvalPrediction(evaluation.predictions, evaluation.labels))
+        metrics["runtime"] = evaluation.seconds
+        metrics["samples_per_second"] = evaluation.samples / evaluation.seconds
+        metrics["steps_per_second"] = evaluation.batches / evaluation.seconds
+        return {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
+
+    def evaluate_in_run(self, run: TrainingRun) -> None:
+        """An evaluation that the run's strategy asked for: the best metric and a schedule may follow it."""
+        metrics = self.evaluate()
+        self._last_metrics = metrics
+        key = self.args.best_metric_key
+        if key is None:
+            return
+        if key not in metrics:
+            raise UsageError(
+                f"metric_for_best_model: the evaluation has no {key}; it has {', '.join(sorted(metrics))}"
+            )
+        if isinstance(run.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            run.schedule.step(metrics[key])
+        if is_better(self.args, metrics[key], self.state.best_metric):
+            self.state.best_metric, self.state.best_global_step = metrics[key], self.state.global_step
+            self.control.should_save |= self.args.save_strategy == "best"
+
+    # Callbacks and logs
+
+    def event(self, name: str) -> None:
+        """Calls `name` of every callback; they may set flags of the control."""
+        self.control = getattr(self.callback_handler, name)(self.args, self.state, self.control)
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Adds `logs` to the history, to metrics.jsonl and to the callbacks' logs, with the step and epoch."""
+        epoch = self.state.epoch
+        self.state.log_history.append({**logs, "epoch": epoch, "step": self.state.global_step})
+        self.journal.metrics({"step": self.state.global_step, "epoch": epoch, **logs})
+        self.journal.status("running", self.state.global_step)
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, {**logs, "epoch": epoch})
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        self.callback_handler.add_callback(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        self.callback_handler.remove_callback(callback)
+
+
+def _reporters(args: TrainingArguments) -> list[type[TrainerCallback]]:
+    """transformers' callbacks for the `report_to` names."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        return get_reporting_integration_callbacks(args.reporters)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"report_to: {error}") from error
+
+
+def _evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
+    quiet = ("_runtime", "_per_second")
+    shown = [
+        f"{key.removeprefix(prefix + '_')} {value:.4f}"
+        for key, value in metrics.items()
+        if isinstance(value, float) and not key.endswith(quiet)
+    ]
+    return f"evaluated step {step}: {', '.join(shown)} ({metrics[f'{prefix}_runtime']:.1f} s)"

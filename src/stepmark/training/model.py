@@ -1,0 +1,40 @@
+"""What training asks of a model before it is placed."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from stepmark.errors import DeviceError, UsageError
+from stepmark.runtime.base import Runtime
+
+
+def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
+    """Activations of each layer are computed again in the backward pass instead of being kept.
+
+    For transformers' models. Lazy devices need torch_xla's own function: torch's crashes there.
+    """
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise UsageError(
+            f"gradient_checkpointing: {type(model).__name__} has no gradient_checkpointing_enable, as models of "
+            "transformers have; checkpoint its layers yourself"
+        )
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": runtime.lazy})
+    except ValueError as error:
+        raise UsageError(f"gradient_checkpointing: {error}") from error
+    if runtime.lazy:
+        from stepmark.runtime.xla import checkpoint_function
+
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = functools.partial(checkpoint_function(), use_reentrant=True)
+
+
+def check_bf16(device: torch.device) -> None:
+    """Raises DeviceError where the device has no bfloat16."""
+    missing = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if missing:
+        raise DeviceError(f"bf16: {torch.cuda.get_device_name(device)} has no bfloat16; train in float32")

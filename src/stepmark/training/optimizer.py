@@ -1,0 +1,191 @@
+"""Optimizers over named parameters, with fp32 master weights where the parameters are bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.errors import UsageError
+from stepmark.runtime.base import Runtime
+from stepmark.training.lazy_optimizers import LazyAdamW, LazySGD
+
+MASTER = "master"
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+OPTIMIZERS = (*ADAMW, "sgd")
+
+
+class ParameterOptimizer:
+    """A `torch.optim` optimizer whose state is keyed by parameter names.
+
+    Where a parameter is not fp32 and `master_weights` is set, the optimizer works on an fp32 copy, and the parameter is
+    that copy rounded. `make` gets the parameter groups, with the tensors that the optimizer is to work on.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        runtime: Runtime,
+        *,
+        master_weights: bool = True,
+    ) -> None:
+        """`groups`: as for `torch.optim`, but "params" is a list of (name, parameter)."""
+        self._runtime = runtime
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        self._worked_on: list[Tensor] = []
+        inner_groups: list[dict[str, Any]] = []
+        for group in groups:
+            worked_on = [self._add(name, parameter, master_weights) for name, parameter in group["params"]]
+            inner_groups.append({**group, "params": worked_on})
+        self.inner = make(inner_groups)
+
+    @classmethod
+    def around(
+        cls, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], runtime: Runtime
+    ) -> ParameterOptimizer:
+        """For an optimizer that the user made over the model's own parameters; `names` are the model's."""
+        groups = []
+        for group in optimizer.param_groups:
+            if any(parameter not in names for parameter in group["params"]):
+                raise UsageError(
+                    "optimizers: the optimizer holds a parameter that the model does not have; make it from "
+                    "model.parameters()"
+                )
+            groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
+        return cls(groups, lambda _: optimizer, runtime, master_weights=False)
+
+    def _add(self, name: str, parameter: nn.Parameter, master_weights: bool) -> Tensor:
+        self.names.append(name)
+        self.parameters.append(parameter)
+        worked_on: Tensor = parameter
+        if master_weights and parameter.dtype != torch.float32:
+            (on_host,) = self._runtime.to_host([parameter])
+            worked_on = nn.Parameter(self._runtime.place(on_host.float()))
+        self._worked_on.append(worked_on)
+        return worked_on
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Gives each parameter, in the order of `parameters`, its gradient, or None."""
+        for tensor, gradient in zip(self._worked_on, gradients, strict=True):
+            tensor.grad = gradient if gradient is None or gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.inner.step()
+        for parameter, worked_on in zip(self.parameters, self._worked_on, strict=True):
+            if worked_on is not parameter:
+                parameter.copy_(worked_on)
+
+    def ensure_state(self) -> None:
+        """Creates state that the optimizer would make in its first step, so that it can be restored in place.
+
+        Any optimizer makes it in a step; this one has zero gradients and learning rate 0, on parameters that are put
+        back afterwards. Its values mean nothing: call it only when they are about to be replaced.
+        """
+        if all(tensor in self.inner.state for tensor in self._worked_on):
+            return
+        saved = self._runtime.to_host(self._worked_on)
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        self.set_gradients([torch.zeros_like(tensor) for tensor in self._worked_on])
+        self.inner.step()
+        self.set_gradients([None] * len(self._worked_on))
+        self._runtime.step_boundary()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for tensor, value in zip(self._worked_on, saved, strict=True):
+            self._runtime.write(tensor, value)
+
+    def named_state(self) -> dict[str, dict[str, Any]]:
+        """Parameter name to state: the inner optimizer's live tensors and values, and `master` where there is one."""
+        states: dict[str, dict[str, Any]] = {}
+        for name, parameter, worked_on in zip(self.names, self.parameters, self._worked_on, strict=True):
+            state = dict(self.inner.state.get(worked_on, {}))
+            if worked_on is not parameter:
+                state[MASTER] = worked_on.detach()
+            states[name] = state
+        return states
+
+    def named_groups(self) -> list[dict[str, Any]]:
+        """The groups' plain hyperparameters, with parameter names in place of tensors."""
+        name_of = {id(tensor): name for tensor, name in zip(self._worked_on, self.names, strict=True)}
+        return [
+            {
+                key: [name_of[id(tensor)] for tensor in value] if key == "params" else _plain(value)
+                for key, value in group.items()
+            }
+            for group in self.param_groups
+        ]
+
+    def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Nothing: a resumed run takes its hyperparameters from its own arguments, and the schedule sets the rate."""
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
+def build_optimizer(
+    name: str,
+    named_parameters: Sequence[tuple[str, nn.Parameter]],
+    runtime: Runtime,
+    *,
+    decay: Callable[[str], bool] = lambda name: True,
+    learning_rate: float = 5e-5,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    epsilon: float = 1e-8,
+    options: Mapping[str, Any] | None = None,
+) -> ParameterOptimizer:
+    """One of OPTIMIZERS over the parameters that train; weight decay for those whose name `decay` accepts.
+
+    `options` are the optimizer's own further arguments (`momentum` and `nesterov` of SGD, `amsgrad` of AdamW).
+    Raises UsageError for a name or an option that is unknown.
+    """
+    if name not in OPTIMIZERS:
+        raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
+    trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
+    groups = [
+        {"params": [item for item in trained if decay(item[0])], "weight_decay": weight_decay},
+        {"params": [item for item in trained if not decay(item[0])], "weight_decay": 0.0},
+    ]
+    keywords: dict[str, Any] = {"lr": learning_rate, **(options or {})}
+    if name in ADAMW:
+        keywords = {"betas": betas, "eps": epsilon, **keywords}
+
+    def make(inner_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            return _torch_class(name, runtime, keywords)(inner_groups, **keywords)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"optim_args: {name} refuses {dict(options or {})}: {error}") from error
+
+    return ParameterOptimizer([group for group in groups if group["params"]], make, runtime)
+
+
+def _torch_class(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:
+    if runtime.lazy:
+        return LazyAdamW if name in ADAMW else LazySGD
+    if name == "adamw_torch_fused":
+        keywords["fused"] = True
+    return torch.optim.AdamW if name in ADAMW else torch.optim.SGD
+
+
+def decays_by_default(model: nn.Module) -> Callable[[str], bool]:
+    """Weight decay as Hugging Face's Trainer applies it: to every parameter but biases and those of norms."""
+    spared = {
+        f"{module_name}.{name}" if module_name else name
+        for module_name, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if "norm" in type(module).__name__.lower() or name.split(".")[-1] == "bias"
+    }
+    return lambda name: name not in spared

@@ -1,0 +1,80 @@
+"""Learning rate schedules: transformers' own, placed at a step rather than replayed to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from stepmark.errors import UsageError
+
+
+def build_schedule(
+    name: str, optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int, options: Mapping[str, Any]
+) -> LRScheduler:
+    """Any schedule of `transformers.get_scheduler`, by name; `options` are its further arguments.
+
+    Raises UsageError for an unknown name or option.
+    """
+    from transformers import SchedulerType, get_scheduler
+
+    names = [kind.value for kind in SchedulerType]
+    if name not in names:
+        raise UsageError(f"lr_scheduler_type: {name!r} is unknown; choose one of {', '.join(names)}")
+    try:
+        return get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=warmup_steps,
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=dict(options),
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"lr_scheduler_kwargs: the schedule {name} refuses {dict(options)}: {error}") from error
+
+
+def warmup_length(warmup_steps: float, warmup_ratio: float, total_steps: int) -> int:
+    """Steps of warm-up: `warmup_steps` where it is 1 or more, else the fraction of all steps, rounded up."""
+    if warmup_steps >= 1:
+        return int(warmup_steps)
+    return math.ceil(total_steps * (warmup_steps or warmup_ratio))
+
+
+def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
+    """The plain values to save: the step for a function of the step, else the schedule's whole state."""
+    if isinstance(schedule, LambdaLR):
+        return {"step": schedule.last_epoch}
+    return {key: value for key, value in schedule.state_dict().items() if _is_plain(value)}
+
+
+def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[float]) -> None:
+    """Puts the schedule where it was. A schedule that is a function of the step takes its rates from this run's
+    arguments, which may differ from those of the run that saved; any other gets `rates`, the groups' saved ones, too."""
+    if isinstance(schedule, LambdaLR):
+        place_at(schedule, state["step"])
+        return
+    schedule.load_state_dict(dict(state))
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def place_at(schedule: LambdaLR, step: int) -> None:
+    """Sets the learning rates as `step` calls of `schedule.step()` would."""
+    schedule.last_epoch = step
+    rates = [base * function(step) for base, function in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
+def advance(schedule: LRScheduler) -> None:
+    """One optimizer step on; a schedule that follows a metric is moved by the evaluation instead."""
+    if not isinstance(schedule, ReduceLROnPlateau):
+        schedule.step()
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, list, tuple, dict, type(None)))

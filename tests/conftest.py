@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import pytest
+
+from tests.support.ranks import EAGER_MODULES, Ranks
+
+HAS_XLA = importlib.util.find_spec("torch_xla") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not HAS_XLA:
+        for item in items:
+            if item.get_closest_marker("xla"):
+                item.add_marker(pytest.mark.skip(reason="torch_xla is not installed"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Ranks that may use any device; torch_xla is imported where it is installed, and started in the ranks alone."""
+    started = Ranks(*EAGER_MODULES, *(["torch_xla"] if HAS_XLA else []))
+    yield started
+    started.close()
+
+
+def devices() -> list[object]:
+    """Parameters for tests that run on the CPU, eager, and on XLA's CPU client, lazy."""
+    return ["cpu", pytest.param("xla", marks=pytest.mark.xla)]

@@ -1,0 +1,79 @@
+"""Starts real ranks for tests, from a warm parent (zygote.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+EAGER_MODULES = ("torch", "transformers", "stepmark.trainer.trainer", "stepmark.recipe.model", "tests.support.cells")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: each rank's exit code (None: ended at the deadline), result and output."""
+
+    codes: list[int | None]
+    results: list[Any]
+    logs: list[str]
+
+    def check(self) -> list[Any]:
+        """The results, where all ranks ended well."""
+        for rank, code in enumerate(self.codes):
+            assert code == 0, f"rank {rank} ended with {code}:\n{self.logs[rank]}"
+        return self.results
+
+
+class Ranks:
+    """A zygote and the jobs given to it, one at a time."""
+
+    def __init__(self, *modules: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PJRT_DEVICE": "CPU"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.zygote", *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=ROOT,
+            text=True,
+        )
+        self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the zygote ended"
+        return json.loads(line)
+
+    def run(
+        self, function: str, *arguments: Any, nproc: int = 1, timeout: float = 180, environment: dict[str, str] | None = None
+    ) -> Outcome:
+        """Calls `module:name` with plain arguments in `nproc` ranks."""
+        with tempfile.TemporaryDirectory() as folder:
+            job = {
+                "function": function,
+                "arguments": arguments,
+                "nproc": nproc,
+                "timeout": timeout,
+                "folder": folder,
+                "environment": environment or {},
+            }
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            answer = self._answer()
+            logs = [(Path(folder) / f"rank-{rank}.log").read_text(errors="replace") for rank in range(nproc)]
+        return Outcome(answer["codes"], answer["results"], logs)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout=30)

@@ -1,0 +1,116 @@
+"""A warm parent that forks ranks: importing torch, transformers and torch_xla once instead of once a rank.
+
+It reads one job a line from standard input, forks `nproc` children that call `function(*arguments)`, and answers one
+line with their exit codes and results. A child's output goes to `<folder>/rank-<r>.log`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+POLL_SECONDS = 0.01
+
+
+def main() -> None:
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run_job(json.loads(line))), flush=True)
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    folder, nproc = Path(job["folder"]), job["nproc"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        children = []
+        for rank in range(nproc):
+            child = os.fork()
+            if child == 0:
+                be_rank(rank, job, listener)
+            children.append(child)
+    codes = wait(children, time.monotonic() + job["timeout"])
+    results = [read(folder / f"rank-{rank}.json") for rank in range(nproc)]
+    return {"codes": codes, "results": results}
+
+
+def wait(children: list[int], deadline: float) -> list[int | None]:
+    """Exit codes (negative for a signal); None for a child that was ended at the deadline. When one child fails, the
+    others get five more seconds."""
+    codes: dict[int, int | None] = {}
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes:
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+                    if codes[child] != 0:
+                        deadline = min(deadline, time.monotonic() + 5)
+        if time.monotonic() > deadline:
+            for child in children:
+                if child not in codes:
+                    os.kill(child, 9)
+                    os.waitpid(child, 0)
+                    codes[child] = None
+        time.sleep(POLL_SECONDS)
+    return [codes[child] for child in children]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def be_rank(rank: int, job: dict[str, Any], listener: socket.socket) -> None:
+    code = 1
+    try:
+        folder = Path(job["folder"])
+        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(environment(rank, job, listener))
+        module, name = job["function"].split(":")
+        result = getattr(importlib.import_module(module), name)(*job["arguments"])
+        (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+        leave_group()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def environment(rank: int, job: dict[str, Any], listener: socket.socket) -> dict[str, str]:
+    if job["nproc"] == 1:
+        return dict(job["environment"])
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job["nproc"]),
+        "LOCAL_WORLD_SIZE": str(job["nproc"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        "STEPMARK_STORE_FD": str(listener.fileno()),
+        **job["environment"],
+    }
+
+
+if __name__ == "__main__":
+    main()

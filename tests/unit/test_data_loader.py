@@ -1,0 +1,277 @@
+"""The loader's batches and position: the same with workers and without, exact after resuming, clear when it fails."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from stepmark.data.batch import StepBatch
+from stepmark.data.loader import DataLoader
+from stepmark.errors import CheckpointMismatch, DataError, UsageError
+
+ROWS = [{"input_ids": torch.full((3,), index), "labels": torch.full((3,), index)} for index in range(11)]
+
+
+def noisy(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A collator that draws from every generator there is."""
+    return {
+        "input_ids": torch.stack([row["input_ids"] for row in rows]),
+        "noise": torch.rand(2) + random.random() + np.random.rand(),
+    }
+
+
+def flat(steps: Iterator[StepBatch] | DataLoader | list[StepBatch]) -> list[dict[str, Any]]:
+    """Everything that is in steps, as plain values."""
+    return [
+        {"rows": micro.rows, "targets": micro.targets, "state": step.state, "epoch": step.epoch}
+        | {name: value.tolist() for name, value in micro.inputs.items()}
+        for step in steps
+        for micro in step
+    ]
+
+
+def samples_of(steps: list[StepBatch]) -> list[int]:
+    return [int(row[0]) for step in steps for micro in step for row in micro.inputs["input_ids"][: micro.rows]]
+
+
+@pytest.mark.parametrize("collate_fn", [None, noisy])
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_workers_change_nothing(collate_fn: Any, fixed_shape: bool) -> None:
+    def batches(workers: int) -> list[dict[str, Any]]:
+        loader = DataLoader(
+            ROWS, 2, accumulation=2, num_workers=workers, collate_fn=collate_fn, fixed_shape=fixed_shape, seed=5
+        )
+        return flat(itertools.chain(loader, loader))
+
+    alone = batches(0)
+    assert batches(2) == alone
+    if collate_fn:
+        assert len({str(batch["noise"]) for batch in alone}) == len(alone)
+
+
+def test_random_numbers_follow_the_position_and_not_the_run() -> None:
+    whole = flat(DataLoader(ROWS, 2, collate_fn=noisy))
+    loader = DataLoader(ROWS, 2, collate_fn=noisy)
+    steps = list(itertools.islice(loader, 2))
+    resumed = DataLoader(ROWS, 2, collate_fn=noisy)
+    resumed.load_state_dict(loader.state_dict())
+    torch.rand(7)
+    assert flat(steps) + flat(resumed) == whole
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_callers_generators_are_left_alone(workers: int) -> None:
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = states()
+    list(DataLoader(ROWS, 2, collate_fn=noisy, num_workers=workers))
+    assert states() == before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_is_what_the_consumer_has_taken(workers: int) -> None:
+    loader = DataLoader(ROWS, 2, num_workers=workers, seed=3)
+    expected = [{"epoch": 0, "samples": samples} for samples in (2, 4, 6, 8, 10)] + [{"epoch": 1, "samples": 0}]
+    for step, position in zip(loader, expected, strict=True):
+        assert loader.state_dict() == step.state
+        assert step.state == {**position, "dataset_size": 11, "seed": 3, "order": "shuffled-1"}
+        assert step.ends_epoch == (position["epoch"] == 1)
+        assert step.epoch == position["epoch"] + position["samples"] / 11
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stopping_and_resuming_takes_each_sample_once(workers: int) -> None:
+    whole = samples_of(list(DataLoader(ROWS, 1, seed=1)))
+    first = DataLoader(ROWS, 2, num_workers=workers, seed=1)
+    taken = samples_of(list(itertools.islice(first, 2)))
+    second = DataLoader(ROWS, 1, accumulation=3, num_workers=workers, seed=1)
+    second.load_state_dict(first.state_dict())
+    assert taken + samples_of(list(second)) == whole
+    assert taken + samples_of(list(first)) == whole
+    assert samples_of(list(first)) == samples_of(list(second)) != whole  # the next epoch
+
+
+def test_fetching_ahead_leaves_the_position() -> None:
+    loader = DataLoader(ROWS, 2)
+    steps = list(itertools.islice(loader.ahead(), 3))
+    assert loader.state_dict()["samples"] == 0
+    loader.load_state_dict(steps[1].state)
+    assert samples_of(steps[2:]) == samples_of(list(itertools.islice(loader, 1)))
+
+
+class TestTheLastStep:
+    """11 samples in steps of 8: three are left, which two ranks with two micro-steps of two rows share."""
+
+    def last(self, rank: int, **arguments: Any) -> StepBatch:
+        arguments = {"shuffle": False, **arguments}
+        steps = list(DataLoader(ROWS, 2, rank=rank, world_size=2, accumulation=2, **arguments))
+        assert len(steps) == 2
+        assert steps[-1].samples == 3
+        return steps[-1]
+
+    def test_fixed_shapes_are_filled_with_rows_that_do_not_count(self) -> None:
+        steps = [self.last(rank, fixed_shape=True) for rank in range(2)]
+        assert [[micro.rows for micro in step] for step in steps] == [[2, 0], [1, 0]]
+        assert [[micro.targets for micro in step] for step in steps] == [[4, 0], [2, 0]]
+        for micro in itertools.chain(*steps):
+            assert micro.inputs["input_ids"].shape == micro.inputs["labels"].shape == (2, 3)
+            assert (micro.inputs["labels"][micro.rows :] == -100).all()
+            assert torch.equal(micro.inputs["labels"][: micro.rows], micro.inputs["input_ids"][: micro.rows])
+            assert micro.inputs["input_ids"].min() >= 0
+
+    def test_free_shapes_are_smaller_but_never_empty(self) -> None:
+        steps = [self.last(rank) for rank in range(2)]
+        assert [[len(micro.inputs["labels"]) for micro in step] for step in steps] == [[2, 2], [1, 2]]
+        assert [[micro.targets for micro in step] for step in steps] == [[4, 0], [2, 0]]
+
+    def test_without_labels_the_rows_tell(self) -> None:
+        def collate_fn(rows: list[Any]) -> dict[str, torch.Tensor]:
+            return {"x": torch.stack([row["input_ids"] for row in rows]).float(), "labels": torch.rand(len(rows))}
+
+        step = self.last(1, fixed_shape=True, collate_fn=collate_fn)
+        assert [(micro.rows, micro.targets, len(micro.inputs["x"])) for micro in step] == [(1, None, 2), (0, None, 2)]
+
+    def test_labels_that_are_the_inputs_tensor(self) -> None:
+        def collate_fn(rows: list[Any]) -> dict[str, torch.Tensor]:
+            ids = torch.stack([row["input_ids"] for row in rows])
+            return {"input_ids": ids, "labels": ids}
+
+        micro = self.last(1, fixed_shape=True, collate_fn=collate_fn)[0]
+        assert micro.inputs["input_ids"].min() >= 0
+        assert micro.inputs["labels"][1].tolist() == [-100] * 3
+
+    def test_a_collator_that_empties_its_samples(self) -> None:
+        def collate_fn(rows: list[Any]) -> dict[str, torch.Tensor]:
+            return {"input_ids": torch.stack([row.pop("input_ids") for row in rows])}
+
+        rows = [dict(row) for row in ROWS]
+        (step,) = DataLoader(rows[:1], 4, fixed_shape=True, collate_fn=collate_fn)
+        assert step[0].inputs["input_ids"].shape == (4, 3)
+
+    def test_a_collator_that_joins_rows_cannot_be_filled(self) -> None:
+        with pytest.raises(DataError, match="the collate_fn made 1 rows of labels from 2 samples"):
+            self.last(1, fixed_shape=True, collate_fn=lambda rows: {"labels": torch.ones(1, 6, dtype=torch.long)})
+
+    def test_dropped(self) -> None:
+        loader = DataLoader(ROWS, 4, drop_last=True, shuffle=False)
+        assert loader.steps_per_epoch == len(loader) == 2
+        assert samples_of(list(loader)) == list(range(8))
+        assert loader.state_dict()["epoch"] == 1
+
+    def test_dropped_where_less_than_a_step_is_left_after_resuming(self) -> None:
+        small, large = DataLoader(ROWS, 4, shuffle=False), DataLoader(ROWS, 6, shuffle=False, drop_last=True)
+        list(itertools.islice(small, 2))
+        large.load_state_dict(small.state_dict())
+        (step,) = large
+        assert samples_of([step]) == list(range(6))
+        assert large.state_dict()["epoch"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"), [({"seed": 1}, "seed"), ({"shuffle": False}, "order"), ({}, "dataset_size")]
+)
+def test_a_state_of_something_else_is_refused(changed: dict[str, Any], name: str) -> None:
+    state = DataLoader(ROWS, 2).state_dict()
+    other = DataLoader(ROWS if changed else ROWS[1:], 2, **changed)
+    with pytest.raises(CheckpointMismatch, match=f"data position: {name} was"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("position", [{"samples": 12}, {"samples": -1}, {"epoch": -1}])
+def test_a_state_that_cannot_be_is_refused(position: dict[str, int]) -> None:
+    loader = DataLoader(ROWS, 2)
+    with pytest.raises(CheckpointMismatch, match="not within a dataset of 11 samples"):
+        loader.load_state_dict({**loader.state_dict(), **position})
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments", "kind", "message"),
+    [
+        (Stream(), {}, UsageError, "a Stream cannot be indexed"),
+        ([], {}, DataError, "the dataset is empty"),
+        ([1], {"drop_last": True}, DataError, "1 samples are fewer than one step's 2"),
+        ([1], {"rank": 1}, UsageError, "rank must be from 0 to 0"),
+        ([1], {"seed": -1}, UsageError, "must not be negative"),
+        ([1], {"num_workers": -1}, UsageError, "must not be negative"),
+        ([1], {"accumulation": 0}, UsageError, "accumulation must be at least 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(dataset: Any, arguments: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        DataLoader(dataset, 2, **arguments)
+
+
+class Failing:
+    """Sample 5 raises, or ends the process that reads it."""
+
+    def __init__(self, deadly: bool = False) -> None:
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            if self.deadly:
+                os._exit(3)
+            raise KeyError("no such\nfield")
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_dataset_names_the_samples(workers: int) -> None:
+    loader = DataLoader(Failing(), 2, shuffle=False, num_workers=workers)
+    with pytest.raises(DataError, match=r"^samples 4, 5 could not be made into a batch \(KeyError") as caught:
+        list(loader)
+    assert "\n" not in str(caught.value)
+    assert loader.state_dict()["samples"] == 4
+    trace = caught.value.__notes__[0] if workers else str(caught.value.__cause__)
+    assert "no such" in trace
+
+
+def test_an_error_of_ours_in_a_worker_stays_what_it_is() -> None:
+    rows = [{"input_ids": [1] * length} for length in (1, 9)]
+    with pytest.raises(DataError, match=r"^sample 1 has length 9"):
+        list(DataLoader(rows, 1, shuffle=False, num_workers=1, pad_to=4))
+
+
+def test_a_worker_that_dies_is_an_error() -> None:
+    loader = DataLoader(Failing(deadly=True), 2, shuffle=False, num_workers=2)
+    with pytest.raises(DataError, match="a data worker ended unexpectedly"):
+        list(loader)
+
+
+def test_datasets_that_fetch_many_at_once_are_asked_so() -> None:
+    class Many(list[Any]):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices]
+
+        def __getitem__(self, index: Any) -> Any:
+            assert isinstance(index, int)
+            return super().__getitem__(index)
+
+    assert samples_of(list(DataLoader(Many(ROWS), 4))) == samples_of(list(DataLoader(ROWS, 4)))
+
+
+def test_a_datasets_dataset() -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"input_ids": [[index] * (1 + index % 3) for index in range(7)]})
+    assert sorted(samples_of(list(DataLoader(rows, 2, pad_to=4, num_workers=1)))) == list(range(7))

@@ -1,0 +1,293 @@
+"""Documents become blocks without losing a token, once, and a damaged cache is never used."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stepmark.data import cache
+from stepmark.data.config import DataConfig
+from stepmark.data.encoding import Encoder
+from stepmark.data.packing import PackedBlocks
+from stepmark.data.prepared import Prepared, choose_block_size, prepare
+from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.errors import DataError, UsageError
+
+TOKENIZER = byte_tokenizer()
+END = TOKENIZER.eos_token_id
+DOCUMENTS = ["first", "", "second é", "third!", "\n"]
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in DOCUMENTS))
+    return path
+
+
+@pytest.fixture
+def make(tmp_path: Path, documents: Path) -> Callable[..., Prepared]:
+    """Prepares the documents, all for training, in blocks of 8, with a cache of the test's own."""
+
+    def prepared(**fields: Any) -> Prepared:
+        fields = {"train_file": str(documents), "block_size": 8, "validation_split_percentage": 0, **fields}
+        return prepare(DataConfig(**fields), TOKENIZER, folder=tmp_path / "cache")
+
+    return prepared
+
+
+def entry_of(prepared: Prepared) -> Path:
+    return prepared.train.path.parent
+
+
+def real_tokens(blocks: PackedBlocks) -> list[int]:
+    return [int(label) for block in blocks for label in block["labels"] if label != -100]
+
+
+def expected_stream(documents: list[str]) -> list[int]:
+    return [token for text in documents if text for token in [*text.encode(), END]]
+
+
+def test_no_token_is_lost_and_the_tail_is_padded(make: Callable[..., Prepared]) -> None:
+    blocks = make().train
+    assert real_tokens(blocks) == expected_stream(DOCUMENTS)
+    assert blocks.tokens == len(expected_stream(DOCUMENTS))
+    assert all(block[name].shape == (8,) and block[name].dtype == torch.int64 for block in blocks for name in block)
+    for block in blocks:
+        padding = block["labels"] == -100
+        assert (block["input_ids"][padding] == TOKENIZER.pad_token_id).all()
+        assert torch.equal(block["input_ids"][~padding], block["labels"][~padding])
+    assert (blocks[len(blocks) - 1]["labels"] == -100).sum() == -blocks.tokens % 8 > 0
+
+
+def test_blocks_can_be_indexed_like_a_list(make: Callable[..., Prepared]) -> None:
+    blocks = make().train
+    assert torch.equal(blocks[-1]["labels"], blocks[len(blocks) - 1]["labels"])
+    for index in (len(blocks), -len(blocks) - 1):
+        with pytest.raises(IndexError):
+            blocks[index]
+
+
+def test_lines_of_a_text_file_have_nothing_between_them(make: Callable[..., Prepared], tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("one\n\ntwo\nthree\nfour")
+    prepared = make(train_file=str(path), validation_split_percentage=40, block_size=4)
+    assert prepared.validation is not None
+    assert real_tokens(prepared.validation) == [*b"one\n\n", END]
+    assert real_tokens(prepared.train) == [*b"two\nthree\nfour", END]
+
+
+def test_max_samples_are_blocks(make: Callable[..., Prepared]) -> None:
+    whole, part = (
+        make(validation_split_percentage=40),
+        make(validation_split_percentage=40, max_train_samples=2, max_eval_samples=1, block_size=4),
+    )
+    assert whole.validation is not None
+    assert part.validation is not None
+    assert (len(part.train), len(part.validation)) == (2, 1)
+    assert real_tokens(part.train) == real_tokens(whole.train)[:8]
+
+
+def test_a_tokenizers_own_special_tokens_are_kept() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", pad)]
+    )
+    encoder = Encoder.of(tokenizer)
+    assert encoder.stream(["a", "b"], joined=False).tolist() == [pad, 97, end, pad, 98, end]
+    assert encoder.stream(["a", "b"], joined=True).tolist() == [97, 98]
+    assert encoder.content != Encoder.of(TOKENIZER).content
+
+
+def test_truncation_that_was_left_on_does_not_cut_documents() -> None:
+    tokenizer = byte_tokenizer()
+    plain = Encoder.of(tokenizer).content
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    encoder = Encoder.of(tokenizer)
+    assert encoder.stream(["abcd"], joined=False).tolist() == [*b"abcd", END]
+    assert encoder.content == plain
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "txt"])
+def test_processes_do_not_change_the_stream(
+    make: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extension: str
+) -> None:
+    monkeypatch.setattr("stepmark.data.encoding.BATCH_CHARACTERS", 20)
+    path = tmp_path / f"many.{extension}"
+    path.write_text("".join(json.dumps({"text": "x" * (i % 9)}) + "\n" for i in range(50)))
+    alone = make(train_file=str(path))
+    parallel = make(train_file=str(path), preprocessing_num_workers=2, overwrite_cache=True)
+    assert not parallel.cached
+    assert real_tokens(parallel.train) == real_tokens(alone.train)
+    assert parallel.fingerprint == alone.fingerprint
+
+
+def test_a_second_call_finds_the_cache(make: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make()
+    monkeypatch.setattr("stepmark.data.prepared.encode_texts", lambda *_: pytest.fail("tokenized again"))
+    second = make()
+    assert (first.cached, second.cached) == (False, True)
+    assert second.fingerprint == first.fingerprint
+    assert real_tokens(second.train) == real_tokens(first.train)
+    assert make(block_size=4, max_train_samples=1).cached
+    with pytest.raises(pytest.fail.Exception):
+        make(overwrite_cache=True)
+
+
+def test_other_content_is_another_entry(make: Callable[..., Prepared], documents: Path) -> None:
+    first = make()
+    documents.write_text(documents.read_text().replace("first", "FIRST"))
+    second = make()
+    assert not second.cached
+    assert second.fingerprint != first.fingerprint
+    assert not make(validation_split_percentage=40).cached
+
+
+def test_the_fingerprint_names_what_is_trained_on(make: Callable[..., Prepared]) -> None:
+    base = make(validation_split_percentage=40)
+    same = [make(validation_split_percentage=40, max_eval_samples=1), make(validation_split_percentage=40)]
+    other = [make(validation_split_percentage=40, **change) for change in ({"block_size": 4}, {"max_train_samples": 1})]
+    assert {prepared.fingerprint for prepared in same} == {base.fingerprint}
+    assert len({prepared.fingerprint for prepared in [base, *other]}) == 3
+
+
+@pytest.mark.parametrize("name", ["train.bin", "meta.json"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_damaged_entry_is_built_again(make: Callable[..., Prepared], name: str, damage: str) -> None:
+    first = make()
+    tokens = real_tokens(first.train)
+    path = entry_of(first) / name
+    data = bytearray(path.read_bytes())
+    for position in range(len(data)) if damage == "flip" and name == "train.bin" else (len(data) // 2,):
+        changed = bytearray(data)
+        changed[position] ^= 4
+        if damage == "delete":
+            path.unlink()
+        else:
+            path.write_bytes(changed if damage == "flip" else data[:position])
+        again = make()
+        assert not again.cached
+        assert real_tokens(again.train) == tokens
+    assert make().cached
+
+
+def test_every_flipped_byte_of_the_meta_data_is_found(make: Callable[..., Prepared]) -> None:
+    entry = entry_of(make())
+    data = (entry / "meta.json").read_bytes()
+    whole = cache.open_entry(entry)
+    for position in range(len(data)):
+        changed = bytearray(data)
+        changed[position] ^= 1
+        (entry / "meta.json").write_bytes(changed)
+        # White space and the like may change; what is read may not.
+        assert cache.open_entry(entry) in (None, whole)
+
+
+def test_an_interrupted_build_leaves_nothing_in_use(
+    make: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stepmark.data.prepared.commit_entry", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make()
+    assert list((tmp_path / "cache" / "data").iterdir()) == []
+    assert not make().cached
+
+
+def test_folders_of_dead_writers_are_removed_and_of_live_ones_kept(tmp_path: Path) -> None:
+    dead, live = cache.new_entry(tmp_path), cache.new_entry(tmp_path)
+    (dead / "train.bin").write_bytes(b"x")
+    (live / "train.bin").write_bytes(b"x")
+    long_ago = time.time() - 2 * cache.ABANDONED_AFTER
+    for path in (dead / "train.bin", dead, live):
+        os.utime(path, (long_ago, long_ago))
+    cache.new_entry(tmp_path)
+    assert not dead.exists()
+    assert live.exists()
+
+
+def test_two_writers_of_one_entry(tmp_path: Path) -> None:
+    folders = [cache.new_entry(tmp_path) for _ in range(2)]
+    for folder in folders:
+        with cache.TokenFile(folder / "train.bin", np.dtype("<u2")) as file:
+            file.append(np.arange(3))
+        cache.commit_entry(folder, tmp_path / "entry", {"files": {"train.bin": file.summary}})
+    assert cache.open_entry(tmp_path / "entry") is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["entry"]
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.cache_root() == tmp_path / "own"
+    monkeypatch.delenv("STEPMARK_CACHE")
+    assert cache.cache_root() == tmp_path / "xdg" / "stepmark"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.cache_root() == tmp_path / ".cache" / "stepmark"
+
+
+def test_a_cache_that_cannot_be_written(documents: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"cannot be written .*STEPMARK_CACHE"):
+        prepare(DataConfig(train_file=str(documents), block_size=8), TOKENIZER, folder=tmp_path / "file")
+
+
+def test_blocks_travel_to_other_processes(make: Callable[..., Prepared]) -> None:
+    blocks = make().train
+    fresh = pickle.dumps(blocks)
+    first = blocks[0]
+    assert pickle.dumps(blocks) == fresh  # the path, not the tokens
+    assert torch.equal(pickle.loads(fresh)[0]["input_ids"], first["input_ids"])
+
+
+def test_large_vocabularies_need_four_bytes(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(70_000)])
+    encoder = Encoder.of(tokenizer)
+    assert encoder.dtype == np.uint32
+    assert encoder.stream(["<69999>"], joined=True).tolist() == [70_000 + 257]
+
+
+def test_progress_is_told(documents: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    prepare(DataConfig(train_file=str(documents), block_size=8), TOKENIZER, folder=tmp_path, progress=lines.append)
+    assert [line.split(":")[0] for line in lines] == ["tokenized train", "tokenized validation"]
+
+
+def test_a_block_longer_than_the_data(make: Callable[..., Prepared]) -> None:
+    tokens = len(expected_stream(DOCUMENTS))
+    with pytest.raises(DataError, match=rf"block_size 512 .* {tokens} tokens .*set block_size to {tokens} or less"):
+        make(block_size=512)
+    assert len(make(block_size=tokens).train) == 1
+
+
+def test_white_space_is_no_text(make: Callable[..., Prepared], tmp_path: Path) -> None:
+    for name, content in (("a.txt", " \n\n"), ("a.jsonl", '{"text": null}\n{"text": " "}')):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match="holds no text"):
+            make(train_file=str(tmp_path / name))
+
+
+def test_block_size_of_the_model() -> None:
+    assert choose_block_size(None, 10**30) == 1024
+    assert choose_block_size(None, 512) == 512
+    assert choose_block_size(512, 512) == 512
+    with pytest.raises(UsageError, match="block_size 513 is longer than the 512 tokens"):
+        choose_block_size(513, 512)

@@ -1,0 +1,200 @@
+"""Texts of every kind of source, and one clear error for each thing that can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import csv, parquet
+
+from stepmark.data.config import DataConfig
+from stepmark.data.sources import open_sources
+from stepmark.data.stdlib import stdlib_texts, validation_members
+from stepmark.errors import DataError, StepmarkError, UsageError
+
+ROWS = ['one, "two"\nthree', "", "é 😀", "007"]
+
+
+def texts_of(train_file: Path, **fields: object) -> tuple[list[str | None], list[str | None] | None]:
+    return divided(DataConfig(train_file=str(train_file), **fields))  # type: ignore[arg-type]
+
+
+def divided(config: DataConfig) -> tuple[list[str | None], list[str | None] | None]:
+    train, validation = open_sources(config).divided()
+    return list(train.read()), None if validation is None else list(validation.read())
+
+
+def write_rows(path: Path, rows: Sequence[str], column: str = "text") -> Path:
+    """The rows in a file of the kind that its extension says, with a column of numbers before them."""
+    table = pyarrow.table({"number": list(range(len(rows))), column: list(rows)})
+    match path.suffix:
+        case ".parquet":
+            parquet.write_table(table, path)
+        case ".csv":
+            csv.write_csv(table, path)
+        case ".jsonl":
+            path.write_text("\n".join(json.dumps(row) for row in table.to_pylist()))
+        case ".json":
+            path.write_text(json.dumps(table.to_pylist(), indent=1))
+    return path
+
+
+@pytest.mark.parametrize("extension", ["parquet", "csv", "jsonl", "json"])
+@pytest.mark.parametrize("column", ["text", "body"])
+def test_rows_are_documents(tmp_path: Path, extension: str, column: str) -> None:
+    path = write_rows(tmp_path / f"rows.{extension}", ROWS, column)
+    assert texts_of(path, validation_split_percentage=0) == (ROWS, None)
+    assert texts_of(path, validation_split_percentage=50, text_column=column) == (ROWS[2:], ROWS[:2])
+
+
+def test_lines_of_a_text_file_keep_their_newlines(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_bytes("a\r\n\n b\u2028c\nd".encode())
+    assert texts_of(path, validation_split_percentage=0) == (["a\r\n", "\n", " b\u2028c\n", "d"], None)
+    assert open_sources(DataConfig(train_file=str(path))).train.continuous
+
+
+def test_validation_is_the_first_percent_and_at_least_one(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [str(i) for i in range(40)])
+    train, validation = texts_of(path)
+    assert validation == ["0", "1"]
+    assert train == [str(i) for i in range(2, 40)]
+    assert texts_of(path, validation_split_percentage=1)[1] == ["0"]
+
+
+def test_a_validation_file_is_used_whole(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "train.jsonl", ["a", "b"])
+    other = write_rows(tmp_path / "validation.csv", ["c", "d"])
+    assert texts_of(path, validation_file=str(other)) == (["a", "b"], ["c", "d"])
+
+
+def test_content_follows_the_bytes_and_not_the_name(tmp_path: Path) -> None:
+    def content(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return open_sources(DataConfig(train_file=str(tmp_path / name))).content
+
+    assert content("a.txt", "one\ntwo\n") == content("b.txt", "one\ntwo\n")
+    assert content("a.txt", "one\ntwo\n") != content("a.txt", "one\ntwO\n")
+
+
+def test_the_standard_library_is_divided_by_file(tmp_path: Path) -> None:
+    names = ["a.py", "b.py", "package/c.py", "d.py", "test/e.py", "site-packages/f.py", "package/tests/g.py"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "latin.py").write_bytes(b"\xe9")
+    train, validation = stdlib_texts(25, tmp_path)
+    assert validation is not None
+    assert list(train.read()) == ["a.py", "b.py", "d.py"]
+    assert list(validation.read()) == ["package/c.py"]
+    assert stdlib_texts(0, tmp_path)[1] is None
+    with pytest.raises(DataError, match="too few"):
+        stdlib_texts(5, tmp_path / "package")
+
+
+def test_the_running_python_has_a_standard_library() -> None:
+    train, validation = divided(DataConfig(dataset_name="python-stdlib"))
+    assert validation is not None
+    assert sum(map(len, filter(None, train))) > 1_000_000
+    assert len(validation) / (len(train) + len(validation)) == pytest.approx(0.05, abs=0.01)
+
+
+def test_validation_files_are_spread_evenly() -> None:
+    assert validation_members(40, 5) == {19, 39}
+    assert validation_members(3, 1) == {2}
+    assert validation_members(3, 0) == set()
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "kind", "message"),
+    [
+        (None, "a.txt", DataError, "train_file: there is no file"),
+        (b"", "a.txt", DataError, "is empty"),
+        (b"a", "a.docx", UsageError, r"no known extension; known are \.txt, \.json"),
+        (b"\xff\xfe", "a.txt", DataError, "is not UTF-8"),
+        (b'{"text": "a"}\nnonsense', "a.jsonl", DataError, "row 2: it is not JSON"),
+        (b'{"text": "a"}\n["b"]', "a.jsonl", DataError, "row 2: it is not a JSON object"),
+        (b'{"text": "a"}\n{"text": 3}', "a.json", DataError, "row 2: column 'text' holds int, not text"),
+        (b'{"a": 1, "b": 2}', "a.json", UsageError, "no column of strings; its columns are a, b"),
+        (b"a,b\n1,2\n", "a.csv", UsageError, "no column of strings; its columns are a, b"),
+        (b"a,b\n1,2,3\n", "a.csv", DataError, "cannot be read as CSV"),
+        (b"not at all", "a.parquet", DataError, "cannot be read as Parquet"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: bytes | None, name: str, kind: type[StepmarkError], message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(kind, match=message) as caught:
+        texts_of(tmp_path / name, validation_split_percentage=0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("extension", ["parquet", "csv", "jsonl"])
+def test_an_unknown_column_lists_those_that_there_are(tmp_path: Path, extension: str) -> None:
+    path = write_rows(tmp_path / f"rows.{extension}", ROWS)
+    with pytest.raises(UsageError, match=r"^text_column: .*'story'; its columns are number, text$"):
+        texts_of(path, text_column="story")
+
+
+def test_one_document_cannot_be_divided(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ["a"])
+    with pytest.raises(DataError, match=r"1 document cannot be split.*validation_split_percentage: 0"):
+        texts_of(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "there is no training data"),
+        ({"dataset_name": "python-stdlib", "train_file": "a.txt"}, "dataset_name and train_file are both given"),
+        ({"dataset_name": "python-stdlib", "dataset_config_name": "x"}, "dataset_config_name"),
+        ({"train_file": "a.txt", "text_column": "x"}, "text_column is given, but"),
+        ({"train_file": "a.txt", "block_size": 1}, "block_size must be at least 2"),
+        ({"train_file": "a.txt", "validation_split_percentage": 100}, "validation_split_percentage must be from"),
+        ({"train_file": "a.txt", "max_train_samples": 0}, "max_train_samples must be at least 1"),
+        ({"train_file": "a.txt", "max_eval_samples": -1}, "max_eval_samples must be at least 1"),
+        ({"train_file": "a.txt", "preprocessing_num_workers": 0}, "preprocessing_num_workers must be at least 1"),
+    ],
+)
+def test_fields_that_contradict_each_other(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DataConfig(**fields)  # type: ignore[arg-type]
+
+
+class TestDatasets:
+    """Folders that the datasets library saved."""
+
+    def test_splits_of_a_folder(self, tmp_path: Path) -> None:
+        from datasets import Dataset, DatasetDict
+
+        splits = {"train": ROWS, "validation": ["v"], "test": ["t"]}
+        DatasetDict(
+            {name: Dataset.from_dict({"id": list(range(len(rows))), "body": rows}) for name, rows in splits.items()}
+        ).save_to_disk(tmp_path / "saved")
+        config = DataConfig(dataset_name=str(tmp_path / "saved"))
+        assert divided(config) == (ROWS, ["v"])
+        assert open_sources(config).content == open_sources(config).content
+
+    def test_a_single_split_is_divided(self, tmp_path: Path) -> None:
+        from datasets import Dataset
+
+        Dataset.from_dict({"text": ROWS}).save_to_disk(tmp_path / "saved")
+        config = DataConfig(dataset_name=str(tmp_path / "saved"), validation_split_percentage=25)
+        assert divided(config) == (ROWS[1:], ROWS[:1])
+
+    def test_errors(self, tmp_path: Path) -> None:
+        from datasets import Dataset, DatasetDict
+
+        DatasetDict({"test": Dataset.from_dict({"text": ROWS})}).save_to_disk(tmp_path / "saved")
+        with pytest.raises(DataError, match="has no split train; it has test"):
+            open_sources(DataConfig(dataset_name=str(tmp_path / "saved")))
+        with pytest.raises(DataError, match=r"dataset_name: .* cannot be loaded"):
+            open_sources(DataConfig(dataset_name=str(tmp_path / "nothing")))
+        Dataset.from_dict({"a": [1], "b": [2]}).save_to_disk(tmp_path / "numbers")
+        with pytest.raises(UsageError, match="no column of strings; its columns are a, b"):
+            open_sources(DataConfig(dataset_name=str(tmp_path / "numbers")))
+        with pytest.raises(UsageError, match="no column 'c'; its columns are a, b"):
+            open_sources(DataConfig(dataset_name=str(tmp_path / "numbers"), text_column="c"))
