@@ -56,7 +56,7 @@ def tiny_model(dropout: float = 0.1, seed: int = 0) -> GPT2LMHeadModel:
 
 
 class KillAt(TrainerCallback):
-    """Ends the process with SIGKILL at the end of a step: after `before_save` nothing more is written."""
+    """Ends the process with SIGKILL at the end of a step, before the step's log, evaluation and save."""
 
     def __init__(self, step: int, ranks: list[int] | None) -> None:
         self.step = step
@@ -68,10 +68,30 @@ class KillAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KillAtEvent(TrainerCallback):
+    """Ends the process with SIGKILL at the first event of a name."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+class CountGraphs(TrainerCallback):
+    """Counters and learning rates after each step, read after the device is drained."""
+
+    def __init__(self) -> None:
+        self.graphs: list[list[int]] = []
+        self.rates: list[float] = []
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        self.graphs.append(counters(self.trainer) or [])
+        self.rates.append(known["lr_scheduler"].get_last_lr()[0])
+
+
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains the tiny model and tells what happened. `options` are TrainingArguments and, beside them: samples,
-    eval_samples, dropout, model_seed (a list: one a rank), kill_at, kill_ranks, noise (draw random numbers from every
-    generator between steps)."""
+    eval_samples, ragged, dropout, model_seed (a list: one a rank), kill_at, kill_ranks, kill_at_event, noise (draw random
+    numbers from every generator between steps), counted (count graphs after every step)."""
     options = dict(options)
     samples, eval_samples = options.pop("samples", 30), options.pop("eval_samples", 7)
     dropout, kill_at = options.pop("dropout", 0.1), options.pop("kill_at", None)
@@ -79,18 +99,44 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     callbacks = [] if kill_at is None else [KillAt(kill_at, kill_ranks)]
     if options.pop("noise", False):
         callbacks.append(DrawRandomNumbers())
+    if "kill_at_event" in options:
+        callbacks.append(KillAtEvent(options.pop("kill_at_event")))
+    count = CountGraphs()
+    if options.pop("counted", False):
+        callbacks.append(count)
+    ragged = options.pop("ragged", True)
     rank = int(os.environ.get("RANK", "0"))
     defaults = {"max_steps": 8, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-3}
     args = TrainingArguments(**{**defaults, "save_strategy": "no", "disable_tqdm": True, **options})
     trainer = Trainer(
         tiny_model(dropout, model_seeds[rank % len(model_seeds)]),
         args,
-        train_dataset=Blocks(samples),
+        train_dataset=Blocks(samples, ragged=ragged),
         eval_dataset=Blocks(eval_samples, seed=1),
         callbacks=callbacks,
     )
+    count.trainer = trainer
     trainer.train()
-    return {**logged(Path(args.output_dir)), "weights": digest(trainer), "counters": counters(trainer)}
+    return {
+        **logged(Path(args.output_dir)),
+        "weights": digest(trainer),
+        "counters": counters(trainer),
+        "graphs": count.graphs,
+        "rates": count.rates,
+        "weighted": weighted_losses(trainer),
+    }
+
+
+def weighted_losses(trainer: Trainer) -> list[list[float]]:
+    """Loss and target tokens of every step, where every step was logged."""
+    loader = trainer.train_loader()
+    tokens: list[int] = []
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    while len(tokens) < len(losses):
+        tokens += [sum(micro_batch.targets or 0 for micro_batch in batch) for batch in loader]
+    local = tokens[: len(losses)]
+    totals = [sum(each) for each in zip(*trainer.context.host.all_gather(local), strict=True)]
+    return [list(pair) for pair in zip(losses, totals, strict=True)]
 
 
 class DrawRandomNumbers(TrainerCallback):

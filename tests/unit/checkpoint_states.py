@@ -42,7 +42,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int, sched
             assert isinstance(loss, Tensor)
             return loss
 
-        losses.append(float(optimizer.step(closure)))
+        losses.append(float(torch.as_tensor(optimizer.step(closure)).detach()))
         if scheduler is not None:
             scheduler.step()
     return losses

@@ -142,7 +142,7 @@ def emptied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.zeros_like(value)
     if isinstance(value, dict):
-        return {key: emptied(item) for key, item in value.items()}
+        return type(value)((key, emptied(item)) for key, item in value.items())
     return value
 
 
@@ -172,8 +172,8 @@ def test_nested_values_come_back_exactly(tmp_path: Path) -> None:
     + ["uint64", "bool", "complex64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"],
 )
 def test_every_type_of_safetensors(tmp_path: Path, dtype: str) -> None:
-    raw = torch.arange(64, dtype=torch.uint8) % (2 if dtype == "bool" else 256)
-    value = raw.view(getattr(torch, dtype))
+    raw = torch.arange(64) % (2 if dtype == "bool" else 256)
+    value = raw.to(torch.uint8).view(getattr(torch, dtype))
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"nest": {"t": value, "0-dim": value[0]}})
         live = {"t": torch.zeros_like(value), "0-dim": torch.zeros_like(value[0])}

@@ -1,13 +1,14 @@
 """How ranks tell each other, in the background, how far a save is: small files in a folder that all of them see.
 
 No collective is used, because one that a rank never joins says neither who is missing nor ends in time. A rank posts
-its result of a phase under a topic; who needs it looks until it is there, a rank has reported a failure, or the deadline
-has passed. What a rank is doing is posted as well, so that an error can say what a late one was doing.
+its result of a phase under a topic; who needs it looks until it is there, a rank has reported a failure, or the
+deadline has passed. What a rank is doing is posted as well, so that an error can say what a late one was doing.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Collection
@@ -17,8 +18,11 @@ from typing import Any
 from ..errors import CheckpointError
 from . import files
 
+logger = logging.getLogger("stepmark")
+
 _FAILED = "failed"
 _PHASE = "phase"
+_DONE = "done"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
 _SIGN_EVERY = 1.0  # seconds; a change in the folder also makes network file systems look again
 
@@ -57,24 +61,30 @@ class Board:
         files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
 
     def fail(self, reason: str) -> None:
-        """Tells the others that this rank cannot go on."""
-        self.post(_FAILED, reason)
+        """Tells the others that this rank cannot go on. Where that cannot be written, they will see the deadline."""
+        try:
+            self.post(_FAILED, reason)
+        except OSError as error:
+            logger.warning("cannot tell the other ranks that %s: %s", reason, error)
 
     def read(self, topic: str, rank: int) -> Any:
         """What a rank has posted."""
         return json.loads((self.folder / f"{topic}.{rank}").read_bytes())
 
-    def wait(self, topic: str, ranks: Collection[int], deadline: float) -> dict[int, Any]:
+    def wait(
+        self, topic: str, ranks: Collection[int], deadline: float, *, heed_failures: bool = True
+    ) -> dict[int, Any]:
         """The posts of these ranks under the topic; `deadline` is in seconds of time.monotonic().
 
-        Raises PeerFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what they
-        are doing, when the deadline has passed.
+        Raises PeerFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what
+        they are doing, when the deadline has passed.
         """
         pause, signed = _SHORTEST_PAUSE, time.monotonic()
         wanted = {f"{topic}.{rank}": rank for rank in ranks}
         while True:
             present = set(os.listdir(self.folder))
-            self._raise_failure(present)
+            if heed_failures:
+                self._raise_failure(present)
             if wanted.keys() <= present:
                 return {rank: self.read(topic, rank) for rank in ranks}
             if time.monotonic() > deadline:
@@ -104,6 +114,14 @@ class Board:
         more = len(ranks) - len(shown)
         return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
-    def close(self) -> None:
-        """Removes the posts; one rank does, when all have finished."""
+    def leave(self) -> None:
+        """Tells that this rank reads here no more."""
+        self.post(_DONE)
+
+    def close(self, ranks: Collection[int], deadline: float) -> None:
+        """Removes the posts, when these ranks have left, or the deadline has passed: then a rank has died."""
+        try:
+            self.wait(_DONE, ranks, deadline, heed_failures=False)
+        except CheckpointTimeout as error:
+            logger.warning("ranks did not end a save: %s", error)
         files.remove_tree(self.folder)

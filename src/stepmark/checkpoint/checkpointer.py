@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -33,17 +34,18 @@ from .whole import check_whole
 
 logger = logging.getLogger("stepmark")
 
+_FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome
 MAX_FILE_SIZE = 5_000_000_000  # bytes, as transformers cuts its files
 
 
 class Checkpointer:
     """Saves and restores a training state in `folder`, as `checkpoint-<step>` folders that are whole or not there.
 
-    All ranks of `group` (default: all of the run) call `save`, `restore`, `latest` and `close` together. A state is a dict
-    of sections: modules, optimizers, objects with `state_dict` and `load_state_dict`, or nested dicts and lists of tensors
-    and plain values. `keep_last` and `keep` say which checkpoints stay; without either, all do. `async_save`: `save`
-    returns once the state is copied, and writing goes on behind. `save_timeout`, in seconds, is the deadline of every
-    phase. `when_busy`: a save that comes while the last one is being written waits for it, or is skipped.
+    All ranks of `group` (default: all of the run) call `save`, `restore`, `latest` and `close` together. A state is a
+    dict of sections: modules, optimizers, objects with `state_dict` and `load_state_dict`, or nested dicts and lists of
+    tensors and plain values. `keep_last` and `keep` say which checkpoints stay; without either, all do. `async_save`:
+    `save` returns once the state is copied, and writing goes on behind. `save_timeout`, in seconds, is the deadline of
+    every phase. `when_busy`: a save that comes while the last one is being written waits for it, or is skipped.
     """
 
     def __init__(
@@ -97,9 +99,10 @@ class Checkpointer:
     ) -> SaveHandle | None:
         """Saves the state as `checkpoint-<step>`; returns once training may go on, or with `block` once it is durable.
 
-        `files` adds files of its own to the folder it is given; rank 0 calls it, at once. `metadata`, plain values, can be
-        read without the state; `metrics` serve `KeepBest`. `model_only` saves the modules and nothing else. None: skipped,
-        because the last save was still being written. Raises CheckpointError, also for the save before, if it failed.
+        `files` adds files of its own to the folder it is given; rank 0 calls it, at once. `metadata`, plain values, can
+        be read without the state; `metrics` serve `KeepBest`. `model_only` saves the modules and nothing else. None:
+        skipped, because the last save was still being written. Raises CheckpointError, also for the save before, if it
+        failed.
         """
         owner, planner = self._claim()
         self._count += 1
@@ -118,6 +121,7 @@ class Checkpointer:
         except BaseException as error:
             board.fail(describe_error(error))
             self._discard(temporary)
+            self._farewell(board)
             raise
         self._flying = handle
         self._run(saving, memory, handle)
@@ -185,13 +189,20 @@ class Checkpointer:
             values=values_to_bytes(values) if first else b"",
             extra=drafted.extra,
         )
-        return saving, memoryview(memory.numpy())
+        return saving, memory.numpy().data
 
     def _run(self, saving: Saving, memory: memoryview, handle: SaveHandle) -> None:
         try:
             handle.succeed(saving.run(memory))
         except BaseException as error:
             handle.fail(error)
+        self._farewell(saving.board)
+
+    def _farewell(self, board: Board) -> None:
+        """Leaves a save's board; rank 0 removes it when all have."""
+        board.leave()
+        if self._group.rank == 0:
+            board.close(range(self._group.size), time.monotonic() + min(self._timeout, _FAREWELL))
 
     def _retain(self, newest: Path) -> None:
         """Deletes what no policy keeps, now that `newest` is committed."""
@@ -215,7 +226,7 @@ class Checkpointer:
                     logger.warning("%s could not be deleted: %s", path, describe_error(error))
 
     def check(self) -> None:
-        """Raises the error of a save that has failed since the last call; costs nothing, call it as often as you like."""
+        """Raises the error of a save that has failed since the last call. It costs nothing: call it often."""
         flying = self._flying
         if flying is not None and flying.done():
             self._flying = None
@@ -233,9 +244,9 @@ class Checkpointer:
     def restore(self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None) -> int | None:
         """Gives the state the values of a checkpoint, in place; returns its step.
 
-        `checkpoint`: a step, a path, or None for the newest that is whole (None is returned where there is none at all).
-        The checkpoint may hold more sections than the state. Raises CheckpointMismatch before anything is changed where it
-        is of another model, CheckpointDamaged where it is not whole, and CheckpointNotFound.
+        `checkpoint`: a step, a path, or None for the newest that is whole (None is returned where there is none at
+        all). The checkpoint may hold more sections than the state. Raises CheckpointMismatch before anything is changed
+        where it is of another model, CheckpointDamaged where it is not whole, and CheckpointNotFound.
         """
         self._claim()
         self.wait()
@@ -324,7 +335,9 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _runtime_of(self, tensors: Any) -> Runtime:

@@ -1,7 +1,7 @@
 """What a state holds: every tensor under its name, and everything else as plain values.
 
-A state is a dict of sections. What a section is decides the names: a module's tensors go by the names of its state dict,
-an optimizer's by `<parameter>/<key>`, the tensors of anything else by the keys on the way to them, joined by "/".
+A state is a dict of sections. What a section is decides the names: a module's tensors go by the names of its state
+dict, an optimizer's by `<parameter>/<key>`, the tensors of anything else by the keys on the way to them, joined by "/".
 Nothing is copied and nothing runs on a device.
 """
 
@@ -56,7 +56,7 @@ class Section:
     def add(self, name: str, tensor: Tensor | Shard, layout: Layout | None = None) -> None:
         """Takes a tensor in. Raises UsageError where it cannot be stored, or the name is taken."""
         if isinstance(tensor, Shard):
-            tensor, layout = tensor.tensor, tensor.layout
+            layout, tensor = tensor.layout, tensor.tensor
         dtype = dtype_name(tensor.dtype)
         where = f"{self.name}: tensor {name!r}"
         if dtype is None or tensor.is_sparse or tensor.is_quantized:
@@ -67,8 +67,8 @@ class Section:
             raise UsageError(f"{where} is on the meta device and has no values; give it some before saving")
         if name in self.entries:
             raise UsageError(f"{where} occurs twice in what is saved; give one of them another name")
-        layout = layout or layout_of(tensor) or Layout.whole(tuple(tensor.shape))
-        self.entries[name] = Entry(self.group, name, tensor, layout, dtype)
+        chosen = layout or layout_of(tensor) or Layout.whole(tuple(tensor.shape))
+        self.entries[name] = Entry(self.group, name, tensor, chosen, dtype)
 
     def encode(self, value: Any, path: Path) -> Any:
         """A value in JSON form; its tensors are taken in under the rest of the path."""
@@ -126,7 +126,8 @@ def _describe_module(name: str, module: nn.Module) -> Section:
 def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Each tensor's name in the state dict to the name it is stored under; tied tensors are stored once.
 
-    transformers names those of a tied set that it does not store in `_tied_weights_keys`; without it, the first is kept.
+    transformers names those of a tied set that it does not store in `_tied_weights_keys`; without it, the first is
+    kept.
     """
     same: dict[int, list[str]] = {}
     for key, value in state.items():
@@ -186,8 +187,8 @@ def optimizer_state(
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise UsageError(
-                    f"{section}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to no "
-                    "module of the state; give the module that holds it as a section beside the optimizer"
+                    f"{section}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to "
+                    "no module of the state; give the module that holds it as a section beside the optimizer"
                 )
             state[names[id(parameter)]] = optimizer.state.get(parameter, {})
         groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})

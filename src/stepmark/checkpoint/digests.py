@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import xxhash
@@ -36,4 +37,4 @@ def cells(begin: int, end: int) -> list[tuple[int, int]]:
     if begin >= end:
         return []
     cuts = [begin, *range((begin // CELL + 1) * CELL, end, CELL), end]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(pairwise(cuts))

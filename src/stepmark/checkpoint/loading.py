@@ -56,8 +56,8 @@ class Loader:
             damaged.append((path, reason))
         if damaged:
             raise CheckpointDamaged(
-                f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is whole; the newest: {damaged[0][1]}; "
-                "to begin anew, move them away"
+                f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is whole; the newest: "
+                f"{damaged[0][1]}; to begin anew, move them away"
             )
         return None
 
@@ -96,7 +96,7 @@ class Loader:
                 reader.close()
 
     def _together(self, stage: Callable[[], Names], path: Path) -> str | None:
-        """Runs a stage on every rank; the reason where the checkpoint is damaged. Raises, on all ranks, for the rest."""
+        """Runs a stage on every rank; the reason where the checkpoint is damaged. Raises on all ranks for the rest."""
         error: BaseException | None = None
         try:
             outcome = Outcome(unexpected=frozenset(stage()))

@@ -27,8 +27,8 @@ _FILE_NAME = re.compile(r"[^/\\\0]+(/[^/\\\0]+)*\Z")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file. `digest` covers all of it; of a tensor file, the header, which is `header` bytes long and holds the digests
-    of the data. `writers` are (rank, end) of the data's consecutive parts, as they were written."""
+    """A file. `digest` covers all of it; of a tensor file, the header, which is `header` bytes long and holds the
+    digests of the data. `writers` are (rank, end) of the data's consecutive parts, as they were written."""
 
     name: str
     size: int
@@ -48,7 +48,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See docs/checkpoint-format.md. `tensors` is by group, then by name; `metadata` and `metrics` are encoded values."""
+    """See docs/checkpoint-format.md. `tensors` is by group, then by name; `metadata` and `metrics` are encoded."""
 
     step: int
     save: str

@@ -1,7 +1,7 @@
 """Who owns a folder: one live run at most.
 
-A run makes `.stepmark/<random id>/` with a file `alive.<rank>` for each node, which a thread touches every BEAT seconds.
-Another run judges by these files only:
+A run makes `.stepmark/<random id>/` with a file `alive.<rank>` for each node, which a thread touches every BEAT
+seconds. Another run judges by these files only:
 
 - its time of change is older than STALE seconds, by the file system's own clock: the run is dead;
 - it changes while one looks: the run is alive;

@@ -99,8 +99,9 @@ def plan_save(
 ) -> SavePlan:
     """Plans a save of the pieces that ranks hold; `nodes[rank]` is the node a rank is on.
 
-    `max_file_size`, in bytes, applies to a file's tensors; one larger tensor has a file of its own. `save` is the identity
-    of the save, for the size of the headers. Raises UsageError where pieces leave a part of a tensor to nobody.
+    `max_file_size`, in bytes, applies to a file's tensors; one larger tensor has a file of its own. `save` is the
+    identity of the save, for the size of the headers. Raises UsageError where pieces leave a part of a tensor to
+    nobody.
     """
     loads = [0] * len(nodes)
     numbered: dict[str, list[tuple[tuple[StoredTensor, ...], tuple[Share, ...]]]] = defaultdict(list)

@@ -59,7 +59,9 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -138,7 +140,7 @@ class TensorReader:
     def _runs(
         self, index: int, target: Target, part: Part, stored: Piece, start: int, stop: int
     ) -> Iterator[Callable[[], None]]:
-        """Elements [start, stop) of a box that stored piece and target have in common: straight copies, block by block."""
+        """Elements [start, stop) of a box, which stored piece and target have in common: straight copies."""
         size = item_size(target.dtype)
         assert target.host is not None
         assert isinstance(part.at, int)
@@ -182,9 +184,7 @@ class TensorReader:
             raise CheckpointDamaged(f"{self.folder / file.name}: tensor {name!r} is not in it")
         wanted = (tensor.begin + begin, tensor.begin + end)
         cells = [
-            (number, cell)
-            for number, cell in enumerate(tensor.cells())
-            if cell[0] < wanted[1] and cell[1] > wanted[0]
+            (number, cell) for number, cell in enumerate(tensor.cells()) if cell[0] < wanted[1] and cell[1] > wanted[0]
         ]
         low, high = cells[0][1][0], cells[-1][1][1]
         memory, view = self._bounce(high - low)

@@ -24,7 +24,7 @@ Names = set[tuple[str, str]]
 
 
 class Restoration:
-    """The comparison of a state with one checkpoint, and what has to be read and set. `values` is what state.json holds."""
+    """The comparison of a state with one checkpoint, and what has to be read and set. `values` is state.json's."""
 
     def __init__(self, manifest: Manifest, values: Mapping[str, Any], runtime: Runtime, where: str) -> None:
         self.manifest = manifest
@@ -60,8 +60,8 @@ class Restoration:
     def _missing_section(self, name: str) -> str:
         if self.manifest.model_only:
             return (
-                f"{self.where} holds the model only, and {name!r} was asked for: it can start a new run from its weights, "
-                "not resume one"
+                f"{self.where} holds the model only, and {name!r} was asked for: it can start a new run from its "
+                "weights, not resume one"
             )
         return f"{self.where} holds no section {name!r}; it has {', '.join(sorted(self.manifest.sections))}"
 
@@ -131,7 +131,7 @@ class Restoration:
         def update() -> None:
             value = decode(encoded, lambda name: _filled(tensors[name]))
             live = section.value
-            if isinstance(live, dict) and isinstance(value, dict) or isinstance(live, list) and isinstance(value, list):
+            if _both(live, value, dict) or _both(live, value, list):
                 update_in_place(live, value)
             elif isinstance(state, dict):
                 state[section.name] = value
@@ -160,7 +160,9 @@ class Restoration:
     def _check_optimizer_class(self, section: Section, saved: Mapping[str, Any]) -> None:
         was, now = saved.get("class"), section.values.get("class")
         if was is not None and now is not None and was != now and not section.entries:
-            raise CheckpointMismatch(f"section {section.name!r} was saved from {was} in {self.where}, and is {now} here")
+            raise CheckpointMismatch(
+                f"section {section.name!r} was saved from {was} in {self.where}, and is {now} here"
+            )
 
     def _compare_parameter(
         self, section: Section, name: str, stored: Mapping[str, str], saved: Mapping[str, Any], parameter: Tensor | None
@@ -176,16 +178,16 @@ class Restoration:
             if entry is not None:
                 self._want(section.group, tensor_name, entry.tensor, entry.layout, entry.dtype)
             elif parameter is not None:
-                fresh[key] = self._want_new(section.group, tensor_name, self._layout_like(parameter, tensor_name, section))
+                fresh[key] = self._want_new(
+                    section.group, tensor_name, self._layout_like(parameter, tensor_name, section)
+                )
         if parameter is None:
             for tensor_name in live.keys() - set(direct.values()):
                 entry = live[tensor_name]
                 self._want(section.group, tensor_name, entry.tensor, entry.layout, entry.dtype)
             return
         tensors = {tensor: self._want_new(section.group, tensor) for tensor in in_values}
-        self._finishers.append(
-            lambda: self._set_state(section.value, parameter, set(direct), fresh, nested, tensors)
-        )
+        self._finishers.append(lambda: self._set_state(section.value, parameter, set(direct), fresh, nested, tensors))
 
     def _layout_like(self, parameter: Tensor, name: str, section: Section) -> Layout | None:
         layout = layout_of(parameter)
@@ -230,10 +232,10 @@ class Restoration:
                     f"section {section.name!r}: the parameters of group {index} are in several groups in {self.where}"
                 )
             order.append(str(indices.pop()))
-        tensors = {n: t for key in dict.fromkeys(order) for n, t in self._tensors_in(section.group, saved["groups"][key]).items()}
-        for name in section.entries:
-            if name.startswith("param_groups/"):
-                self.expected.add((section.group, name))
+        tensors: dict[str, Target] = {}
+        for key in dict.fromkeys(order):
+            tensors.update(self._tensors_in(section.group, saved["groups"][key]))
+        self.expected.update((section.group, name) for name in section.entries if name.startswith("param_groups/"))
 
         def load() -> None:
             loaded = [decode(saved["groups"][key], lambda name: tensors[name].host) for key in order]
@@ -291,7 +293,7 @@ def _by_parameter(stored: Iterable[str], parameters: Mapping[str, Any]) -> dict[
 
 
 def update_in_place(live: Any, saved: Any) -> None:
-    """Gives a live dict or list the saved values, keeping the containers that both have; a dict keeps its other keys."""
+    """Gives a live dict or list the saved values, keeping containers that both have; a dict keeps its other keys."""
     if isinstance(live, list):
         both = len(live) == len(saved)
         live[:] = [_merged(a, b) for a, b in zip(live, saved, strict=True)] if both else saved
@@ -301,7 +303,11 @@ def update_in_place(live: Any, saved: Any) -> None:
 
 
 def _merged(live: Any, saved: Any) -> Any:
-    if isinstance(live, dict) and isinstance(saved, dict) or isinstance(live, list) and isinstance(saved, list):
+    if _both(live, saved, dict) or _both(live, saved, list):
         update_in_place(live, saved)
         return live
     return saved
+
+
+def _both(one: Any, other: Any, kind: type) -> bool:
+    return isinstance(one, kind) and isinstance(other, kind)

@@ -1,8 +1,8 @@
 """One save, from the copy in host memory to the committed folder. Runs on every rank, in the background or in line.
 
-    writing      each rank its share of the files, synced                     -> "written" to those who seal
-    sealing      a file's first writer adds the header with all digests       -> "sealed" to rank 0
-    committing   rank 0: the other files, the manifest, sync, rename, retention -> "committed"
+writing      each rank its share of the files, synced                     -> "written" to those who seal
+sealing      a file's first writer adds the header with all digests       -> "sealed" to rank 0
+committing   rank 0: the other files, the manifest, sync, rename, retention -> "committed"
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointBusy, CheckpointError
+from ..errors import CheckpointBusy, CheckpointError, StepmarkError
 from . import files
 from .board import Board, PeerFailed
 from .digests import bytes_digest, file_digest
@@ -112,7 +112,9 @@ class Saving:
         for name in self.extra:
             files.sync_file(self.temporary / name)
         entries = [
-            FileEntry(file.name, file.size, sealed[number], file.header_size, tuple((s.rank, s.end) for s in file.shares))
+            FileEntry(
+                file.name, file.size, sealed[number], file.header_size, tuple((s.rank, s.end) for s in file.shares)
+            )
             for number, file in enumerate(self.plan.files)
         ]
         for name in [VALUES, *([INDEX] if index is not None else []), *self.extra]:
@@ -129,7 +131,7 @@ def describe_error(error: BaseException) -> str:
     """One line for another rank, or a user, to read."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return f"{error}" if isinstance(error, StepmarkError) else f"{type(error).__name__}: {error}"
 
 
 def model_index(plan: SavePlan) -> bytes | None:

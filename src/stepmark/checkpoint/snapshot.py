@@ -1,8 +1,8 @@
 """Copies what this rank will write from the live tensors to host memory, laid out as in the files.
 
 One step boundary, then copies; no live tensor is changed or replaced. On a lazy device tensors come to the host whole,
-in groups, so that what is held besides the copy is bounded by the largest tensor; slices are cut on the host, because on
-the device each would be a graph of its own.
+in groups, so that what is held besides the copy is bounded by the largest tensor; slices are cut on the host, because
+on the device each would be a graph of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tupl
                 part = parts[file.group, tensor.name, tensor.piece]
                 entry = entries[file.group, tensor.name]
                 copies.append(Copy(entry, part, start, stop, extent.at + begin - extent.begin))
-    order = {}
+    order: dict[int, int] = {}
     for copy in copies:
         order.setdefault(id(copy.entry.tensor), len(order))
     return sorted(copies, key=lambda copy: order[id(copy.entry.tensor)])

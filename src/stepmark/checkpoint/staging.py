@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from pathlib import Path
 
@@ -54,10 +55,8 @@ def _touched(size: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages: slower to touch, nothing else
-            pass
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     tensor[:: mmap.PAGESIZE] = 0
     return tensor

@@ -139,7 +139,7 @@ def _parse(data: bytes, file_size: int) -> Header:
     raw = json.loads(data[8:size])
     own = json.loads(raw.pop("__metadata__")["stepmark"])
     if own["version"] != 1 or own["cell"] != CELL:
-        raise ValueError(f"version {own['version']!r} with cells of {own['cell']!r} bytes is not one that this reader knows")
+        raise ValueError(f"version {own['version']!r} with cells of {own['cell']!r} bytes is unknown to this reader")
     tensors = []
     for name, entry in raw.items():
         tensors.append(_parse_tensor(name, entry, own["pieces"].get(name)))

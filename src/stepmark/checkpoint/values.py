@@ -65,7 +65,7 @@ class Encoder:
         tagged = _encode_scalar(value)
         if tagged is None:
             raise UsageError(
-                f"{show(path)} is a {kind.__module__}.{kind.__qualname__}, which is neither a tensor nor a plain value; "
+                f"{show(path)} is a {kind.__module__}.{kind.__qualname__}, neither a tensor nor a plain value; "
                 "save its parts as numbers, strings, lists and dicts"
             )
         return tagged

@@ -58,9 +58,7 @@ def _block_writer(
 
 def _cells_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tuple[int, int, str, int]]]:
     """The cells (begin, end, tensor, number) in each block of the extent, by the block's begin."""
-    blocks: dict[int, list[tuple[int, int, str, int]]] = {
-        begin: [] for begin in range(extent.begin, extent.end, BLOCK)
-    }
+    blocks: dict[int, list[tuple[int, int, str, int]]] = {begin: [] for begin in range(extent.begin, extent.end, BLOCK)}
     for tensor in file.tensors:
         if tensor.begin >= extent.end or tensor.end <= extent.begin:
             continue

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import stepmark
-from stepmark.cli import inspect as inspect_command
 from stepmark.cli import train as train_command
-from stepmark.cli import verify as verify_command
 from stepmark.errors import UsageError
 from stepmark.launch.failure import REPORTS, Failure
 
-COMMANDS: dict[str, Any] = {"train": train_command, "inspect": inspect_command, "verify": verify_command}
+COMMANDS: dict[str, Any] = {"train": train_command}
 
 
 class _Parser(argparse.ArgumentParser):

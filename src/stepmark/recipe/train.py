@@ -30,6 +30,7 @@ def train(recipe: Recipe) -> None:
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
     model = build_model(recipe.model, tokenizer, args.seed)
     _check_block_size(model, data.train)
+    data.train.fingerprint = data.fingerprint
     trainer = Trainer(
         model, args, train_dataset=data.train, eval_dataset=data.validation, processing_class=tokenizer
     )

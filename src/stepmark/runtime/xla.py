@@ -65,7 +65,7 @@ class XlaRuntime:
     def step_boundary(self, *, wait: bool = False) -> None:
         self._dispatch()
         if wait:
-            xm.wait_device_ops([str(self.device)])
+            xm.wait_device_ops()
 
     def seed(self, value: int) -> None:
         xm.set_rng_state(value, str(self.device))

@@ -1,9 +1,9 @@
 """Pieces of named global tensors, and where a local tensor holds them.
 
-A `Box` is a rectangular part of a global tensor. A `Piece` is what can be stored as one run of bytes: a box in row-major
-order, or the elements [start, stop) of a flattened box. A `Layout` says which pieces of a global tensor a local tensor
-holds, and at which places; a `Shard` is a local tensor with its layout. Moving values between two layouts, of whatever
-origin, is the intersection of their boxes.
+A `Box` is a rectangular part of a global tensor. A `Piece` is what can be stored as one run of bytes: a box in
+row-major order, or the elements [start, stop) of a flattened box. A `Layout` says which pieces of a global tensor a
+local tensor holds, and at which places; a `Shard` is a local tensor with its layout. Moving values between two layouts,
+of whatever origin, is the intersection of their boxes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Box:
     def within(self, shape: Sequence[int]) -> bool:
         """Whether the box lies inside a tensor of `shape`."""
         return len(shape) == len(self.lengths) == len(self.offsets) and all(
-            0 <= offset and 0 <= length and offset + length <= size
+            offset >= 0 and length >= 0 and offset + length <= size
             for offset, length, size in zip(self.offsets, self.lengths, shape, strict=True)
         )
 
@@ -149,8 +149,8 @@ def _inside_row(lengths: Shape, row: int, start: int, stop: int) -> Iterator[tup
 class Part:
     """A piece and its place in a local tensor.
 
-    `at` is either the offsets of the piece's box inside the local tensor, of as many dims; or a number of elements: then
-    the piece lies in one run from there on in the flattened local tensor.
+    `at` is either the offsets of the piece's box inside the local tensor, of as many dims; or a number of elements:
+    then the piece lies in one run from there on in the flattened local tensor.
     """
 
     piece: Piece

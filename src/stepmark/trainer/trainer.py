@@ -20,7 +20,7 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import EvalPrediction
 
-from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.data.loader import DataLoader
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator, perplexity
@@ -28,6 +28,7 @@ from stepmark.runtime.context import Context, start
 from stepmark.runtime.module import agree_on_weights, place_module
 from stepmark.trainer.arguments import TrainingArguments, set_log_level
 from stepmark.trainer.display import Display
+from stepmark.trainer.export import write_weights
 from stepmark.trainer.flow import FlowCallback, is_better
 from stepmark.trainer.identity import identity
 from stepmark.trainer.journal import Journal
@@ -91,6 +92,7 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self._optimizers = optimizers
+        self._last_evaluation: tuple[int, dict[str, float]] | None = None
         self._prepare_model()
         self.loss = MicroBatchLoss(
             model,
@@ -242,8 +244,19 @@ class Trainer:
                 self.display.close()
 
     def _checkpointer(self, folder: Path) -> Checkpointer:
-        keep = [] if self.args.save_total_limit is None else [self._retention()]
-        return Checkpointer(folder, keep=keep, group=self.context.host, runtime=self.context.runtime)
+        keep: list[Retention] = []
+        if self.args.save_total_limit is not None:
+            keep.append(KeepLast(self.args.save_total_limit))
+            if self.args.best_metric_key is not None:
+                keep.append(KeepBest(self.args.best_metric_key, bool(self.args.greater_is_better)))
+        return Checkpointer(
+            folder,
+            keep=keep,
+            group=self.context.host,
+            runtime=self.context.runtime,
+            async_save=False,
+            mesh={"dp": self.context.data_parallel.size},
+        )
 
     def _check_start(self, folder: Path, run: TrainingRun, resume: bool | str | None) -> None:
         existing = sorted(path.name for path in folder.glob("checkpoint-*"))
@@ -316,7 +329,8 @@ class Trainer:
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(Path(self.args.output_dir) / f"checkpoint-{step}")
         metric = self.args.best_metric_key
-        last = self._last_metrics.get(metric) if metric else None
+        evaluated, values = self._last_evaluation or (-1, {})
+        last = values.get(metric) if metric is not None and evaluated == step else None
         run.checkpointer.save(
             step,
             {"model": self.model} if self.args.save_only_model else run.sections(),
@@ -327,6 +341,16 @@ class Trainer:
         )
         self.display.line(f"saved checkpoint-{step}")
         self.event("on_save")
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective."""
+        folder = Path(output_dir or self.args.output_dir).absolute()
+        self.context.runtime.step_boundary()
+        if self.is_world_process_zero():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_weights(folder, self.model, self.context.runtime)
+            write_model_files(folder, self.model, self.processing_class)
+        self.context.host.barrier()
 
     def _write_files(self, folder: Path) -> None:
         write_model_files(folder, self.model, self.processing_class)
@@ -340,8 +364,6 @@ class Trainer:
         return self.state
 
     # Evaluation
-
-    _last_metrics: dict[str, float] = {}
 
     def evaluate(
         self,
@@ -358,10 +380,17 @@ class Trainer:
             return metrics
         evaluation = self._evaluate(dataset, gather=self.compute_metrics is not None)
         metrics = self._metrics(evaluation, metric_key_prefix)
+        self._last_evaluation = (self.state.global_step, metrics)
         self.log(metrics)
         self.display.line(_evaluation_line(self.state.global_step, metrics, metric_key_prefix))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def final_evaluation(self) -> dict[str, float]:
+        """The evaluation of the model as it is now: the last one, where nothing was trained since."""
+        if self._last_evaluation is not None and self._last_evaluation[0] == self.state.global_step:
+            return self._last_evaluation[1]
+        return self.evaluate()
 
     def predict(self, test_dataset: Dataset, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions, labels and metrics over exactly the samples of `test_dataset`. Collective."""
@@ -394,7 +423,6 @@ class Trainer:
     def evaluate_in_run(self, run: TrainingRun) -> None:
         """An evaluation that the run's strategy asked for: the best metric and a schedule may follow it."""
         metrics = self.evaluate()
-        self._last_metrics = metrics
         key = self.args.best_metric_key
         if key is None:
             return

@@ -31,9 +31,11 @@ class ParameterOptimizer:
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         runtime: Runtime,
         *,
+        order: Sequence[str],
         master_weights: bool = True,
     ) -> None:
-        """`groups`: as for `torch.optim`, but "params" is a list of (name, parameter)."""
+        """`groups`: as for `torch.optim`, but "params" is a list of (name, parameter). `order`: names as the model has
+        them, in which `parameters` come, so that sums over all gradients do not depend on the groups."""
         self._runtime = runtime
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
@@ -43,6 +45,11 @@ class ParameterOptimizer:
             worked_on = [self._add(name, parameter, master_weights) for name, parameter in group["params"]]
             inner_groups.append({**group, "params": worked_on})
         self.inner = make(inner_groups)
+        place = {name: index for index, name in enumerate(order)}
+        as_the_model = sorted(range(len(self.names)), key=lambda index: place[self.names[index]])
+        self.names = [self.names[index] for index in as_the_model]
+        self.parameters = [self.parameters[index] for index in as_the_model]
+        self._worked_on = [self._worked_on[index] for index in as_the_model]
 
     @classmethod
     def around(
@@ -57,7 +64,7 @@ class ParameterOptimizer:
                     "model.parameters()"
                 )
             groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
-        return cls(groups, lambda _: optimizer, runtime, master_weights=False)
+        return cls(groups, lambda _: optimizer, runtime, order=list(names.values()), master_weights=False)
 
     def _add(self, name: str, parameter: nn.Parameter, master_weights: bool) -> Tensor:
         self.names.append(name)
@@ -169,7 +176,8 @@ def build_optimizer(
         except (TypeError, ValueError) as error:
             raise UsageError(f"optim_args: {name} refuses {dict(options or {})}: {error}") from error
 
-    return ParameterOptimizer([group for group in groups if group["params"]], make, runtime)
+    used = [group for group in groups if group["params"]]
+    return ParameterOptimizer(used, make, runtime, order=[key for key, _ in named_parameters])
 
 
 def _torch_class(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:

@@ -1,0 +1,81 @@
+"""Saving, evaluating and logging change nothing: not the losses, not the weights, not the graphs."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import devices
+from tests.support.ranks import Ranks
+
+CELL = "tests.support.cells:train"
+QUIET: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "epoch", "samples": 40}
+BUSY: dict[str, Any] = {
+    "samples": 40,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "logging_steps": 1,
+    "noise": True,
+}
+
+
+@pytest.mark.parametrize(("device", "nproc"), [
+    pytest.param(device, nproc, marks=[pytest.mark.xla] if device == "xla" else [])
+    for device, nproc in product(("cpu", "xla"), (1, 2))
+])
+def test_saving_evaluating_and_logging_every_step_changes_nothing(
+    ranks: Ranks, tmp_path: Path, device: str, nproc: int
+) -> None:
+    common = {"device": device, "max_steps": 6}
+    quiet = ranks.run(CELL, {**common, **QUIET, "output_dir": str(tmp_path / "quiet")}, nproc=nproc).check()
+    busy = ranks.run(CELL, {**common, **BUSY, "output_dir": str(tmp_path / "busy")}, nproc=nproc).check()
+    assert busy[0]["weights"] == quiet[0]["weights"]
+    mean = sum(loss * tokens for loss, tokens in busy[0]["weighted"]) / sum(t for _, t in busy[0]["weighted"])
+    assert quiet[0]["losses"]["6"][0] == pytest.approx(mean, rel=1e-12)
+    assert quiet[0]["losses"]["6"][1] == busy[0]["losses"]["6"][1]
+    if device == "xla":
+        evaluation = 1
+        assert busy[0]["counters"][0] == quiet[0]["counters"][0] + evaluation
+
+
+@pytest.mark.xla
+def test_one_rank_compiles_once_and_executes_once_a_step(ranks: Ranks, tmp_path: Path) -> None:
+    """Also where the learning rate is exactly 0 (the first step of the warm-up, and from step 8 on)."""
+    options = {"device": "xla", "max_steps": 12, "warmup_steps": 3, "output_dir": str(tmp_path)}
+    steps = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.0}}
+    (result,) = ranks.run(CELL, {**options, **steps, "counted": True}).check()
+    assert result["rates"][11] == 0.0
+    assert result["graphs"] == [[1, step] for step in range(1, 13)]
+
+
+@pytest.mark.xla
+def test_nothing_compiles_after_step_two_whatever_is_saved_and_evaluated(ranks: Ranks, tmp_path: Path) -> None:
+    options = {**BUSY, "device": "xla", "max_steps": 6, "output_dir": str(tmp_path), "gradient_accumulation_steps": 2}
+    (result,) = ranks.run(CELL, {**options, "counted": True, "samples": 22}).check()
+    compilations = [graph[0] for graph in result["graphs"]]
+    assert compilations[1:] == [compilations[1]] * 5
+    assert compilations[1] == 3  # the micro-step, the update, the evaluation
+
+
+@pytest.mark.xla
+def test_a_resumed_run_compiles_no_more_than_a_fresh_one(ranks: Ranks, tmp_path: Path) -> None:
+    options = {**BUSY, "device": "xla", "output_dir": str(tmp_path), "resume_from_checkpoint": True}
+    (fresh,) = ranks.run(CELL, {**options, "max_steps": 3}).check()
+    (resumed,) = ranks.run(CELL, {**options, "max_steps": 6}).check()
+    assert resumed["resumed"] == [3]
+    assert resumed["counters"][0] == fresh["counters"][0]
+
+
+@pytest.mark.parametrize("device", devices())
+def test_epoch_strategies_fire_at_every_end(ranks: Ranks, tmp_path: Path, device: str) -> None:
+    """Also where max_steps ends the run inside an epoch."""
+    strategies = dict.fromkeys(["save_strategy", "eval_strategy", "logging_strategy"], "epoch")
+    options = {"device": device, "samples": 8, "max_steps": 10, "output_dir": str(tmp_path), **strategies}
+    (result,) = ranks.run(CELL, options).check()
+    assert list(result["losses"]) == list(result["evaluations"]) == ["4", "8", "10"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-4", "checkpoint-8"]

@@ -1,0 +1,271 @@
+"""Damage is found, named, and fallen back from; a step that exists is never in danger."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import net, same, snapshot, train
+from transformers.trainer_utils import get_last_checkpoint
+
+from stepmark.checkpoint import Checkpointer, files
+from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    module = net(seed)
+    optimizer = torch.optim.AdamW(module.parameters())
+    return {"model": module, "optimizer": optimizer, "nest": {"tensor": torch.randn(5), "at": seed}}
+
+
+def values(state: dict[str, Any]) -> dict[str, Any]:
+    nest = state["nest"]
+    return {**snapshot(state["model"], state["optimizer"]), "t": nest["tensor"].clone(), "at": nest["at"]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
+    """A run with checkpoints 1 and 2, and what was in the state at each."""
+    folder = tmp_path_factory.mktemp("run")
+    state, known = state_of(), {}
+    with Checkpointer(folder) as checkpointer:
+        for step in (1, 2):
+            train(state["model"], state["optimizer"], 2)
+            state["nest"]["at"] = step
+            checkpointer.save(step, state, files=lambda path: (path / "config.json").write_text('{"a": "long enough"}'))
+            checkpointer.wait()
+            known[step] = values(state)
+    return folder, known
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << random.Random(position).randrange(8)
+    path.write_bytes(data)
+
+
+FILES = ["model.safetensors", "optimizer/optimizer.safetensors", "state/nest.safetensors", "state.json"]
+FILES += ["manifest.json", "config.json"]
+
+
+def places(name: str, size: int) -> list[int]:
+    generator = random.Random(name)
+    return sorted({0, 1, 7, 8, 9, size - 1, *(generator.randrange(size) for _ in range(12))})
+
+
+def falls_back(folder: Path, known: dict[int, dict[str, Any]], caplog: pytest.LogCaptureFixture, *words: str) -> None:
+    """Restoring takes checkpoint 1, says what is wrong with 2, and sets 2 aside whole."""
+    before = sorted(files.regular_files(folder / "checkpoint-2"))
+    state = state_of(5)
+    caplog.clear()
+    with caplog.at_level(logging.ERROR, logger="stepmark"), Checkpointer(folder) as checkpointer:
+        assert checkpointer.restore(state) == 1
+        assert same(values(state), known[1])
+        assert "checkpoint-2 is damaged" in caplog.text
+        assert all(word in caplog.text for word in words), caplog.text
+        assert sorted(files.regular_files(folder / "damaged-checkpoint-2")) == before
+        assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-1")
+        checkpointer.save(2, state)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_found_and_named(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    source, known = saved
+    for number, position in enumerate(places(name, (source / "checkpoint-2" / name).stat().st_size)):
+        folder = tmp_path / str(number)
+        shutil.copytree(source, folder)
+        flip(folder / "checkpoint-2" / name, position)
+        with pytest.raises(CheckpointDamaged, match=name), Checkpointer(folder) as checkpointer:
+            checkpointer.restore(state_of(5), 2)
+        falls_back(folder, known, caplog, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_short_or_missing_is_found_and_named(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    source, known = saved
+    size = (source / "checkpoint-2" / name).stat().st_size
+    changes: list[Callable[[Path], Any]] = [Path.unlink, lambda path: path.write_bytes(path.read_bytes() + b" ")]
+    for length in {0, 1, 8, size // 2, size - 1}:
+        changes.append(lambda path, length=length: os.truncate(path, length))
+    for number, change in enumerate(changes):
+        folder = tmp_path / str(number)
+        shutil.copytree(source, folder)
+        change(folder / "checkpoint-2" / name)
+        falls_back(folder, known, caplog, name)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "manifest.json"])
+def test_a_file_of_another_step_is_found(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    source, known = saved
+    if name == "config.json":
+        pytest.skip("the same in both steps")
+    folder = tmp_path / "run"
+    shutil.copytree(source, folder)
+    shutil.copy(folder / "checkpoint-1" / name, folder / "checkpoint-2" / name)
+    falls_back(folder, known, caplog, name)
+
+
+def test_a_foreign_tensor_file_is_found(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, known = saved
+    folder = tmp_path / "run"
+    shutil.copytree(source, folder)
+    shutil.copy(folder / "checkpoint-1/model.safetensors", folder / "checkpoint-2/model-00002-of-00002.safetensors")
+    falls_back(folder, known, caplog, "model-00002-of-00002.safetensors", "does not belong")
+
+
+def test_nothing_is_set_aside_where_nothing_is_whole(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved[0], folder)
+    for step in (1, 2):
+        flip(folder / f"checkpoint-{step}" / "model.safetensors", 5000)
+    with Checkpointer(folder) as checkpointer:
+        for _ in range(2):
+            with pytest.raises(CheckpointDamaged, match="none of the 2 checkpoints"):
+                checkpointer.restore(state_of(5))
+        assert checkpointer.latest() == folder / "checkpoint-2"  # headers and sizes are right
+
+
+def test_the_names_of_damaged_tensors_and_writers(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {"a": torch.zeros(100), "b": torch.ones(100)}})
+        path = tmp_path / "checkpoint-1" / "state" / "nest.safetensors"
+        flip(path, 4096 + 450)
+        with pytest.raises(CheckpointDamaged, match="tensor 'b' differs from its digest .* written by rank 0"):
+            checkpointer.restore({"nest": {}}, 1)
+
+
+class Stop(BaseException):
+    """Stands for the death of the process: nothing of ours handles it."""
+
+
+CALLS = ["make_folder", "open_for_writing", "write_at", "sync", "close", "sync_folder", "rename", "exchange"]
+CALLS += ["remove_tree", "remove_file"]
+
+
+@pytest.mark.parametrize("error", [Stop(), OSError(28, "No space left on device")], ids=["killed", "full"])
+def test_saving_a_step_that_exists_never_endangers_it(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    source, known = saved
+    outcomes, number = set(), 0
+    while True:
+        folder = tmp_path / str(number)
+        shutil.copytree(source, folder)
+        left = [number]
+
+        def failing(call: Callable[..., Any], left: list[int] = left) -> Callable[..., Any]:
+            def wrapped(*arguments: Any, **options: Any) -> Any:
+                if left[0] == 0:
+                    raise error
+                left[0] -= 1
+                return call(*arguments, **options)
+
+            return wrapped
+
+        state = state_of(7)
+        expected = values(state)
+        checkpointer = Checkpointer(folder, async_save=False)
+        checkpointer.claim()
+        died = False
+        with monkeypatch.context() as patch:
+            for name in CALLS:
+                patch.setattr(files, name, failing(getattr(files, name)))
+            try:
+                checkpointer.save(2, state, block=True)
+            except (Stop, CheckpointError, OSError):
+                died = True
+        finally_clean(checkpointer)
+        fresh = state_of(9)
+        with Checkpointer(folder) as again:
+            assert again.restore(fresh) == 2
+            found = "new" if same(values(fresh), expected) else "old"
+            assert found == "new" or same(values(fresh), known[2])
+            again.save(3, fresh)
+        assert not list(folder.glob(".*checkpoint*"))
+        outcomes.add((died, found))
+        number += 1
+        if not died:
+            break
+    assert number > 20
+    assert outcomes == {(True, "old"), (True, "new"), (False, "new")}
+
+
+def finally_clean(checkpointer: Checkpointer) -> None:
+    try:
+        checkpointer.close()
+    except BaseException:
+        pass
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="0.00 GB are free"):
+        checkpointer.save(1, state_of())
+    assert not list(tmp_path.glob("*checkpoint*"))
+
+
+def test_a_host_without_memory_is_found_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepmark.checkpoint.staging.free_host_memory", lambda: 70 << 20)
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointError, match="GiB are free"):
+            checkpointer.save(1, {"nest": {"t": torch.zeros(8 << 20)}})
+        checkpointer.save(1, {"nest": {"t": torch.zeros(1 << 20)}})
+
+
+def test_a_second_live_run_is_refused_and_a_dead_one_is_cleaned_up(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    process = os.fork()
+    if not process:
+        Checkpointer(tmp_path).claim()
+        (tmp_path / ".checkpoint-7.abc-000001").mkdir()
+        os.write(writing, b"x")
+        os.read(os.pipe()[0], 1)  # until it is killed
+    os.read(reading, 1)
+    try:
+        with pytest.raises(CheckpointBusy, match="another run that is alive"):
+            Checkpointer(tmp_path).save(1, {"nest": {}})
+    finally:
+        os.kill(process, 9)
+        os.waitpid(process, 0)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {}})
+        checkpointer.wait()
+        with pytest.raises(CheckpointBusy, match="in this process"):
+            Checkpointer(tmp_path).claim()
+        checkpointer.save(2, {"nest": {}})
+    assert sorted(path.name for path in tmp_path.iterdir() if "checkpoint" in path.name) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+
+
+def test_a_newer_version_is_said_to_be_one(saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
+    from stepmark.checkpoint.digests import bytes_digest
+
+    folder = tmp_path / "run"
+    shutil.copytree(saved[0], folder)
+    path = folder / "checkpoint-2" / "manifest.json"
+    text = path.read_text().replace('"version": 1', '"version": 9')
+    digest = json.loads(text)["digest"]
+    path.write_text(text.replace(digest, bytes_digest(text.replace(digest, "0" * 32).encode())))
+    with Checkpointer(folder) as checkpointer, pytest.raises(CheckpointError, match="use a newer Stepmark"):
+        checkpointer.restore(state_of(5))
+    assert (folder / "checkpoint-2").is_dir()
