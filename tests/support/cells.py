@@ -41,7 +41,7 @@ def tiny_model(dropout: float = 0.1, seed: int = 0) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
-            n_layer=2,
+            n_layer=1,
             n_embd=32,
             n_head=2,
             vocab_size=VOCABULARY,
@@ -169,3 +169,53 @@ def digest(trainer: Trainer) -> str:
 def counters(trainer: Trainer) -> list[int] | None:
     found = trainer.context.runtime.counters()
     return None if found is None else [found.compilations, found.executions]
+
+
+def step_losses(context: Any, options: dict[str, Any]) -> list[list[float]]:
+    """Loss, tokens and gradient norm of 6 steps, with the parts of the system and no Trainer."""
+    from stepmark.data.feed import DeviceFeed
+    from stepmark.data.loader import DataLoader
+    from stepmark.runtime.module import place_module
+    from stepmark.training.loss import MicroBatchLoss
+    from stepmark.training.optimizer import build_optimizer
+    from stepmark.training.step import TrainStep
+
+    model = MODELS.pop() if MODELS else tiny_model(dropout=0.0)
+    runtime, axis = context.runtime, context.data_parallel
+    place_module(model, runtime)
+    loss = MicroBatchLoss(model, lazy=runtime.lazy)
+    optimizer = build_optimizer("adamw_torch", list(model.named_parameters()), runtime, learning_rate=1e-3)
+    accumulation = options["accumulation"]
+    step = TrainStep(model, optimizer, loss, runtime, axis, accumulation=accumulation)
+    loader = DataLoader(
+        Blocks(30),
+        8 // axis.size // accumulation,
+        rank=axis.rank,
+        world_size=axis.size,
+        accumulation=accumulation,
+        fixed_shape=True,
+    )
+    found: list[list[float]] = []
+    while len(found) < 6:
+        for batch in DeviceFeed(loader, runtime):
+            statistics = step(len(found), batch)
+            found += [values.tolist() for values in runtime.to_host([statistics.values])]
+            if len(found) == 6:
+                break
+    return found
+
+
+MODELS: list[Any] = []  # made before the replica threads start: they share the generator that draws weights
+
+
+def alone(device: str, options: dict[str, Any]) -> list[list[float]]:
+    from stepmark.runtime.context import start
+
+    return step_losses(start(device), options)
+
+
+def in_replica_threads(replicas: int, options: dict[str, Any]) -> list[list[list[float]]]:
+    from stepmark.runtime.replicas import run_replicas
+
+    MODELS.extend(tiny_model(dropout=0.0) for _ in range(replicas))
+    return run_replicas(lambda context: step_losses(context, options), replicas)

@@ -1,7 +1,7 @@
 """How ranks tell each other, in the background, how far a save is: small files in a folder that all of them see.
 
-No collective is used, because one that a rank never joins says neither who is missing nor ends in time. A rank posts
-its result of a phase under a topic; who needs it looks until it is there, a rank has reported a failure, or the
+No collective is used there, because one that a rank never joins says neither who is missing nor ends in time. A rank
+posts its result of a phase under a topic; who needs it looks until it is there, a rank has reported a failure, or the
 deadline has passed. What a rank is doing is posted as well, so that an error can say what a late one was doing.
 """
 
@@ -25,13 +25,15 @@ _PHASE = "phase"
 _DONE = "done"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
 _SIGN_EVERY = 1.0  # seconds; a change in the folder also makes network file systems look again
+_SILENT = 3.0  # seconds without a sign, from which on an error says so
+_SHOWN = 8  # ranks that an error names
 
 
 class CheckpointTimeout(CheckpointError):
-    """A phase of a save has missed its deadline."""
+    """A phase of a save or a restore has missed its deadline."""
 
 
-class PeerFailed(CheckpointError):
+class RankFailed(CheckpointError):
     """Another rank has reported that it cannot go on."""
 
 
@@ -41,7 +43,7 @@ class Board:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self.rank = rank
-        self._phase = ("", 0.0)
+        self._phase = ""
 
     def open(self) -> None:
         """Makes the folder; every rank may."""
@@ -49,12 +51,8 @@ class Board:
 
     def enter(self, phase: str) -> None:
         """Tells the others what this rank is doing from now on."""
-        self._phase = (phase, time.time())
-        self._sign()
-
-    def _sign(self) -> None:
-        phase, since = self._phase
-        self.post(_PHASE, {"phase": phase, "seconds": time.time() - since})
+        self._phase = phase
+        self.post(_PHASE, phase)
 
     def post(self, topic: str, value: Any = None) -> None:
         """Makes a value known under a topic."""
@@ -67,6 +65,25 @@ class Board:
         except OSError as error:
             logger.warning("cannot tell the other ranks that %s: %s", reason, error)
 
+    def leave(self) -> None:
+        """Tells that this rank reads here no more."""
+        try:
+            self.post(_DONE)
+        except OSError as error:
+            logger.warning("cannot tell the other ranks that a save has ended: %s", error)
+
+    def close(self, ranks: Collection[int], deadline: float) -> None:
+        """Removes the posts, when these ranks have left, or the deadline has passed: then a rank has died."""
+        try:
+            self.wait(_DONE, ranks, deadline, heed_failures=False)
+        except (CheckpointTimeout, OSError) as error:
+            logger.warning("not all ranks have ended a save: %s", error)
+        files.remove_tree(self.folder)
+
+    def has(self, topic: str, rank: int) -> bool:
+        """Whether a rank has posted under the topic."""
+        return (self.folder / f"{topic}.{rank}").exists()
+
     def read(self, topic: str, rank: int) -> Any:
         """What a rank has posted."""
         return json.loads((self.folder / f"{topic}.{rank}").read_bytes())
@@ -76,7 +93,7 @@ class Board:
     ) -> dict[int, Any]:
         """The posts of these ranks under the topic; `deadline` is in seconds of time.monotonic().
 
-        Raises PeerFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what
+        Raises RankFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what
         they are doing, when the deadline has passed.
         """
         pause, signed = _SHORTEST_PAUSE, time.monotonic()
@@ -89,9 +106,9 @@ class Board:
                 return {rank: self.read(topic, rank) for rank in ranks}
             if time.monotonic() > deadline:
                 late = sorted(rank for name, rank in wanted.items() if name not in present)
-                raise CheckpointTimeout(f"no {topic!r} from {self.describe(late)}")
+                raise CheckpointTimeout(f"waited in vain for {self.describe(late)}, which has not {topic}")
             if time.monotonic() - signed > _SIGN_EVERY:
-                self._sign()
+                self.post(_PHASE, self._phase)
                 signed = time.monotonic()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -100,28 +117,20 @@ class Board:
         for name in sorted(present):
             topic, _, rank = name.partition(".")
             if topic == _FAILED and rank.isdigit() and int(rank) != self.rank:
-                raise PeerFailed(f"rank {rank}: {self.read(_FAILED, int(rank))}")
+                raise RankFailed(f"rank {rank}: {self.read(_FAILED, int(rank))}")
 
     def describe(self, ranks: Collection[int]) -> str:
-        """These ranks, each with what it was doing last."""
-        shown = []
-        for rank in list(ranks)[:8]:
-            try:
-                doing = self.read(_PHASE, rank)["phase"]
-            except FileNotFoundError:
-                doing = "has not joined"
-            shown.append(f"rank {rank} ({doing})")
+        """These ranks, each with what it was doing last, and how long ago that was if it is long."""
+        self.post(_PHASE, self._phase)
+        now = os.stat(self.folder / f"{_PHASE}.{self.rank}").st_mtime
+        shown = [f"rank {rank} ({self._doing(rank, now)})" for rank in list(ranks)[:_SHOWN]]
         more = len(ranks) - len(shown)
         return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
-    def leave(self) -> None:
-        """Tells that this rank reads here no more."""
-        self.post(_DONE)
-
-    def close(self, ranks: Collection[int], deadline: float) -> None:
-        """Removes the posts, when these ranks have left, or the deadline has passed: then a rank has died."""
+    def _doing(self, rank: int, now: float) -> str:
         try:
-            self.wait(_DONE, ranks, deadline, heed_failures=False)
-        except CheckpointTimeout as error:
-            logger.warning("ranks did not end a save: %s", error)
-        files.remove_tree(self.folder)
+            silent = now - os.stat(self.folder / f"{_PHASE}.{rank}").st_mtime
+            phase = self.read(_PHASE, rank)
+        except FileNotFoundError:
+            return "has not joined"
+        return f"{phase}, silent for {silent:.0f} s" if silent > _SILENT else str(phase)

@@ -13,6 +13,8 @@ class SaveHandle:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.collected = threading.Event()  # somebody has heard how it ended
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -28,21 +30,26 @@ class SaveHandle:
         """
         if not self._ended.wait(timeout):
             raise CheckpointTimeout(f"the save of step {self.step} has not ended within {timeout:g} s")
+        self.collected.set()
         if self._error is not None:
             raise self._error
         assert self._path is not None
         return self._path
 
-    def error(self) -> BaseException | None:
-        """What made it fail, None while it is on its way or if it went well."""
-        return self._error
+    def failed(self) -> bool:
+        """Whether it has ended with an error, which `result` raises."""
+        return self._ended.is_set() and self._error is not None
 
     def succeed(self, path: Path) -> None:
         """For the engine: it is committed."""
-        self._path = path
-        self._ended.set()
+        with self._lock:
+            if not self._ended.is_set():
+                self._path = path
+                self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """For the engine: it has failed."""
-        self._error = error
-        self._ended.set()
+        """For the engine: it has failed. The first outcome counts."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._error = error
+                self._ended.set()

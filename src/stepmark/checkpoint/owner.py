@@ -134,7 +134,7 @@ class Ownership:
                 continue
             if self._alive(other):
                 if _claimed(other) > _claimed(self.folder):
-                    continue  # it came later, sees this claim, and gives way
+                    continue  # it claimed later, so it has seen this claim, and gives way; at the same time, both do
                 raise CheckpointBusy(
                     f"{folder} belongs to another run that is alive{_whereabouts(other)}; stop that run, or choose "
                     "another folder"
@@ -180,11 +180,11 @@ class Ownership:
             files.remove_tree(self.folder)
 
 
-def _claimed(owner: Path) -> tuple[float, str]:
+def _claimed(owner: Path) -> int:
     try:
-        return (os.stat(owner / "claimed").st_mtime_ns, owner.name)
+        return os.stat(owner / "claimed").st_mtime_ns
     except FileNotFoundError:
-        return (0, owner.name)
+        return 0
 
 
 def _last_signs(owner: Path) -> dict[Path, float]:

@@ -16,12 +16,14 @@ from typing import Any
 
 from ..errors import CheckpointBusy, CheckpointError, StepmarkError
 from . import files
-from .board import Board, PeerFailed
+from .board import Board, CheckpointTimeout, RankFailed
 from .digests import bytes_digest, file_digest
 from .manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry
 from .names import discard, publish
+from .phases import Phases
 from .plan import MODEL, SavePlan
 from .snapshot import Extent
+from .watchdog import print_stacks
 from .writer import Digests, write_extents, write_header
 
 INDEX = "model.safetensors.index.json"
@@ -37,8 +39,7 @@ class Saving:
     plan: SavePlan
     extents: Sequence[Extent]
     manifest: Manifest
-    board: Board
-    timeout: float
+    phases: Phases
     threads: int
     lost: Callable[[], bool]
     committed: Callable[[Path], None]
@@ -53,28 +54,39 @@ class Saving:
         try:
             digests = self._write(memory)
             self._seal(digests)
-            return self._commit()
+            path = self._commit()
+            self.phases.leave()
+            return path
         except BaseException as error:
-            if not isinstance(error, PeerFailed):
+            self.phases.stop()
+            if isinstance(error, CheckpointTimeout):
+                print_stacks(f"{self.phases.what}: {error}")
+            if not isinstance(error, RankFailed):
                 self.board.fail(describe_error(error))
             if self.rank == 0:
                 discard(self.temporary)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"step {self.manifest.step} was not saved: {describe_error(error)}") from error
+            if isinstance(error, OSError | CheckpointError):
+                kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+                raise kind(f"step {self.manifest.step} was not saved: {describe_error(error)}") from error
             raise
 
+    @property
+    def board(self) -> Board:
+        """Where the ranks tell each other how far they are."""
+        return self.phases.board
+
     def _write(self, memory: memoryview) -> Digests:
-        self.board.enter("writing")
+        self.phases.enter("writing")
         digests = write_extents(self.temporary, self.plan, self.extents, memory, threads=self.threads)
         elsewhere = {index: found for index, found in digests.items() if self.plan.files[index].sealer != self.rank}
         self.board.post("written", elsewhere)
         return digests
 
     def _seal(self, digests: Digests) -> None:
-        self.board.enter("sealing")
+        self.phases.enter("sealing")
         mine = [index for index, file in enumerate(self.plan.files) if file.sealer == self.rank]
         others = {share.rank for index in mine for share in self.plan.files[index].shares} - {self.rank}
-        posts = self.board.wait("written", others, self._deadline())
+        posts = self.board.wait("written", others, self.phases.deadline)
         sealed = {}
         for index in mine:
             merged: dict[str, dict[int, str]] = {name: dict(found) for name, found in digests.get(index, {}).items()}
@@ -88,12 +100,11 @@ class Saving:
         self.board.post("sealed", sealed)
 
     def _commit(self) -> Path:
-        self.board.enter("committing")
+        self.phases.enter("committing")
         if self.rank != 0:
-            posted = self.board.wait("committed", [0], self._deadline())
-            self.board.post("done")
+            posted = self.board.wait("committed", [0], self.phases.deadline)
             return Path(posted[0])
-        posts = self.board.wait("sealed", {file.sealer for file in self.plan.files}, self._deadline())
+        posts = self.board.wait("sealed", {file.sealer for file in self.plan.files}, self.phases.deadline)
         sealed = {int(index): digest for post in posts.values() for index, digest in post.items()}
         self._write_manifest(sealed)
         if self.lost():
@@ -122,9 +133,6 @@ class Saving:
             entries.append(FileEntry(name, size, digest))
         manifest = self.manifest.with_contents(tuple(entries), tensor_entries(self.plan), time.time())
         files.write_file(self.temporary / MANIFEST, manifest.to_bytes())
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self.timeout
 
 
 def describe_error(error: BaseException) -> str:

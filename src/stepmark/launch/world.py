@@ -36,6 +36,23 @@ class World:
             return _from_slurm(environment)
         return cls()
 
+    def export(self) -> None:
+        """Sets torchrun's variables where another launcher did not: Neuron's runtime finds its cores by them."""
+        if self.size == 1:
+            return
+        variables = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_size,
+            "GROUP_RANK": self.node,
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": self.master_port,
+            "TORCHELASTIC_RUN_ID": "stepmark",
+        }
+        for name, value in variables.items():
+            os.environ.setdefault(name, str(value))
+
 
 def _from_torchrun(environment: Mapping[str, str]) -> World:
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from stepmark.data.config import DataConfig
 from stepmark.errors import UsageError
+from stepmark.recipe.unknown import unknown_field
 from stepmark.trainer.arguments import TrainingArguments
 from stepmark.trainer.fields import convert_all, field_names
+from stepmark.trainer.plain_yaml import parse_yaml
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,9 @@ class Recipe:
 
 PARTS: tuple[type, ...] = (TrainingArguments, ModelConfig, DataConfig)
 
-# Fields of transformers' TrainingArguments and run_clm that people bring along, with what to do instead.
-ELSEWHERE = {
-    "fp16": "use bf16",
-    "do_train": "leave it out: `stepmark train` trains",
-    "do_eval": "use eval_strategy",
-    "evaluation_strategy": "use eval_strategy",
-    "overwrite_output_dir": "choose another output_dir, or set resume_from_checkpoint",
-    "per_gpu_train_batch_size": "use per_device_train_batch_size",
-    "logging_dir": "TensorBoard's files go to output_dir",
-    "no_cuda": "use device: cpu",
-    "use_cpu": "use device: cpu",
-    "torch_dtype": "use dtype",
-    "model_type": "use config_name",
-}
-
-
 def all_fields() -> dict[str, tuple[str, Any]]:
     """Every recipe field, with its type as text and its default."""
-    return {
-        field.name: (str(field.type), field.default) for part in PARTS for field in dataclasses.fields(part)
-    }
+    return {field.name: (str(field.type), field.default) for part in PARTS for field in dataclasses.fields(part)}
 
 
 def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
@@ -79,7 +61,7 @@ def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
     known = all_fields()
     for name in values:
         if name not in known:
-            raise UsageError(_unknown(name, known, path))
+            raise UsageError(unknown_field(name, known, path))
     parts = [
         part(**convert_all(part, {name: value for name, value in values.items() if name in field_names(part)}))
         for part in PARTS
@@ -89,11 +71,11 @@ def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {path}: is no YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(f"recipe {path}: cannot be read: {error.strerror}; give the path of a recipe") from error
+    except ValueError as error:
+        raise UsageError(f"recipe {path}: is no YAML: {error}; write one `field: value` a line") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -106,22 +88,13 @@ def _read_flags(flags: Mapping[str, str]) -> dict[str, Any]:
     hints = {name: hint for part in PARTS for name, hint in typing.get_type_hints(part).items()}
     values: dict[str, Any] = {}
     for name, text in flags.items():
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UsageError(f"{name}: cannot read {text!r}: {' '.join(str(error).split())}") from error
         accepted = typing.get_args(hints[name]) or (hints[name],)
+        try:
+            value = parse_yaml(text)
+        except ValueError as error:
+            if str not in accepted:
+                raise UsageError(f"{name}: cannot read {text!r}: {error}") from error
+            value = text
         keeps_text = str in accepted and not any(isinstance(value, kind) for kind in accepted if kind is not str)
         values[name] = text if keeps_text else value
     return values
-
-
-def _unknown(name: str, known: Mapping[str, Any], path: str | None) -> str:
-    import difflib
-
-    where = f" in {path}" if path else ""
-    if name in ELSEWHERE:
-        return f"{name}: is not a field of Stepmark's{where}; {ELSEWHERE[name]}"
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else "; `stepmark train --help` lists the fields"
-    return f"{name}: is not a field{where}{hint}"

@@ -72,7 +72,8 @@ def start(device: str = "auto") -> Context:
     name = choose_device(device)
     if name not in _started:
         world = World.from_environment()
-        runtime = create_runtime(name, world.local_rank)
+        world.export()
+        runtime = create_runtime(name, world.local_rank, world.local_size)
         if world.size > 1 and not dist.is_initialized():
             _join(world, runtime)
         with _quiet_stdout():

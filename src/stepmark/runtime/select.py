@@ -42,12 +42,12 @@ def choose_device(wish: str = "auto") -> str:
     return wish
 
 
-def create_runtime(device: str, local_rank: int = 0) -> Runtime:
-    """The runtime of device type `device` (see `choose_device`) for the local rank."""
+def create_runtime(device: str, local_rank: int = 0, local_size: int = 1) -> Runtime:
+    """The runtime of device type `device` (see `choose_device`) for one of this machine's `local_size` ranks."""
     if device == "xla":
         from stepmark.runtime.xla import XlaRuntime
 
-        return XlaRuntime()
+        return XlaRuntime(local_rank, local_size)
     if device == "cpu":
         return EagerRuntime(torch.device("cpu"))
     count = torch.accelerator.device_count()

@@ -38,6 +38,7 @@ import torch_xla.core.xla_model as xm  # noqa: E402
 import torch_xla.debug.metrics as metrics  # noqa: E402
 import torch_xla.runtime as xr  # noqa: E402
 import torch_xla.utils.checkpoint as xla_checkpoint  # noqa: E402
+from torch_xla._internal import pjrt  # noqa: E402
 
 
 class XlaRuntime:
@@ -46,7 +47,11 @@ class XlaRuntime:
     name = "xla"
     lazy = True
 
-    def __init__(self, dispatch: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, local_rank: int = 0, local_size: int = 1, dispatch: Callable[[], None] | None = None
+    ) -> None:
+        if xr.device_type() != "CPU" and local_size > 1:
+            pjrt.initialize_multiprocess(local_rank, local_size)
         self.device = torch_xla.device()
         self.host_memory = xr.device_type() == "CPU"
         self.in_graph_collectives = not self.host_memory or xr.world_size() > 1
@@ -83,6 +88,17 @@ def _samples(metric: str) -> int:
 def all_reduce_in_graph(tensor: Tensor, groups: list[list[int]] | None) -> Tensor:
     """The sum over the replicas of each group (all replicas without groups), as an operation of the graph."""
     return xm.all_reduce(xm.REDUCE_SUM, tensor, groups=groups, pin_layout=False)
+
+
+def spawn_replicas(replica: Callable[[Callable[[], None]], None]) -> None:
+    """Calls `replica(dispatch)` in one thread for each device of this process."""
+    pjrt._run_thread_per_device(
+        0, 1, lambda: replica(lambda: torch_xla.sync(wait=False)), pjrt.initialize_multiprocess
+    )
+
+
+def wait_for_device() -> None:
+    xm.wait_device_ops()
 
 
 def graph_world() -> tuple[int, int]:

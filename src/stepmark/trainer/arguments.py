@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from stepmark.errors import UsageError
 from stepmark.trainer.fields import convert_all
+from stepmark.trainer.plain_yaml import parse_yaml
 
 STRATEGIES = ("no", "steps", "epoch")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
@@ -129,22 +131,16 @@ class TrainingArguments:
 
 def parse_options(field: str, text: str) -> dict[str, Any]:
     """`"momentum=0.9,nesterov=true"` as a mapping; values are read as YAML."""
-    import yaml
-
     options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = part.partition("=")
         if not separator:
             raise UsageError(f"{field}: should be name=value pairs with commas between, and has {part!r}")
-        options[key.strip()] = _yaml_number(yaml.safe_load(value))
+        try:
+            options[key.strip()] = parse_yaml(value)
+        except ValueError as error:
+            raise UsageError(f"{field}: cannot read {part!r}: {error}") from error
     return options
-
-
-def _yaml_number(value: Any) -> Any:
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _check_ranges(args: TrainingArguments) -> None:
@@ -157,16 +153,25 @@ def _check_ranges(args: TrainingArguments) -> None:
         "weight_decay": 0,
         "max_grad_norm": 0,
         "dataloader_num_workers": 0,
+        "adam_epsilon": 0,
         "seed": 0,
+        "data_seed": 0,
     }
     for name, least in at_least.items():
-        if getattr(args, name) < least:
-            raise UsageError(f"{name}: should be at least {least}, and is {getattr(args, name)}")
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise UsageError(f"{name}: should be at least {least}, and is {value}")
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "num_train_epochs"):
+        if not math.isfinite(getattr(args, name)):
+            raise UsageError(f"{name}: should be a finite number, and is {getattr(args, name)}")
+    for name in ("seed", "data_seed"):
+        if (getattr(args, name) or 0) >= 2**63:
+            raise UsageError(f"{name}: should be below 2**63, and is {getattr(args, name)}")
     for name in ("logging_steps", "save_steps", "eval_steps", "save_total_limit"):
         value = getattr(args, name)
-        if value is not None and (value <= 0 or (value > 1 and int(value) != value)):
+        if value is not None and not (0 < value < 1 or (value >= 1 and value % 1 == 0)):
             raise UsageError(f"{name}: should be a whole number of steps, or a fraction below 1, and is {value}")
-    for name in ("warmup_ratio", "label_smoothing_factor"):
+    for name in ("warmup_ratio", "label_smoothing_factor", "adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise UsageError(f"{name}: should be from 0 to below 1, and is {getattr(args, name)}")
     choices = {
@@ -183,7 +188,7 @@ def _check_ranges(args: TrainingArguments) -> None:
 
 def _check_agreement(args: TrainingArguments) -> None:
     if args.max_steps <= 0 and args.num_train_epochs <= 0:
-        raise UsageError("max_steps and num_train_epochs: one of them has to be above 0")
+        raise UsageError("max_steps and num_train_epochs: both are 0 or less; set one of them above 0")
     if args.bf16 and args.dtype == "bfloat16":
         raise UsageError(
             "bf16 and dtype: bf16 is autocast over float32 parameters, and dtype asks for bfloat16 ones; set one of them"
@@ -207,10 +212,16 @@ def _check_best_is_saved(args: TrainingArguments) -> None:
             f"and eval_strategy is {args.eval_strategy}; make them equal, or set save_strategy to best"
         )
     evaluated = args.eval_steps or args.logging_steps
-    if args.save_strategy == "steps" and args.save_steps % evaluated != 0:
+    if args.save_strategy == "steps" and not _is_multiple(args.save_steps, evaluated):
         raise UsageError(
-            f"load_best_model_at_end: save_steps ({args.save_steps}) has to be a multiple of eval_steps ({evaluated})"
+            f"load_best_model_at_end: save_steps ({args.save_steps:g}) has to be a multiple of eval_steps ({evaluated:g}), "
+            "both whole numbers or both fractions, so that what is saved was evaluated"
         )
+
+
+def _is_multiple(value: float, of: float) -> bool:
+    """Whether two intervals, in steps or as fractions of the run, fit; 0.3 is a multiple of 0.1."""
+    return (value < 1) == (of < 1) and abs(value / of - round(value / of)) < 1e-9
 
 
 def set_log_level(args: TrainingArguments) -> None:

@@ -52,5 +52,5 @@ def _is_union(annotation: Any) -> bool:
 def _number(value: int | str) -> float | None:
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -1,0 +1,73 @@
+"""Collectives of the host that end: with everybody's value, or with the names of those who did not come."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..runtime.host import HostGroup
+from .board import Board, CheckpointTimeout
+
+
+class Meeting:
+    """The group of all ranks, each of whose calls has `timeout` seconds. After one has failed, all fail at once."""
+
+    def __init__(self, group: HostGroup, timeout: float) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self._group = group
+        self._timeout = timeout
+        self._broken: CheckpointTimeout | None = None
+
+    def all_gather(self, value: Any, what: str, board: Board | None = None) -> list[Any]:
+        """The values of all ranks; `what` is for, said in the error. The board, if there is one, tells who came.
+
+        Raises CheckpointTimeout, naming the ranks that did not come.
+        """
+        result = self._bounded(lambda: self._group.all_gather(value), what, board)
+        assert isinstance(result, list)
+        return result
+
+    def broadcast(self, value: Any, what: str, timeout: float | None = None) -> Any:
+        """Rank 0's value."""
+        return self._bounded(lambda: self._group.broadcast(value), what, None, timeout)
+
+    def _bounded(
+        self, collective: Callable[[], Any], what: str, board: Board | None, timeout: float | None = None
+    ) -> Any:
+        if self.size == 1:
+            return collective()
+        if self._broken is not None:
+            raise self._broken
+        if board is not None:
+            board.post(_topic(what))
+        timeout = timeout or self._timeout
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((collective(), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        threading.Thread(target=run, name="stepmark-meeting", daemon=True).start()
+        try:
+            result, error = answers.get(timeout=timeout)
+        except queue.Empty:
+            self._broken = CheckpointTimeout(f"{what}: {self._missing(what, board)} within {timeout:g} s (save_timeout)")
+            raise self._broken from None
+        if error is not None:
+            raise error
+        return result
+
+    def _missing(self, what: str, board: Board | None) -> str:
+        if board is None:
+            return "not all ranks came"
+        late = [rank for rank in range(self.size) if not board.has(_topic(what), rank)]
+        return f"{board.describe(late)} did not come" if late else "all ranks came, and did not hear each other"
+
+
+def _topic(what: str) -> str:
+    return "at-" + "".join(letter if letter.isalnum() else "-" for letter in what)

@@ -1,0 +1,122 @@
+"""Sees to it that nothing waits for ever.
+
+Whoever does something that may hang says until when it should have ended. Past that, a thread that needs neither the
+device nor the stuck thread prints the stacks of all threads and says so to whoever watches. Where even that thread
+cannot run, because something holds the interpreter's lock, the C thread of `faulthandler` prints the stacks and ends
+the process BACKSTOP seconds later; it is armed for as long as anything is watched, and takes the place of a
+`faulthandler.dump_traceback_later` of the program's own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..launch.failure import REPORTS, Failure
+
+GRACE = 5.0  # seconds that a process has to end by itself once a deadline has passed
+BACKSTOP = GRACE + 3.0
+_MARGIN = 1.0  # seconds that a wait with a deadline of its own has to raise by itself
+_STDERR = 2
+
+logger = logging.getLogger("stepmark")
+
+
+@dataclass(eq=False)
+class Watch:
+    """Something that should have ended at `deadline` (time.monotonic)."""
+
+    deadline: float
+    expired: Callable[[], None]
+
+
+class Watchdog:
+    """The watches of this process, and the thread that keeps them."""
+
+    def __init__(self) -> None:
+        self._watches: set[Watch] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, deadline: float, expired: Callable[[], None]) -> Watch:
+        """Calls `expired` in another thread if the watch is not released by the deadline, and a little."""
+        watch = Watch(deadline + _MARGIN, expired)
+        with self._changed:
+            self._watches.add(watch)
+            self._arm()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="stepmark-watchdog", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return watch
+
+    def release(self, watch: Watch) -> None:
+        """It has ended."""
+        with self._changed:
+            if watch in self._watches:
+                self._watches.remove(watch)
+                self._arm()
+
+    def _arm(self) -> None:
+        if not self._watches:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        left = min(watch.deadline for watch in self._watches) - time.monotonic() + BACKSTOP
+        faulthandler.dump_traceback_later(max(left, BACKSTOP), exit=True, file=_STDERR)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                first = min(self._watches, key=lambda watch: watch.deadline, default=None)
+                left = None if first is None else first.deadline - time.monotonic()
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    continue
+                assert first is not None
+                self._watches.remove(first)
+                self._arm()
+            first.expired()
+
+    def forget(self) -> None:
+        """In a forked child, which has none of the threads."""
+        self.__init__()  # type: ignore[misc]
+
+
+watchdog = Watchdog()
+os.register_at_fork(after_in_child=watchdog.forget)
+
+
+def print_stacks(reason: str) -> None:
+    """Says why, and prints the stacks of all threads, on the process's standard error."""
+    os.write(_STDERR, f"stepmark: {reason}; the stacks of all threads:\n".encode())
+    faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+
+
+def end_unless(collected: threading.Event, error: BaseException, rank: int) -> None:
+    """Ends the process with exit code 1 and this error, unless somebody takes the error up within GRACE seconds.
+
+    The program may be stuck where no exception can reach it, in a collective with a rank that is gone for example.
+    """
+
+    def wait_and_end() -> None:
+        if not collected.wait(GRACE):
+            end_process(error, rank)
+
+    threading.Thread(target=wait_and_end, name="stepmark-ultimatum", daemon=True).start()
+
+
+def end_process(error: BaseException, rank: int) -> None:
+    """Ends this process at once, as a failed one; the error goes where errors of a rank go."""
+    failure = Failure.of(error, rank)
+    if REPORTS in os.environ:
+        failure.leave(os.environ[REPORTS])
+    else:
+        os.write(_STDERR, f"error: rank {rank}: {failure.message}\n".encode())
+    sys.stdout.flush()
+    os._exit(failure.exit_code)
