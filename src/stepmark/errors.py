@@ -10,7 +10,8 @@ StepmarkError                     exit 1: it failed, or what was checked is bad
     ├── CheckpointNotFound        there is none where one was named
     ├── CheckpointDamaged         bytes are missing or differ from their digest
     ├── CheckpointMismatch        whole, but of another model, or holds less than was asked for
-    └── CheckpointBusy            another live run owns the folder
+    ├── CheckpointBusy            another live run owns the folder
+    └── CheckpointTimeout         a phase of a save or restore outlasted its deadline
 
 A message says what is wrong, where, and what to do; it is one line, as the command line prints it.
 """
@@ -64,3 +65,7 @@ class CheckpointMismatch(CheckpointError):
 
 class CheckpointBusy(CheckpointError):
     """Another live run owns the folder."""
+
+
+class CheckpointTimeout(CheckpointError):
+    """A phase of a save or restore outlasted its deadline; the message names the ranks that are late, and where."""

@@ -42,9 +42,10 @@ class Runtime(Protocol):
         """Gives `target`, on the device, the values of `value`, on the host, of the same shape and dtype. The tensor
         object stays the same, and on a lazy device nothing is compiled."""
 
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
         """Host copies of whole tensors, in their own dtypes. Waits for the device; call `step_boundary` first where
-        pending operations are to be included. Compiles nothing."""
+        pending operations are to be included. Compiles nothing. Without `copy`, and where the device's memory is the
+        host's, views of it: to be read before the device runs anything more."""
 
     def step_boundary(self, *, wait: bool = False) -> None:
         """Runs what is pending as one graph (nothing on an eager device). With `wait`, returns when it is done."""

@@ -31,8 +31,8 @@ class EagerRuntime:
         with torch.no_grad():
             target.copy_(value)
 
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
+        return [tensor.detach().to("cpu", copy=copy) for tensor in tensors]
 
     def step_boundary(self, *, wait: bool = False) -> None:
         if wait and not self.host_memory:

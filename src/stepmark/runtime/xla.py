@@ -38,6 +38,7 @@ import torch_xla.core.xla_model as xm  # noqa: E402
 import torch_xla.debug.metrics as metrics  # noqa: E402
 import torch_xla.runtime as xr  # noqa: E402
 import torch_xla.utils.checkpoint as xla_checkpoint  # noqa: E402
+import torch_xla.utils.dlpack as xla_dlpack  # noqa: E402
 from torch_xla._internal import pjrt  # noqa: E402
 
 
@@ -64,8 +65,10 @@ class XlaRuntime:
         # Giving the tensor object a new device buffer records no operation, so that the graphs stay the same.
         target.data = value.to(dtype=target.dtype).to(self.device)
 
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.detach().cpu() for tensor in tensors]
+    def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
+        if copy or not self.host_memory:
+            return [tensor.detach().cpu() for tensor in tensors]
+        return [_host_view(tensor.detach()) for tensor in tensors]
 
     def step_boundary(self, *, wait: bool = False) -> None:
         self._dispatch()
@@ -78,6 +81,13 @@ class XlaRuntime:
     def counters(self) -> GraphCounters | None:
         xm.wait_device_ops()
         return GraphCounters(_samples("CompileTime"), _samples("ExecuteTime"))
+
+
+def _host_view(tensor: Tensor) -> Tensor:
+    """The device buffer itself where XLA can lend it; a copy of what it cannot (bool, empty and 0-dim tensors)."""
+    if tensor.dtype == torch.bool or tensor.numel() == 0 or tensor.dim() == 0:
+        return tensor.cpu()
+    return torch.utils.dlpack.from_dlpack(xla_dlpack.to_dlpack(tensor))
 
 
 def _samples(metric: str) -> int:

@@ -119,7 +119,7 @@ class ParameterOptimizer:
         for name, parameter, worked_on in zip(self.names, self.parameters, self._worked_on, strict=True):
             state = dict(self.inner.state.get(worked_on, {}))
             if worked_on is not parameter:
-                state[MASTER] = worked_on.detach()
+                state[MASTER] = worked_on
             states[name] = state
         return states
 
