@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepmark.checkpoint import Checkpointer
+    from stepmark.data.collate import PadTo
     from stepmark.data.loader import DataLoader
     from stepmark.trainer.arguments import TrainingArguments
     from stepmark.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Checkpointer", "DataLoader", "Trainer", "TrainingArguments"]
+__all__ = ["Checkpointer", "DataLoader", "PadTo", "Trainer", "TrainingArguments"]
 
 # Names are loaded when they are first used, so that importing stepmark costs nothing.
 _HOMES = {
     "Checkpointer": "stepmark.checkpoint",
     "DataLoader": "stepmark.data.loader",
+    "PadTo": "stepmark.data.collate",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.trainer.arguments",
 }

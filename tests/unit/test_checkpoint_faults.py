@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,54 +147,80 @@ def test_nothing_is_set_aside_where_nothing_is_whole(
 
 def test_the_names_of_damaged_tensors_and_writers(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"nest": {"a": torch.zeros(100), "b": torch.ones(100)}})
+        checkpointer.save(1, {"nest": {"a": torch.zeros(100), "b": torch.ones(100)}}, block=True)
         path = tmp_path / "checkpoint-1" / "state" / "nest.safetensors"
         flip(path, 4096 + 450)
         with pytest.raises(CheckpointDamaged, match="tensor 'b' differs from its digest .* written by rank 0"):
             checkpointer.restore({"nest": {}}, 1)
 
 
-class Stop(BaseException):
-    """Stands for the death of the process: nothing of ours handles it."""
-
-
 CALLS = ["make_folder", "open_for_writing", "write_at", "sync", "close", "sync_folder", "rename", "exchange"]
 CALLS += ["remove_tree", "remove_file"]
 
 
-@pytest.mark.parametrize("error", [Stop(), OSError(28, "No space left on device")], ids=["killed", "full"])
+def failing_from(number: int, fail: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    """Makes `fail` happen instead of the call of that number, and instead of all after it."""
+    lock, left = threading.Lock(), [number]
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            with lock:
+                left[0] -= 1
+                if left[0] < 0:
+                    fail()
+            return call(*arguments, **options)
+
+        return wrapped
+
+    for name in CALLS:
+        patch.setattr(files, name, failing(getattr(files, name)))
+
+
+def full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def save_again(folder: Path, number: int, fail: Callable[[], None], patch: pytest.MonkeyPatch) -> bool:
+    """Saves step 2 with other values, failing from a call on; whether it was saved all the same."""
+    checkpointer = Checkpointer(folder, keep_last=1)
+    checkpointer.claim()
+    with patch.context() as calls:
+        failing_from(number, fail, calls)
+        try:
+            checkpointer.save(2, state_of(7), block=True)
+        except CheckpointError:
+            return False
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                checkpointer.close()
+    return True
+
+
+def save_and_die(folder: Path, number: int, fail: Callable[[], None], patch: pytest.MonkeyPatch) -> bool:
+    """The same, and the process dies at that call."""
+    process = os.fork()
+    if not process:
+        save_again(folder, number, lambda: os._exit(9), patch)
+        os._exit(0)
+    return os.waitpid(process, 0)[1] == 0
+
+
+@pytest.mark.parametrize("attempt", [save_and_die, save_again], ids=["killed", "full"])
 def test_saving_a_step_that_exists_never_endangers_it(
-    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    saved: tuple[Path, dict[int, dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attempt: Callable[..., bool],
 ) -> None:
     source, known = saved
-    outcomes, number = set(), 0
-    while True:
+    expected = values(state_of(7))
+    outcomes, number, good = set(), 0, False
+    while not good:
         folder = tmp_path / str(number)
         shutil.copytree(source, folder)
-        left = [number]
-
-        def failing(call: Callable[..., Any], left: list[int] = left) -> Callable[..., Any]:
-            def wrapped(*arguments: Any, **options: Any) -> Any:
-                if left[0] == 0:
-                    raise error
-                left[0] -= 1
-                return call(*arguments, **options)
-
-            return wrapped
-
-        state = state_of(7)
-        expected = values(state)
-        checkpointer = Checkpointer(folder, async_save=False)
-        checkpointer.claim()
-        died = False
-        with monkeypatch.context() as patch:
-            for name in CALLS:
-                patch.setattr(files, name, failing(getattr(files, name)))
-            try:
-                checkpointer.save(2, state, block=True)
-            except (Stop, CheckpointError, OSError):
-                died = True
-        finally_clean(checkpointer)
+        good = attempt(folder, number, full, monkeypatch)
         fresh = state_of(9)
         with Checkpointer(folder) as again:
             assert again.restore(fresh) == 2
@@ -200,19 +228,10 @@ def test_saving_a_step_that_exists_never_endangers_it(
             assert found == "new" or same(values(fresh), known[2])
             again.save(3, fresh)
         assert not list(folder.glob(".*checkpoint*"))
-        outcomes.add((died, found))
+        outcomes.add((good, found))
         number += 1
-        if not died:
-            break
     assert number > 20
-    assert outcomes == {(True, "old"), (True, "new"), (False, "new")}
-
-
-def finally_clean(checkpointer: Checkpointer) -> None:
-    try:
-        checkpointer.close()
-    except BaseException:
-        pass
+    assert outcomes == {(False, "old"), (False, "new"), (True, "new")}
 
 
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

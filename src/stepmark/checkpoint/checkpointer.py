@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,25 +18,29 @@ from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, Usa
 from ..runtime.base import Runtime
 from ..runtime.host import HostGroup
 from ..runtime.select import runtime_for
-from .board import Board
+from .board import Board, CheckpointTimeout
 from .describe import describe
 from .drafting import Answer, Draft, Planner, agree, check_disk, draft, values_to_bytes
 from .handle import SaveHandle
-from .loading import Loader
+from .keeper import Keeper
+from .loading import Accept, Loader
 from .manifest import Manifest, read_manifest
-from .names import check_writable, checkpoint_path, checkpoints, delete, discard, step_of, temporary_path
-from .owner import Ownership, boot_id
-from .retention import KeepLast, Retention, Saved, superfluous
+from .meeting import Meeting
+from .membership import Membership
+from .names import checkpoint_path, checkpoints, discard, step_of, temporary_path
+from .phases import Phases
+from .retention import KeepLast, Retention
 from .saving import Saving, describe_error
 from .snapshot import extents_of, plan_copies, take
 from .staging import StagingMemory
 from .values import decode_plain
+from .watchdog import end_unless
 from .whole import check_whole
 
 logger = logging.getLogger("stepmark")
 
-_FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome
 MAX_FILE_SIZE = 5_000_000_000  # bytes, as transformers cuts its files
+FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome
 
 
 class Checkpointer:
@@ -45,7 +50,9 @@ class Checkpointer:
     dict of sections: modules, optimizers, objects with `state_dict` and `load_state_dict`, or nested dicts and lists of
     tensors and plain values. `keep_last` and `keep` say which checkpoints stay; without either, all do. `async_save`:
     `save` returns once the state is copied, and writing goes on behind. `save_timeout`, in seconds, is the deadline of
-    every phase. `when_busy`: a save that comes while the last one is being written waits for it, or is skipped.
+    every phase; a process that cannot end by itself once it has passed is ended. `when_busy`: a save that comes while
+    the last one is being written waits for it, or is skipped. `mesh`, axis to size, is noted in the manifest.
+    `max_file_size`, in bytes, is where files of tensors are cut; `threads` read and write at the same time.
     """
 
     def __init__(
@@ -67,9 +74,11 @@ class Checkpointer:
             raise UsageError(f"keep_last: {keep_last} is too few; the newest checkpoint always stays")
         if when_busy not in ("wait", "skip"):
             raise UsageError(f"when_busy: {when_busy!r} is unknown; choose 'wait' or 'skip'")
+        if not save_timeout > 0:
+            raise UsageError(f"save_timeout: {save_timeout!r} is not a number of seconds above 0")
         self.folder = Path(folder).absolute()
-        self._policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
         self._group = group or HostGroup.of_processes()
+        self._meeting = Meeting(self._group, save_timeout)
         self._runtime = runtime
         self._async = async_save
         self._timeout = save_timeout
@@ -77,14 +86,16 @@ class Checkpointer:
         self._mesh = dict(mesh or {"dp": self._group.size})
         self._max_file_size = max_file_size
         self._threads = threads
+        policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
+        self._keeper = Keeper(self.folder, policies)
         self._memory = StagingMemory()
-        self._owner: Ownership | None = None
+        self._member: Membership | None = None
         self._planner: Planner | None = None
         self._count = 0
         self._flying: SaveHandle | None = None
-        self._saved: dict[Path, Saved] = {}
+        self._running: list[threading.Thread] = []
 
-    # saving
+    # Saving
 
     def save(
         self,
@@ -104,134 +115,136 @@ class Checkpointer:
         skipped, because the last save was still being written. Raises CheckpointError, also for the save before, if it
         failed.
         """
-        owner, planner = self._claim()
-        self._count += 1
-        save = f"{owner.identity}-{self._count:06d}"
-        temporary = temporary_path(self.folder, step, save)
-        plain = {"metadata": metadata, "metrics": metrics, "model_only": model_only}
-        drafted, answers = self._agree(step, save, temporary, state, files, plain)
-        if answers is None:
+        member = self._join()
+        name = self._next_name(member)
+        temporary = temporary_path(self.folder, step, name)
+        handle = SaveHandle(step)
+        phases = self._phases(f"save of step {step}", member.board(name), handle)
+        write_files = files if self._group.rank == 0 else None
+        try:
+            drafted, answers = self._agree(
+                phases, step, name, temporary, state, write_files, metadata, metrics, model_only
+            )
+            begun = None if answers is None else self._copy(phases, drafted, answers)
+        except BaseException as error:
+            handle.collected.set()
+            phases.stop()
+            phases.board.fail(describe_error(error))
+            self._spawn(self._farewell, phases.board, temporary)
+            raise
+        if begun is None:
+            phases.stop()
+            self._spawn(self._farewell, phases.board, temporary)
             logger.warning("step %s is not saved: the save before is still being written", step)
             return None
-        board = Board(owner.folder / save, self._group.rank)
-        board.open()
-        handle = SaveHandle(step)
-        try:
-            saving, memory = self._copy(drafted, answers, planner, board, owner)
-        except BaseException as error:
-            board.fail(describe_error(error))
-            self._discard(temporary)
-            self._farewell(board)
-            raise
         self._flying = handle
-        self._run(saving, memory, handle)
-        self.check()
+        self._spawn(self._finish, *begun, handle)
+        if block if block is not None else not self._async:
+            self.wait()
         return handle
+
+    def _next_name(self, member: Membership) -> str:
+        self._count += 1
+        return f"{member.identity}-{self._count:06d}"
+
+    def _phases(self, what: str, board: Board, handle: SaveHandle) -> Phases:
+        def expired(error: CheckpointTimeout) -> None:
+            handle.fail(error)
+            end_unless(handle.collected, error, self._group.rank)
+            board.fail(describe_error(error))
+
+        return Phases(what, board, self._timeout, expired)
 
     def _agree(
         self,
+        phases: Phases,
         step: int,
-        save: str,
+        name: str,
         temporary: Path,
         state: Mapping[str, Any],
         write_files: Callable[[Path], None] | None,
-        plain: Mapping[str, Any],
-    ) -> tuple[Draft, list[Answer] | None]:
-        """Describes the state and hears all ranks; nothing is left where one of them cannot save."""
+        metadata: Mapping[str, Any] | None,
+        metrics: Mapping[str, float] | None,
+        model_only: bool,
+    ) -> tuple[Draft | None, list[Answer] | None]:
+        """Describes the state and hears all ranks; no answers where one of them is busy. Raises where one cannot save."""
         drafted: Draft | None = None
         problem: BaseException | None = None
         busy = self._when_busy == "skip" and self._flying is not None and not self._flying.done()
         try:
             if not busy:
                 self.wait()
-                on_rank_0 = write_files if self._group.rank == 0 else None
-                drafted = draft(step, save, temporary, state, write_files=on_rank_0, **plain)
+                phases.enter("joining")
+                drafted = draft(step, name, temporary, state, write_files, metadata, metrics, model_only)
         except Exception as error:
             problem = error
         digests = drafted.tables.digests() if drafted is not None else {}
-        told = describe_error(problem) if problem is not None else None
-        try:
-            answers = agree(self._group, Answer(step, busy, told, digests), problem)
-        except BaseException:
-            self._discard(temporary)
-            raise
-        if answers is None:
-            self._discard(temporary)
-        return drafted, answers  # type: ignore[return-value]
+        answer = Answer(step, busy, describe_error(problem) if problem is not None else None, digests)
+        return drafted, agree(self._meeting, phases.board, answer, problem)
 
-    def _copy(
-        self, drafted: Draft, answers: list[Answer], planner: Planner, board: Board, owner: Ownership
-    ) -> tuple[Saving, memoryview]:
-        board.enter("planning")
-        plan, values = planner.plan(drafted, answers)
+    def _copy(self, phases: Phases, drafted: Draft | None, answers: list[Answer]) -> tuple[Saving, memoryview]:
+        """Plans what this rank writes, and copies it."""
+        assert drafted is not None
+        assert self._planner is not None
+        assert self._member is not None
+        phases.enter("planning")
+        plan, values = self._planner.plan(drafted, answers, phases.board)
         extents, size = extents_of(plan, self._group.rank)
         self._memory.check(size)
         check_disk(self.folder, plan)
         entries = drafted.entries()
-        runtime = self._runtime_of(entry.tensor for entry in entries.values())
+        runtime = self._runtime_of([entry.tensor for entry in entries.values()])
         memory = self._memory.take(size, pinned=runtime.device.type == "cuda")
-        board.enter("copying")
+        phases.enter("copying")
         runtime.step_boundary(wait=True)
         take(plan_copies(plan, extents, entries), memory, runtime)
+        phases.leave()
         kinds = {name: section["kind"] for name, section in values.items()}
-        first = self._group.rank == 0
         saving = Saving(
             rank=self._group.rank,
             temporary=drafted.temporary,
             plan=plan,
             extents=extents,
             manifest=drafted.manifest(self._group.size, self._mesh, kinds),
-            board=board,
-            timeout=self._timeout,
+            phases=phases,
             threads=self._threads,
-            lost=owner.lost,
-            committed=self._retain,
-            values=values_to_bytes(values) if first else b"",
+            lost=self._member.lost,
+            committed=self._keeper.after,
+            values=values_to_bytes(values) if self._group.rank == 0 else b"",
             extra=drafted.extra,
         )
         return saving, memory.numpy().data
 
-    def _run(self, saving: Saving, memory: memoryview, handle: SaveHandle) -> None:
+    def _finish(self, saving: Saving, memory: memoryview, handle: SaveHandle) -> None:
+        """In the background: brings the save to its end."""
         try:
             handle.succeed(saving.run(memory))
         except BaseException as error:
             handle.fail(error)
-        self._farewell(saving.board)
+            if isinstance(error, CheckpointTimeout):
+                end_unless(handle.collected, error, self._group.rank)
+        self._farewell(saving.board, saving.temporary)
 
-    def _farewell(self, board: Board) -> None:
-        """Leaves a save's board; rank 0 removes it when all have."""
+    def _farewell(self, board: Board, temporary: Path) -> None:
+        """Leaves a save's board. When all have, rank 0 removes it, and what a save that failed has left."""
         board.leave()
         if self._group.rank == 0:
-            board.close(range(self._group.size), time.monotonic() + min(self._timeout, _FAREWELL))
-
-    def _retain(self, newest: Path) -> None:
-        """Deletes what no policy keeps, now that `newest` is committed."""
-        if not self._policies:
-            return
-        known = {}
-        for path in checkpoints(self.folder):
             try:
-                known[path] = self._saved.get(path) or _saved(path)
-            except CheckpointError as error:
-                logger.warning("%s is left where it is: %s", path, error)
-        known[newest] = _saved(newest)
-        self._saved = known
-        for step in superfluous(list(known.values()), self._policies):
-            path = checkpoint_path(self.folder, step)
-            if path != newest:
-                assert self._owner is not None
-                try:
-                    delete(path, f"{self._owner.identity}-{self._count:06d}")
-                except OSError as error:
-                    logger.warning("%s could not be deleted: %s", path, describe_error(error))
+                board.close(range(1, self._group.size), time.monotonic() + min(self._timeout, FAREWELL))
+                discard(temporary)
+            except OSError as error:
+                logger.warning("cannot remove what a save has left: %s", describe_error(error))
+
+    def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._running = [thread for thread in self._running if thread.is_alive()]
+        thread = threading.Thread(target=target, args=arguments, name="stepmark-save", daemon=True)
+        self._running.append(thread)
+        thread.start()
 
     def check(self) -> None:
         """Raises the error of a save that has failed since the last call. It costs nothing: call it often."""
-        flying = self._flying
-        if flying is not None and flying.done():
-            self._flying = None
-            if flying.error() is not None:
-                flying.result()
+        if self._flying is not None and self._flying.failed():
+            self.wait()
 
     def wait(self) -> None:
         """Returns when no save is on its way. Raises the error of one that failed."""
@@ -239,25 +252,37 @@ class Checkpointer:
         if flying is not None:
             flying.result()
 
-    # restoring
+    # Restoring
 
-    def restore(self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None) -> int | None:
+    def restore(
+        self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None, *, accept: Accept | None = None
+    ) -> int | None:
         """Gives the state the values of a checkpoint, in place; returns its step.
 
         `checkpoint`: a step, a path, or None for the newest that is whole (None is returned where there is none at
-        all). The checkpoint may hold more sections than the state. Raises CheckpointMismatch before anything is changed
-        where it is of another model, CheckpointDamaged where it is not whole, and CheckpointNotFound.
+        all). The checkpoint may hold more sections than the state. `accept(path, manifest)` may refuse one by raising,
+        before it is compared with the state. Raises CheckpointMismatch before anything is changed where it is of
+        another model, CheckpointDamaged where it is not whole, and CheckpointNotFound.
         """
-        self._claim()
+        member = self._join()
         self.wait()
-        tensors = [entry.tensor for section in describe(state) for entry in section.entries.values()]
-        loader = Loader(self._group, self._runtime_of(tensors), self._threads)
-        if checkpoint is None:
-            path = loader.newest(self._group.broadcast(checkpoints(self.folder)), state)
-            return None if path is None else step_of(path)
-        path = self._named(checkpoint)
-        loader.named(path, state)
-        return read_manifest(path).step
+        handle = SaveHandle(-1)
+        phases = self._phases("restore", member.board(self._next_name(member)), handle)
+        try:
+            phases.enter("looking")
+            tensors = [entry.tensor for section in describe(state) for entry in section.entries.values()]
+            loader = Loader(self._meeting, phases, self._runtime_of(tensors), self._threads, accept)
+            if checkpoint is None:
+                candidates = self._meeting.broadcast(checkpoints(self.folder), "looking for checkpoints")
+                path = loader.newest(candidates, state)
+                return None if path is None else step_of(path)
+            path = self._named(checkpoint)
+            loader.named(path, state)
+            return read_manifest(path).step
+        finally:
+            handle.collected.set()
+            phases.stop()
+            self._spawn(self._farewell, phases.board, phases.board.folder)
 
     def _named(self, checkpoint: str | Path | int) -> Path:
         path = checkpoint_path(self.folder, checkpoint) if isinstance(checkpoint, int) else Path(checkpoint)
@@ -277,7 +302,7 @@ class Checkpointer:
                     continue
                 found = path
                 break
-        found = self._group.broadcast(found)
+        found = self._meeting.broadcast(found, "looking for checkpoints")
         assert found is None or isinstance(found, Path)
         return found
 
@@ -289,37 +314,21 @@ class Checkpointer:
         """The plain values that were saved with it as `metadata`."""
         return dict(decode_plain(self.manifest(checkpoint).metadata))
 
-    # coming and going
+    # Coming and going
 
     def claim(self) -> None:
         """Takes the folder for this run. `save` and `restore` do it as well; collective.
 
         Raises CheckpointBusy where another live run has it, and CheckpointError where it cannot be written to.
         """
-        self._claim()
+        self._join()
 
-    def _claim(self) -> tuple[Ownership, Planner]:
-        if self._owner is None or self._planner is None:
-            problem: BaseException | None = None
-            if self._group.rank == 0:
-                try:
-                    check_writable(self.folder)
-                    self._owner = Ownership.claim(self.folder)
-                except (CheckpointError, OSError) as error:
-                    problem = error
-            identity = self._owner.identity if self._owner is not None else None
-            told = self._group.broadcast((identity, problem and (type(problem), describe_error(problem))))
-            if problem is not None:
-                raise problem
-            if told[1] is not None:
-                raise told[1][0](told[1][1])
-            nodes = self._group.all_gather(boot_id())
-            if self._owner is None:
-                first = nodes.index(nodes[self._group.rank]) == self._group.rank
-                self._owner = Ownership.join(self.folder, told[0], self._group.rank, beat=first)
-            self._planner = Planner(self._group, [nodes.index(node) for node in nodes], self._max_file_size)
+    def _join(self) -> Membership:
+        if self._member is None:
+            self._member = Membership.join(self.folder, self._group, self._meeting, self._timeout)
+            self._planner = Planner(self._meeting, self._member.nodes, self._max_file_size)
             atexit.register(self.close)
-        return self._owner, self._planner
+        return self._member
 
     def close(self) -> None:
         """Waits for the save on its way, and gives the folder back. Raises the error of a save that failed."""
@@ -327,9 +336,11 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._owner is not None:
-                self._owner.release(whole=self._group.rank == 0)
-                self._owner = None
+            for thread in self._running:
+                thread.join(FAREWELL + 1)
+            if self._member is not None:
+                self._member.release()
+                self._member = None
             self._memory.release()
 
     def __enter__(self) -> Checkpointer:
@@ -338,20 +349,15 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CheckpointError as trouble:
+            if error is None:
+                raise
+            logger.error("%s", trouble)  # the error on its way is the one to read
 
-    def _runtime_of(self, tensors: Any) -> Runtime:
+    def _runtime_of(self, tensors: Sequence[Tensor]) -> Runtime:
         if self._runtime is None:
-            devices = [tensor.device for tensor in tensors if isinstance(tensor, Tensor)]
-            device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-            return runtime_for(device)
+            devices = [tensor.device for tensor in tensors]
+            return runtime_for(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
         return self._runtime
-
-    def _discard(self, temporary: Path) -> None:
-        if self._group.rank == 0:
-            discard(temporary)
-
-
-def _saved(path: Path) -> Saved:
-    manifest = read_manifest(path)
-    return Saved(manifest.step, manifest.time, decode_plain(manifest.metrics))

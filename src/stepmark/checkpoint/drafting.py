@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, UsageError
-from ..runtime.host import HostGroup
 from . import files
+from .board import Board
 from .describe import Entry, Section, describe
 from .manifest import MANIFEST, VALUES, VERSION, Manifest
+from .meeting import Meeting
 from .plan import SavePlan, plan_save
 from .saving import INDEX
 from .tables import Tables, gather_rows, gather_values, tabulate
@@ -68,7 +69,6 @@ def draft(
     save: str,
     temporary: Path,
     state: Mapping[str, Any],
-    *,
     write_files: Callable[[Path], None] | None,
     metadata: Mapping[str, Any] | None,
     metrics: Mapping[str, float] | None,
@@ -112,12 +112,12 @@ class Answer:
     digests: dict[str, str]
 
 
-def agree(group: HostGroup, answer: Answer, problem: BaseException | None) -> list[Answer] | None:
+def agree(meeting: Meeting, board: Board, answer: Answer, problem: BaseException | None) -> list[Answer] | None:
     """All ranks' answers; None where one of them is busy with the last save, and this one is to be skipped.
 
     Collective. Raises, on every rank, where a rank has a problem or is at another step.
     """
-    answers: list[Answer] = group.all_gather(answer)
+    answers: list[Answer] = meeting.all_gather(answer, "agreeing on a save", board)
     if problem is not None:
         raise problem
     for rank, other in enumerate(answers):
@@ -135,19 +135,21 @@ def agree(group: HostGroup, answer: Answer, problem: BaseException | None) -> li
 class Planner:
     """Plans saves, and keeps the last plan for as long as the tensors stay the same."""
 
-    def __init__(self, group: HostGroup, nodes: Sequence[int], max_file_size: int) -> None:
-        self._group = group
+    def __init__(self, meeting: Meeting, nodes: Sequence[int], max_file_size: int) -> None:
+        self._meeting = meeting
         self._nodes = nodes
         self._max_file_size = max_file_size
         self._last: tuple[Any, SavePlan] | None = None
 
-    def plan(self, draft: Draft, answers: Sequence[Answer]) -> tuple[SavePlan, dict[str, Any]]:
+    def plan(
+        self, draft: Draft, answers: Sequence[Answer], board: Board | None = None
+    ) -> tuple[SavePlan, dict[str, Any]]:
         """The plan, and the values of all ranks. Collective where ranks' values differ, or a tensor has changed."""
         digests = [answer.digests for answer in answers]
         key = [{name: digest for name, digest in one.items() if name} for one in digests]
-        values = gather_values(draft.tables, digests, self._group)
+        values = gather_values(draft.tables, digests, self._meeting, board)
         if self._last is None or self._last[0] != key:
-            holdings = gather_rows(draft.tables, digests, self._group)
+            holdings = gather_rows(draft.tables, digests, self._meeting, board)
             plan = plan_save(holdings, self._nodes, draft.save, max_file_size=self._max_file_size)
             self._last = (key, plan)
         return self._last[1], values

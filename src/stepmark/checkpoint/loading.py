@@ -10,16 +10,19 @@ from typing import Any
 
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from ..runtime.base import Runtime
-from ..runtime.host import HostGroup
 from .describe import Section, describe
-from .manifest import read_manifest
+from .manifest import Manifest, read_manifest
+from .meeting import Meeting
 from .names import set_aside
+from .phases import Phases
 from .reader import TensorReader
 from .restoring import Names, Restoration
 from .saving import describe_error
 from .whole import check_whole, read_values
 
 logger = logging.getLogger("stepmark")
+
+Accept = Callable[[Path, Manifest], None]
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,15 @@ class Outcome:
 class Loader:
     """Restores a state from checkpoints, with all ranks of a group."""
 
-    def __init__(self, group: HostGroup, runtime: Runtime, threads: int) -> None:
-        self._group = group
+    def __init__(
+        self, meeting: Meeting, phases: Phases, runtime: Runtime, threads: int, accept: Accept | None = None
+    ) -> None:
+        """`accept` may refuse a checkpoint, by raising, before it is compared with the state."""
+        self._meeting = meeting
+        self._phases = phases
         self._runtime = runtime
         self._threads = threads
+        self._accept = accept
 
     def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
         """Restores from the first candidate that is whole, and sets those before it aside; None without candidates.
@@ -51,7 +59,7 @@ class Loader:
             if reason is None:
                 self._set_aside(damaged, path)
                 return path
-            if self._group.rank == 0:
+            if self._meeting.rank == 0:
                 logger.error("%s is damaged: %s", path, reason)
             damaged.append((path, reason))
         if damaged:
@@ -75,7 +83,9 @@ class Loader:
         def compare() -> Names:
             nonlocal reader, restoration
             manifest = read_manifest(path)
-            if self._group.rank == 0:
+            if self._accept is not None:
+                self._accept(path, manifest)
+            if self._meeting.rank == 0:
                 check_whole(path, manifest)
             reader = TensorReader(path, manifest, threads=self._threads)
             restoration = Restoration(manifest, read_values(path, manifest), self._runtime, str(path))
@@ -84,20 +94,22 @@ class Loader:
             return restoration.unexpected()
 
         try:
-            reason = self._together(compare, path)
+            reason = self._together("comparing", compare, path)
             if reason is not None:
                 return reason
             assert reader is not None
             assert restoration is not None
             fill = _no_names(reader.fill, restoration.targets, self._runtime)
-            return self._together(fill, path) or self._together(_no_names(restoration.finish), path)
+            finish = _no_names(restoration.finish)
+            return self._together("reading", fill, path) or self._together("setting", finish, path)
         finally:
             if reader is not None:
                 reader.close()
 
-    def _together(self, stage: Callable[[], Names], path: Path) -> str | None:
+    def _together(self, name: str, stage: Callable[[], Names], path: Path) -> str | None:
         """Runs a stage on every rank; the reason where the checkpoint is damaged. Raises on all ranks for the rest."""
         error: BaseException | None = None
+        self._phases.enter(name)
         try:
             outcome = Outcome(unexpected=frozenset(stage()))
         except CheckpointDamaged as problem:
@@ -106,7 +118,9 @@ class Loader:
             outcome, error = Outcome(str(problem), mismatch=True), problem
         except Exception as problem:
             outcome, error = Outcome(describe_error(problem)), problem
-        outcomes: list[Outcome] = self._group.all_gather(outcome)
+        what = f"{name} {path.name}"
+        outcomes: list[Outcome] = self._meeting.all_gather(outcome, what, self._phases.board)
+        self._phases.leave()
         if any(other.damaged for other in outcomes):
             return next(other.problem for other in outcomes if other.damaged)
         if error is not None:
@@ -119,7 +133,7 @@ class Loader:
         return None
 
     def _set_aside(self, damaged: Sequence[tuple[Path, str]], used: Path) -> None:
-        if self._group.rank != 0:
+        if self._meeting.rank != 0:
             return
         for path, _ in damaged:
             logger.error("set the damaged %s aside as %s; using %s instead", path.name, set_aside(path).name, used.name)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..runtime.host import HostGroup
 from .board import Board, CheckpointTimeout
+from .watchdog import print_stacks
 
 
 class Meeting:
@@ -56,7 +57,10 @@ class Meeting:
         try:
             result, error = answers.get(timeout=timeout)
         except queue.Empty:
-            self._broken = CheckpointTimeout(f"{what}: {self._missing(what, board)} within {timeout:g} s (save_timeout)")
+            self._broken = CheckpointTimeout(
+                f"{what}: {self._missing(what, board)} within {timeout:g} s (save_timeout)"
+            )
+            print_stacks(str(self._broken))
             raise self._broken from None
         if error is not None:
             raise error

@@ -38,7 +38,11 @@ class Membership:
                 problem = error
             except OSError as error:
                 problem = CheckpointError(f"{folder} cannot be claimed: {describe_error(error)}")
-        told = None if owner is None and problem is None else (owner and owner.identity, problem and type(problem), str(problem))
+        told = (
+            None
+            if owner is None and problem is None
+            else (owner and owner.identity, problem and type(problem), str(problem))
+        )
         identity, kind, message = meeting.broadcast(told, f"claiming {folder}", max(timeout, 2 * STALE))
         if kind is not None:
             raise problem or kind(message)

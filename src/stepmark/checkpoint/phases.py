@@ -12,9 +12,7 @@ from .watchdog import Watch, print_stacks, watchdog
 class Phases:
     """What this rank is doing. `expired` is told, in another thread, when a phase has not ended in time."""
 
-    def __init__(
-        self, what: str, board: Board, timeout: float, expired: Callable[[CheckpointTimeout], None]
-    ) -> None:
+    def __init__(self, what: str, board: Board, timeout: float, expired: Callable[[CheckpointTimeout], None]) -> None:
         self.what = what
         self.board = board
         self.timeout = timeout

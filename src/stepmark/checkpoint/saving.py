@@ -19,7 +19,7 @@ from . import files
 from .board import Board, CheckpointTimeout, RankFailed
 from .digests import bytes_digest, file_digest
 from .manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry
-from .names import discard, publish
+from .names import publish
 from .phases import Phases
 from .plan import MODEL, SavePlan
 from .snapshot import Extent
@@ -42,14 +42,15 @@ class Saving:
     phases: Phases
     threads: int
     lost: Callable[[], bool]
-    committed: Callable[[Path], None]
+    committed: Callable[[Path, str], None]
     values: bytes = b""
     extra: Sequence[str] = field(default_factory=tuple)
 
     def run(self, memory: memoryview) -> Path:
-        """Brings the save to its end; returns the checkpoint's path. On an error nothing is left of it.
+        """Brings the save to its end; returns the checkpoint's path.
 
-        Raises CheckpointError, also for what other ranks report.
+        On an error the temporary folder stays; remove it when no rank writes there any more. Raises CheckpointError,
+        also for what other ranks report.
         """
         try:
             digests = self._write(memory)
@@ -63,8 +64,6 @@ class Saving:
                 print_stacks(f"{self.phases.what}: {error}")
             if not isinstance(error, RankFailed):
                 self.board.fail(describe_error(error))
-            if self.rank == 0:
-                discard(self.temporary)
             if isinstance(error, OSError | CheckpointError):
                 kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
                 raise kind(f"step {self.manifest.step} was not saved: {describe_error(error)}") from error
@@ -111,7 +110,7 @@ class Saving:
             raise CheckpointBusy(f"{self.temporary.parent} was taken over by another run; stop one of the two")
         path = publish(self.temporary, self.manifest.save)
         self.board.post("committed", str(path))
-        self.committed(path)
+        self.committed(path, self.manifest.save)
         return path
 
     def _write_manifest(self, sealed: Mapping[int, str]) -> None:

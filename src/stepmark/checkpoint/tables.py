@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError
-from ..runtime.host import HostGroup
 from ..sharding.spec import Box, Piece
+from .board import Board
 from .describe import Section
 from .digests import bytes_digest
+from .meeting import Meeting
 from .plan import Holding, Row
 
 
@@ -60,15 +61,17 @@ def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
 Digests = Sequence[dict[str, str]]  # each rank's `Tables.digests()`
 
 
-def gather_rows(tables: Tables, digests_of_all: Digests, group: HostGroup) -> list[Holding]:
+def gather_rows(tables: Tables, digests_of_all: Digests, meeting: Meeting, board: Board | None = None) -> list[Holding]:
     """All distinct tables, each with the ranks that hold it; collective."""
     holders = _holders(digests_of_all)
     mine = {name: tables.rows[name] for name, digest in tables.digests().items() if name}
-    sent = _exchange(mine, {key: ranks for key, ranks in holders.items() if key[0]}, tables, group)
+    sent = _exchange(mine, {key: ranks for key, ranks in holders.items() if key[0]}, tables, meeting, board)
     return [Holding(_rows_from_json(name, data), tuple(holders[name, digest])) for (name, digest), data in sent.items()]
 
 
-def gather_values(tables: Tables, digests_of_all: Digests, group: HostGroup) -> dict[str, Any]:
+def gather_values(
+    tables: Tables, digests_of_all: Digests, meeting: Meeting, board: Board | None = None
+) -> dict[str, Any]:
     """The values of all ranks in one; collective where they differ.
 
     Raises UsageError, on every rank, where ranks hold different plain values under one name.
@@ -77,7 +80,7 @@ def gather_values(tables: Tables, digests_of_all: Digests, group: HostGroup) -> 
     if len(holders) == 1:
         return dict(json.loads(tables.values))
     values: dict[str, Any] = {}
-    for key, data in _exchange({"": tables.values}, holders, tables, group).items():
+    for key, data in _exchange({"": tables.values}, holders, tables, meeting, board).items():
         values = _merge(values, json.loads(data), (), holders[key][0])
     return values
 
@@ -92,17 +95,21 @@ def _holders(digests_of_all: Digests) -> dict[tuple[str, str], list[int]]:
 
 
 def _exchange(
-    mine: dict[str, bytes], holders: dict[tuple[str, str], list[int]], tables: Tables, group: HostGroup
+    mine: dict[str, bytes],
+    holders: dict[tuple[str, str], list[int]],
+    tables: Tables,
+    meeting: Meeting,
+    board: Board | None,
 ) -> dict[tuple[str, str], bytes]:
     """Each distinct table, from the first rank that holds it, in the order of `holders`."""
     own = tables.digests()
     packed = {
         (name, digest): zlib.compress(mine[name], 1)
         for (name, digest), ranks in holders.items()
-        if ranks[0] == group.rank and own.get(name) == digest
+        if ranks[0] == meeting.rank and own.get(name) == digest
     }
     sent: dict[tuple[str, str], bytes] = {}
-    for part in group.all_gather(packed):
+    for part in meeting.all_gather(packed, "planning a save", board):
         sent.update(part)
     return {key: zlib.decompress(sent[key]) for key in holders}
 

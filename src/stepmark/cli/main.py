@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 import stepmark
 from stepmark.cli import train as train_command
-from stepmark.errors import UsageError
+from stepmark.errors import LaunchError, UsageError
 from stepmark.launch.failure import REPORTS, Failure
+from stepmark.launch.world import World
 
 COMMANDS: dict[str, Any] = {"train": train_command}
 
@@ -42,8 +43,12 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code."""
     with_traceback = "--traceback" in arguments
     try:
-        parsed = build_parser().parse_args(arguments)
-        return int(COMMANDS[parsed.command].run(parsed))
+        parsed, unknown = build_parser().parse_known_args(arguments)
+        command = COMMANDS[parsed.command]
+        if unknown:
+            raise UsageError(command.explain_unknown(unknown[0]))
+        parsed.arguments = list(arguments)
+        return int(command.run(parsed))
     except KeyboardInterrupt as error:
         return _fail(error, with_traceback)
     except Exception as error:
@@ -51,20 +56,31 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _fail(error: BaseException, with_traceback: bool) -> int:
-    failure = Failure.of(error, int(os.environ.get("RANK", "0")))
+    world = _world()
+    failure = Failure.of(error, world.rank)
     if REPORTS in os.environ:
         failure.leave(os.environ[REPORTS])
         return failure.exit_code
     if with_traceback:
         traceback.print_exception(error)
-    if with_traceback or _should_tell(failure):
+    if with_traceback or _should_tell(failure, world):
         print(f"error: {failure.message}", file=sys.stderr, flush=True)
     return failure.exit_code
 
 
-def _should_tell(failure: Failure) -> bool:
-    """Of several ranks under another launcher, the first to fail tells; a wrong call fails on all, and rank 0 tells."""
-    if failure.exit_code == UsageError.exit_code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return failure.rank == 0
-    joined = sys.modules.get("stepmark.runtime.context")
-    return joined is None or joined.first_to_fail()
+def _world() -> World:
+    """This rank's place; alone where the variables that tell it are what is wrong."""
+    try:
+        return World.from_environment()
+    except LaunchError:
+        return World()
+
+
+def _should_tell(failure: Failure, world: World) -> bool:
+    """Of several ranks under another launcher that have found each other, the first to fail tells. Before that a wrong
+    call fails on all, and one rank of each node tells."""
+    context = sys.modules.get("stepmark.runtime.context")
+    distributed = sys.modules.get("torch.distributed")
+    if context is not None and distributed is not None and distributed.is_initialized():
+        return bool(context.first_to_fail())
+    return failure.exit_code != UsageError.exit_code or world.local_rank == 0

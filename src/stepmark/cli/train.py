@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from stepmark.errors import UsageError
 from stepmark.recipe.recipe import Recipe, all_fields, read_recipe
+from stepmark.recipe.unknown import unknown_field
 
 HELP = "train a model as a recipe says"
 
@@ -16,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     fields = parser.add_argument_group("recipe fields")
     for name, (kind, default) in all_fields().items():
-        fields.add_argument(f"--{name}", nargs="?", const="true", metavar=_metavar(kind), help=_help(default))
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if "bool" in kind.split(" | ") else {}
+        fields.add_argument(f"--{name}", metavar=_metavar(kind), help=_help(default), **switch)
 
 
 def _metavar(kind: str) -> str:
@@ -25,6 +28,13 @@ def _metavar(kind: str) -> str:
 
 def _help(default: object) -> str:
     return "" if default is None else f"default: {default}".replace("%", "%%")
+
+
+def explain_unknown(argument: str) -> str:
+    """One line on an argument that is none of ours: a field that does not exist, or a word too many."""
+    if not argument.startswith("--"):
+        return f"{argument}: is one argument too many; one recipe, and its fields as --FIELD VALUE"
+    return unknown_field(argument[2:].split("=", 1)[0], all_fields())
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -43,7 +53,7 @@ def _start_ranks(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--nproc: should be at least 1, and is {parsed.nproc}")
     if World.from_environment().size > 1:
         raise UsageError("--nproc: this process is already one of several ranks; leave --nproc out under a launcher")
-    return supervise(_rank_command(sys.argv[1:]), parsed.nproc, show_traceback=parsed.traceback)
+    return supervise(_rank_command(parsed.arguments), parsed.nproc, show_traceback=parsed.traceback)
 
 
 def _rank_command(arguments: list[str]) -> list[str]:

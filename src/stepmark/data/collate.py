@@ -6,7 +6,7 @@ ids with the pad id, everything else with 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,10 @@ from .packing import IGNORED
 SEQUENCES = frozenset(
     {"input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "special_tokens_mask"}
 )
-FIXED_SHAPES = "batches must keep one shape here: give pad_to one length, or a few, that samples are padded to"
+FIXED_SHAPES = (
+    "batches must keep one shape here: state a length, or a few, that samples are padded to (data_collator=PadTo(128) "
+    "for the Trainer, pad_to for a DataLoader)"
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,18 @@ class Padding:
     def value(self, name: str) -> int:
         """What a feature is padded with."""
         return {"labels": IGNORED, "input_ids": self.pad_token_id, "special_tokens_mask": 1}.get(name, 0)
+
+
+@dataclass(frozen=True)
+class PadTo:
+    """A `data_collator` that pads sequences to one stated length, or to the smallest of a few that fits, so that a lazy
+    device sees few shapes. `collate_fn` makes the batch that is padded; by default samples are stacked.
+
+        Trainer(…, data_collator=PadTo([64, 128]))
+    """
+
+    lengths: int | Sequence[int]
+    collate_fn: Callable[[list[Any]], Any] | None = None
 
 
 def collate(samples: Sequence[Any], indices: Sequence[int], padding: Padding, length: int | None = None) -> Any:

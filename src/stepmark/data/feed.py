@@ -7,7 +7,7 @@ thread moves them, some steps ahead. The loader's position follows what the cons
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ class DeviceFeed:
         self.runtime = runtime
         self.lookahead = lookahead
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Generator[StepBatch, None, None]:
         ahead = self.lookahead > 0 and self.runtime.device.type != "cpu"
         for step in self._moved_ahead() if ahead else map(self._move, self.loader.ahead()):
             self.loader.load_state_dict(step.state)

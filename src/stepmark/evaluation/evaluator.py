@@ -26,7 +26,7 @@ HELD_BATCHES = 16  # losses that wait on the device before they are fetched
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over `tokens` target tokens of `samples` samples (None where no batch has labels), seconds it took, and
+    """Mean loss over `tokens` target tokens of `samples` samples (None where there are no such tokens), seconds it took, and
     where they were asked for, predictions and labels of all samples in their order, as numpy arrays."""
 
     loss: float | None
@@ -77,7 +77,7 @@ class Evaluator:
         totals = [sum(column) for column in zip(*self.host.all_gather(sums), strict=True)]
         predictions, labels = self._gather(kept) if gather else (None, None)
         return Evaluation(
-            loss=totals[0] / totals[1] if totals[4] else None,
+            loss=totals[0] / totals[1] if totals[4] and totals[1] else None,
             tokens=int(totals[1]),
             samples=int(totals[2]),
             batches=int(sums[3]),

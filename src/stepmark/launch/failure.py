@@ -35,6 +35,8 @@ class Failure:
         known = isinstance(error, StepmarkError)
         text = str(error).strip()
         message = text if known else f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if isinstance(error, KeyboardInterrupt):
+            message = "interrupted"
         return cls(
             rank=rank,
             message=" ".join(message.split()),

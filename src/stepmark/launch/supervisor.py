@@ -145,7 +145,7 @@ class _Ranks:
 def _describe(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     return f"was ended by {name}{hint}"
 

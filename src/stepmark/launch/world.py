@@ -32,7 +32,7 @@ class World:
         environment = os.environ if environment is None else environment
         if "RANK" in environment or "WORLD_SIZE" in environment:
             return _from_torchrun(environment)
-        if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
             return _from_slurm(environment)
         return cls()
 
@@ -72,12 +72,13 @@ def _from_torchrun(environment: Mapping[str, str]) -> World:
 def _from_slurm(environment: Mapping[str, str]) -> World:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     port = 20000 + _number(environment, "SLURM_JOB_ID", 0) % 20000
+    node = _number(environment, "SLURM_NODEID", 0)
     return World(
         rank=_number(environment, "SLURM_PROCID"),
         size=_number(environment, "SLURM_STEP_NUM_TASKS"),
         local_rank=_number(environment, "SLURM_LOCALID"),
-        local_size=_tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), _number(environment, "SLURM_NODEID", 0)),
-        node=_number(environment, "SLURM_NODEID", 0),
+        local_size=_tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), node),
+        node=node,
         master_address=environment.get("MASTER_ADDR") or first_host(nodes),
         master_port=_number(environment, "MASTER_PORT", port),
     )
@@ -102,10 +103,10 @@ def first_host(nodelist: str) -> str:
         names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
         return names.stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
-        match = re.match(r"([^\[,]+)(?:\[([^\],\-]+)[^\]]*\]([^,\[]*))?", nodelist)
-        if match is None:
+        first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodelist)  # up to the first comma that is in no brackets
+        if first is None:
             raise LaunchError(f"cannot tell the first host of Slurm's node list {nodelist!r}; set MASTER_ADDR") from None
-        return "".join(part for part in match.groups() if part)
+        return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def _tasks_on_node(counts: str, node: int) -> int:

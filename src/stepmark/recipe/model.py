@@ -15,6 +15,8 @@ from stepmark.trainer.arguments import parse_options
 
 def build_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer of the recipe: by name, or the one in the model's folder."""
+    if config.model_name_or_path is not None:
+        _check_folder(config.model_name_or_path)
     return load_tokenizer(config.tokenizer_name or str(config.model_name_or_path))
 
 
@@ -43,8 +45,9 @@ def build_config(config: ModelConfig, tokenizer: Any) -> Any:
         )
     try:
         return type(made).from_dict({**made.to_dict(), **values})
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"config_overrides: {type(made).__name__} refuses {overrides}: {error}") from error
+    except Exception as error:  # configurations check their values each in their own way
+        message = " ".join(str(error).split())
+        raise UsageError(f"config_overrides: {type(made).__name__} refuses {overrides}: {message}") from error
 
 
 def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> torch.nn.Module:
@@ -56,25 +59,39 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> torch.nn.Modu
         model_config = build_config(config, tokenizer)
         try:
             return AutoModelForCausalLM.from_config(model_config).float()
-        except ValueError as error:
-            raise UsageError(f"config_name and config_overrides: no model can be made: {_first_line(error)}") from error
+        except Exception as error:  # models check their numbers each in their own way, by ValueError, KeyError and more
+            raise UsageError(
+                f"config_name and config_overrides: no model can be made of them: {_first_line(error)}"
+            ) from error
     return _load(config.model_name_or_path)
 
 
 def _load(name: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
+    try:
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, report = load(name, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # of transformers, safetensors, the hub's client and parsers: of dozens of kinds
+        raise UsageError(f"model_name_or_path: no model can be loaded from {name}: {_first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UsageError(
+            f"model_name_or_path: {name} lacks weights of {type(model).__name__}: {missing[0]}{more}; name a folder with "
+            "a whole model"
+        )
+    assert isinstance(model, torch.nn.Module)
+    return model
+
+
+def _check_folder(name: str) -> None:
+    """A path is checked before anything is loaded; what is none may be a name of the Hugging Face hub."""
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UsageError(f"model_name_or_path: {folder} has no config.json; name a Hugging Face model folder")
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"model_name_or_path: cannot load {name}: {_first_line(error)}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UsageError(f"model_name_or_path: {name} lacks weights: {missing[0]} and {len(missing) - 1} more")
-    return model
+    if not folder.is_dir() and (folder.exists() or folder.is_absolute() or name.startswith((".", "~"))):
+        raise UsageError(f"model_name_or_path: {folder} is no folder; name a Hugging Face model folder")
 
 
 def _overrides(config: ModelConfig) -> dict[str, Any]:
@@ -88,4 +105,5 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    line = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {line}" if isinstance(error, LookupError) or not line else line

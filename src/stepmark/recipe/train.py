@@ -7,16 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stepmark.errors import DataError
+from stepmark.errors import DataError, UsageError
 from stepmark.recipe.quiet import quiet_libraries
 from stepmark.recipe.recipe import Recipe
 from stepmark.runtime.context import Context, start
+from stepmark.trainer.arguments import TrainingArguments
 
 
 def train(recipe: Recipe) -> None:
     """Runs the recipe as one of the ranks; collective."""
     args = recipe.training
     quiet_libraries()
+    _check_names(args)
     context = start(args.device)
     _say(context, f"device: {context.runtime.name}, {context.world.size} rank{'s' if context.world.size > 1 else ''}")
     from stepmark.recipe.model import build_model, build_tokenizer
@@ -30,10 +32,9 @@ def train(recipe: Recipe) -> None:
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
     model = build_model(recipe.model, tokenizer, args.seed)
     _check_block_size(model, data.train)
+    _check_vocabulary(model, tokenizer)
     data.train.fingerprint = data.fingerprint
-    trainer = Trainer(
-        model, args, train_dataset=data.train, eval_dataset=data.validation, processing_class=tokenizer
-    )
+    trainer = Trainer(model, args, train_dataset=data.train, eval_dataset=data.validation, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()
     if args.eval_strategy != "no":
@@ -48,6 +49,25 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
     with context.leader_first("preparing data") as leads:
         config = recipe.data if leads else dataclasses.replace(recipe.data, overwrite_cache=False)
         return prepare(config, tokenizer, progress=lambda text: _say(context, text))
+
+
+def _check_names(args: TrainingArguments) -> None:
+    """Raises UsageError for an optimizer or schedule that does not exist, before anything is built."""
+    from stepmark.training.optimizer import check_optimizer
+    from stepmark.training.schedule import check_schedule
+
+    check_optimizer(args.optim)
+    check_schedule(args.lr_scheduler_type)
+
+
+def _check_vocabulary(model: Any, tokenizer: Any) -> None:
+    """A token without an embedding is a crash on the host, and read from anywhere on some devices."""
+    embeddings = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > embeddings:
+        raise UsageError(
+            f"tokenizer_name: the tokenizer has {len(tokenizer)} tokens and the model only {embeddings} embeddings; use "
+            "the tokenizer that belongs to the model"
+        )
 
 
 def _check_block_size(model: Any, dataset: Any) -> None:

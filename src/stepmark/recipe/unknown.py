@@ -32,7 +32,7 @@ def unknown_field(name: str, known: Collection[str], path: str | None = None) ->
     if name in ELSEWHERE:
         return f"{name}: is not a field of Stepmark's{where}; {ELSEWHERE[name]}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=TYPING_ERROR)
-    if close:
+    if close and not name.startswith(f"{close[0]}_"):
         return f"{name}: is not a field{where}; did you mean {close[0]}?"
     listed = "`stepmark train --help` lists the fields that there are"
     if name in RUN_CLM or name in _transformers_fields():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -50,5 +50,5 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(np.asarray(flat))}"
+    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(flat)}"

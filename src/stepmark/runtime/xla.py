@@ -97,7 +97,9 @@ def _samples(metric: str) -> int:
 
 def all_reduce_in_graph(tensor: Tensor, groups: list[list[int]] | None) -> Tensor:
     """The sum over the replicas of each group (all replicas without groups), as an operation of the graph."""
-    return xm.all_reduce(xm.REDUCE_SUM, tensor, groups=groups, pin_layout=False)
+    reduced = xm.all_reduce(xm.REDUCE_SUM, tensor, groups=groups, pin_layout=False)
+    assert isinstance(reduced, Tensor)
+    return reduced
 
 
 def spawn_replicas(replica: Callable[[Callable[[], None]], None]) -> None:

@@ -15,6 +15,7 @@ from stepmark.trainer.fields import convert_all
 from stepmark.trainer.plain_yaml import parse_yaml
 
 STRATEGIES = ("no", "steps", "epoch")
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 
@@ -92,7 +93,7 @@ class TrainingArguments:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _follows_metric(self) -> bool:
-        return self.load_best_model_at_end or self.save_strategy == "best" or self.lr_scheduler_type == "reduce_lr_on_plateau"
+        return self.load_best_model_at_end or self.save_strategy == "best" or self.lr_scheduler_type in METRIC_SCHEDULES
 
     @property
     def best_metric_key(self) -> str | None:
@@ -156,6 +157,7 @@ def _check_ranges(args: TrainingArguments) -> None:
         "adam_epsilon": 0,
         "seed": 0,
         "data_seed": 0,
+        "save_total_limit": 1,
     }
     for name, least in at_least.items():
         value = getattr(args, name)
@@ -167,7 +169,7 @@ def _check_ranges(args: TrainingArguments) -> None:
     for name in ("seed", "data_seed"):
         if (getattr(args, name) or 0) >= 2**63:
             raise UsageError(f"{name}: should be below 2**63, and is {getattr(args, name)}")
-    for name in ("logging_steps", "save_steps", "eval_steps", "save_total_limit"):
+    for name in ("logging_steps", "save_steps", "eval_steps"):
         value = getattr(args, name)
         if value is not None and not (0 < value < 1 or (value >= 1 and value % 1 == 0)):
             raise UsageError(f"{name}: should be a whole number of steps, or a fraction below 1, and is {value}")
@@ -199,8 +201,12 @@ def _check_agreement(args: TrainingArguments) -> None:
         for name in ("load_best_model_at_end", "eval_on_start"):
             if getattr(args, name):
                 raise UsageError(f"{name} and eval_strategy: {name} needs evaluations; set eval_strategy to steps or epoch")
-        if args.save_strategy == "best" or args.lr_scheduler_type == "reduce_lr_on_plateau":
-            raise UsageError("eval_strategy: saving the best, or a rate that follows a metric, needs steps or epoch")
+        if args.save_strategy == "best":
+            raise UsageError("save_strategy and eval_strategy: the best is told by evaluations; set eval_strategy")
+        if args.lr_scheduler_type in METRIC_SCHEDULES:
+            raise UsageError(
+                f"lr_scheduler_type and eval_strategy: {args.lr_scheduler_type} follows evaluations; set eval_strategy"
+            )
     if args.load_best_model_at_end and args.save_strategy != "best":
         _check_best_is_saved(args)
 

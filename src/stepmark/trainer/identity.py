@@ -41,7 +41,7 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], where: 
 
 
 def _model(model: nn.Module) -> dict[str, Any]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         values = {key: value for key, value in config.to_dict().items() if key not in FREE}
         return {"class": type(model).__name__, **json.loads(json.dumps(values, default=str))}

@@ -66,6 +66,7 @@ def check_room(folder: Path, needed: int, host: HostGroup) -> None:
 
 def write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> None:
     """Everything of a Hugging Face model folder but the weights: config, generation config, tokenizer."""
-    for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
+    parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), processing_class]
+    for part in parts:
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(folder)

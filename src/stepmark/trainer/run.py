@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import Checkpointer, Manifest
+from stepmark.checkpoint.manifest import MANIFEST
+from stepmark.checkpoint.names import checkpoint_path, checkpoints
 from stepmark.data.batch import StepBatch
 from stepmark.data.feed import DeviceFeed
-from stepmark.errors import CheckpointMismatch, CheckpointNotFound
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
 from stepmark.trainer.display import Display
 from stepmark.trainer.identity import check_same_run
 from stepmark.trainer.running import RunningMeans, Stopwatch
@@ -74,26 +76,39 @@ class TrainingRun:
         restore_schedule(self.schedule, state["schedule"], state["rates"])
 
     def resume(self, checkpoint: Path | None) -> Path | None:
-        """Restores `checkpoint`, or the newest whole one (None where there is none). Returns what was restored."""
-        path = checkpoint or self.checkpointer.latest()
-        if path is None:
+        """Restores `checkpoint`, or the newest whole one (None where there is none at all). Returns what was restored.
+
+        Raises CheckpointError, before anything is trained, where there is nothing that this run can go on from.
+        """
+        folder = self.checkpointer.folder
+        if checkpoint is None and not self.trainer.context.host.broadcast(bool(checkpoints(folder))):
             return None
-        if not (path / "manifest.json").is_file():
-            raise CheckpointNotFound(
-                f"resume_from_checkpoint: {path} is not a checkpoint of Stepmark's; name a checkpoint-N folder, or true "
-                "for the newest"
-            )
-        metadata = self.checkpointer.metadata(path)
-        if metadata.get("model_only"):
+        if checkpoint is not None:
+            _check_named(checkpoint)
+        self.optimizer.ensure_state()
+        try:
+            step = self.checkpointer.restore(self.sections(), checkpoint, accept=self._accept)
+        except CheckpointDamaged as error:
+            remedy = "" if checkpoint is None else "; name another checkpoint, or true for the newest that is whole"
+            raise CheckpointDamaged(f"resume_from_checkpoint: {error}{remedy}") from error
+        assert step is not None
+        path = checkpoint or checkpoint_path(folder, step)
+        self._restore_trainer_state(path)
+        return path
+
+    def _accept(self, path: Path, manifest: Manifest) -> None:
+        """Raises CheckpointMismatch for a checkpoint that is not one of this run."""
+        if manifest.model_only:
             raise CheckpointMismatch(
                 f"resume_from_checkpoint: {path} holds the model alone (save_only_model); start a new run with "
                 "model_name_or_path set to it"
             )
-        check_same_run(metadata["identity"], self.identity, str(path))
-        self.optimizer.ensure_state()
-        self.checkpointer.restore(self.sections(), path)
-        self._restore_trainer_state(path)
-        return path
+        saved = self.checkpointer.metadata(path).get("identity")
+        if saved is None:
+            raise CheckpointMismatch(
+                f"resume_from_checkpoint: {path} was not saved by a training run of Stepmark's; name one that was"
+            )
+        check_same_run(saved, self.identity, str(path))
 
     def _restore_trainer_state(self, path: Path) -> None:
         saved = TrainerState.load_from_json(str(path / "trainer_state.json"))
@@ -186,3 +201,16 @@ class TrainingRun:
             log |= {"graph_compilations": counters.compilations, "graph_executions": counters.executions}
         self.display.step(self.trainer.state.global_step, log["loss"], speed)
         self.trainer.log(log)
+
+
+def _check_named(checkpoint: Path) -> None:
+    """Raises CheckpointNotFound where the path that the user gave is no checkpoint."""
+    if not checkpoint.exists():
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint: there is no {checkpoint}; name a checkpoint-N folder, or true for the newest"
+        )
+    if not (checkpoint / MANIFEST).is_file():
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint: {checkpoint} is not a checkpoint of Stepmark's: it has no {MANIFEST}; name a "
+            "checkpoint-N folder, or true for the newest"
+        )

@@ -21,6 +21,7 @@ from transformers.trainer_callback import (
 from transformers.trainer_utils import EvalPrediction
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
+from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator, perplexity
@@ -37,7 +38,7 @@ from stepmark.trainer.run import TrainingRun
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.model import check_bf16, enable_gradient_checkpointing
 from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
-from stepmark.training.schedule import build_schedule, warmup_length
+from stepmark.training.schedule import build_schedule, follows_metric, warmup_length
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class Trainer:
         self.display = Display(shows=False, total=0, done=0)
         self.state = self._fresh_state()
         self.control = TrainerControl()
-        self.callback_handler = CallbackHandler(
+        self.callback_handler: Any = CallbackHandler(
             [FlowCallback, *_reporters(self.args), *(callbacks or ())], model, processing_class, None, None
         )
         self.event("on_init_end")
@@ -160,15 +161,16 @@ class Trainer:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
+        padded = self.data_collator if isinstance(self.data_collator, PadTo) else None
         return DataLoader(
             dataset,
             batch_size,
             rank=self.context.data_parallel.rank,
             world_size=self.context.data_parallel.size,
-            collate_fn=self.data_collator,
+            collate_fn=padded.collate_fn if padded else self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             fixed_shape=self.context.runtime.lazy,
-            pad_to=getattr(dataset, "pad_to", None),
+            pad_to=padded.lengths if padded else None,
             pad_token_id=getattr(self.processing_class, "pad_token_id", None) or 0,
             causal_shift=self.loss.causal_shift,
             **options,
@@ -269,6 +271,7 @@ class Trainer:
             states = 0 if self.args.save_only_model else 2
             size = sum(p.numel() * (p.element_size() + 4 * states) for p in self.model.parameters())
             check_room(folder, size, self.context.host)
+            run.checkpointer.claim()
 
     def _train(self, run: TrainingRun, resume: bool | str | None) -> TrainOutput:
         self._begin(run)
@@ -377,6 +380,7 @@ class Trainer:
             metrics: dict[str, float] = {}
             for name, each in dataset.items():
                 metrics |= self.evaluate(each, f"{metric_key_prefix}_{name}")
+            self._last_evaluation = (self.state.global_step, metrics)
             return metrics
         evaluation = self._evaluate(dataset, gather=self.compute_metrics is not None)
         metrics = self._metrics(evaluation, metric_key_prefix)
@@ -430,7 +434,7 @@ class Trainer:
             raise UsageError(
                 f"metric_for_best_model: the evaluation has no {key}; it has {', '.join(sorted(metrics))}"
             )
-        if isinstance(run.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if follows_metric(run.schedule):
             run.schedule.step(metrics[key])
         if is_better(self.args, metrics[key], self.state.best_metric):
             self.state.best_metric, self.state.best_global_step = metrics[key], self.state.global_step

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepmark.data.batch import integer_labels
 from stepmark.training.masks import masks_by_shape
 
 IGNORED = -100
@@ -71,11 +72,19 @@ class MicroBatchLoss:
         if self._counts_items:
             outputs = model(**inputs, **self._fixed, num_items_in_batch=weight.step)
             return _field(outputs, "loss"), outputs
-        outputs = model(**inputs, **self._fixed)
+        outputs = model(**_some_target(inputs, weight), **self._fixed)
         loss = _field(outputs, "loss")
-        # A micro-batch of padding alone has no mean; its weight is 0.
         share = weight.micro_batch / weight.step
         return torch.where(weight.micro_batch > 0, loss, torch.zeros_like(loss)) * share, outputs
+
+
+def _some_target(inputs: Mapping[str, Any], weight: Weight) -> Mapping[str, Any]:
+    """A micro-batch of padding alone has weight 0, but the mean of no losses is nan, and so may be its gradient: it gets
+    targets of class 0 instead."""
+    labels = integer_labels(inputs)
+    if labels is None:
+        return inputs
+    return {**inputs, "labels": torch.where(weight.micro_batch > 0, labels, torch.zeros_like(labels))}
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, causal_shift: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +17,14 @@ def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
 
     For transformers' models. Lazy devices need torch_xla's own function: torch's crashes there.
     """
-    if not hasattr(model, "gradient_checkpointing_enable"):
+    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
         raise UsageError(
             f"gradient_checkpointing: {type(model).__name__} has no gradient_checkpointing_enable, as models of "
             "transformers have; checkpoint its layers yourself"
         )
     try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": runtime.lazy})
+        enable(gradient_checkpointing_kwargs={"use_reentrant": runtime.lazy})
     except ValueError as error:
         raise UsageError(f"gradient_checkpointing: {error}") from error
     if runtime.lazy:
@@ -30,7 +32,8 @@ def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
 
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = functools.partial(checkpoint_function(), use_reentrant=True)
+                function: Any = functools.partial(checkpoint_function(), use_reentrant=True)
+                module._gradient_checkpointing_func = function
 
 
 def check_bf16(device: torch.device) -> None:

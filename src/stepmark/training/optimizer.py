@@ -159,8 +159,7 @@ def build_optimizer(
     `options` are the optimizer's own further arguments (`momentum` and `nesterov` of SGD, `amsgrad` of AdamW).
     Raises UsageError for a name or an option that is unknown.
     """
-    if name not in OPTIMIZERS:
-        raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
+    check_optimizer(name)
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {"params": [item for item in trained if decay(item[0])], "weight_decay": weight_decay},
@@ -173,11 +172,17 @@ def build_optimizer(
     def make(inner_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:
             return _torch_class(name, runtime, keywords)(inner_groups, **keywords)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"optim_args: {name} refuses {dict(options or {})}: {error}") from error
 
     used = [group for group in groups if group["params"]]
     return ParameterOptimizer(used, make, runtime, order=[key for key, _ in named_parameters])
+
+
+def check_optimizer(name: str) -> None:
+    """Raises UsageError for a name that is none of OPTIMIZERS."""
+    if name not in OPTIMIZERS:
+        raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
 
 
 def _torch_class(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from stepmark.errors import UsageError
 
@@ -19,11 +20,9 @@ def build_schedule(
 
     Raises UsageError for an unknown name or option.
     """
-    from transformers import SchedulerType, get_scheduler
+    from transformers import get_scheduler
 
-    names = [kind.value for kind in SchedulerType]
-    if name not in names:
-        raise UsageError(f"lr_scheduler_type: {name!r} is unknown; choose one of {', '.join(names)}")
+    check_schedule(name)
     try:
         return get_scheduler(
             name,
@@ -34,6 +33,15 @@ def build_schedule(
         )
     except (TypeError, ValueError) as error:
         raise UsageError(f"lr_scheduler_kwargs: the schedule {name} refuses {dict(options)}: {error}") from error
+
+
+def check_schedule(name: str) -> None:
+    """Raises UsageError for a name that transformers' `get_scheduler` does not know."""
+    from transformers import SchedulerType
+
+    names = [kind.value for kind in SchedulerType]
+    if name not in names:
+        raise UsageError(f"lr_scheduler_type: {name!r} is unknown; choose one of {', '.join(names)}")
 
 
 def warmup_length(warmup_steps: float, warmup_ratio: float, total_steps: int) -> int:
@@ -72,8 +80,13 @@ def place_at(schedule: LambdaLR, step: int) -> None:
 
 def advance(schedule: LRScheduler) -> None:
     """One optimizer step on; a schedule that follows a metric is moved by the evaluation instead."""
-    if not isinstance(schedule, ReduceLROnPlateau):
+    if not follows_metric(schedule):
         schedule.step()
+
+
+def follows_metric(schedule: LRScheduler) -> bool:
+    """Whether the schedule's steps take a metric, as those of torch's ReduceLROnPlateau and transformers' GreedyLR do."""
+    return "metrics" in inspect.signature(schedule.step).parameters
 
 
 def _is_plain(value: Any) -> bool:

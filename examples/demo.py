@@ -1,0 +1,173 @@
+"""Stepmark in a few minutes: train, be killed, carry on, and prove that nothing was lost.
+
+Trains examples/demo.yaml on two ranks of a lazy device and kills the job in the middle; runs the same command again;
+runs it a third time, undisturbed, into another folder; and compares. Everything is written to demo/. The exit code is
+1 where the resumed run differs from the undisturbed one in a single bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from demo_curve import draw
+from demo_history import History, read_history
+from stepmark.recipe.quiet import quiet_libraries
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "demo"
+RUN, UNDISTURBED, CURVE = DEMO / "run", DEMO / "undisturbed", DEMO / "loss.png"
+COMMAND = ("stepmark", "train", "examples/demo.yaml", "--nproc", "2")
+
+STEPS = 240
+KILL_AFTER = 130  # a step between two checkpoints, those of steps 120 and 160
+PROMPTS = ("def ", "class ", "import ")
+NEW_TOKENS = 56  # with the prompt, no more than the model's 64 positions
+
+
+def main() -> int:
+    began = time.monotonic()
+    os.chdir(ROOT)
+    shutil.rmtree(DEMO, ignore_errors=True)
+    say("A small GPT-2 learns Python's standard library, on two ranks of a lazy device (XLA).")
+
+    say("1. Train, and be killed on the way.")
+    killed_at = train_until_killed()
+
+    say("2. The same command again: it carries on from the last checkpoint.")
+    train()
+
+    say("3. The same training once more, undisturbed, into another folder.")
+    train("--output_dir", str(UNDISTURBED.relative_to(ROOT)))
+
+    say("4. What came of it.")
+    run, undisturbed = read_history(RUN), read_history(UNDISTURBED)
+    draw(run, undisturbed, killed_at, CURVE)
+    equal = compare(run, undisturbed)
+    show_evaluation(run)
+    show_samples(RUN / f"checkpoint-{STEPS}")
+    print(f"\nThe loss curve is {CURVE.relative_to(ROOT)}. All of this took {minutes(time.monotonic() - began)}.")
+    return 0 if equal else 1
+
+
+def train(*flags: str) -> None:
+    """Runs the training command to its end; leaves the demo where it fails."""
+    with started(*flags) as job:
+        code = job.wait()
+    if code != 0:
+        sys.exit(f"error: the training ended with exit code {code}")
+
+
+def train_until_killed() -> int:
+    """Runs the training command, and kills launcher and ranks once step KILL_AFTER is logged; gives the last step."""
+    with started() as job:
+        while KILL_AFTER not in read_history(RUN).steps:
+            if job.poll() is not None:
+                sys.exit(f"error: the training ended with exit code {job.returncode} before it could be killed")
+            time.sleep(0.1)
+        ranks = children(job.pid)
+        for process in (job.pid, *ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        job.wait()
+        while any(alive(process) for process in ranks):
+            time.sleep(0.1)
+    if sys.stderr.isatty():
+        print("\x1b[?25h", file=sys.stderr)  # the progress bar had hidden the cursor, and could not bring it back
+    last = max(read_history(RUN).steps)
+    kept = max(int(folder.name.split("-")[1]) for folder in RUN.glob("checkpoint-*"))
+    print(f"killed the launcher and its {len(ranks)} ranks with SIGKILL after step {last}; checkpoint-{kept} is there")
+    return last
+
+
+@contextlib.contextmanager
+def started(*flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The training command as a process, which ends with this one at the latest."""
+    print("$", " ".join([*COMMAND, *flags]), flush=True)
+    job = subprocess.Popen([sys.executable, "-m", *COMMAND, *flags])
+    try:
+        yield job
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait()
+
+
+def children(parent: int) -> list[int]:
+    """The processes that `parent` has started."""
+    return [process for process in processes() if stat(process)[1:2] == [str(parent)]]
+
+
+def alive(process: int) -> bool:
+    """Whether a process is still there; one that only waits to be buried is not."""
+    return stat(process)[:1] not in ([], ["Z"])
+
+
+def processes() -> list[int]:
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+
+
+def stat(process: int) -> list[str]:
+    """A process's state, parent and so on, as Linux tells them (proc(5)); nothing for one that has gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def compare(run: History, undisturbed: History) -> bool:
+    """Tells whether losses, gradient norms, evaluations and final weights are the same to the last bit."""
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (RUN, UNDISTURBED)]
+    same = sum(run.steps.get(step) == values for step, values in undisturbed.steps.items())
+    verdicts = {
+        f"loss and gradient norm of {same} of {STEPS} steps": same == STEPS == len(run.steps),
+        f"loss of {len(undisturbed.evaluations)} evaluations": run.evaluations == undisturbed.evaluations,
+        f"final weights, {len(weights[0]) / 1e6:.1f} MB": weights[0] == weights[1],
+    }
+    print(f"Killed, and resumed at step {', '.join(map(str, run.resumed))}, against undisturbed, bit for bit:")
+    for what, holds in verdicts.items():
+        print(f"  {'equal    ' if holds else 'DIFFERENT'}  {what}")
+    return all(verdicts.values())
+
+
+def show_evaluation(run: History) -> None:
+    print("\nEvaluation on files that it was not trained on:")
+    for step, loss in run.evaluations.items():
+        print(f"  step {step:3}   loss {loss:.4f}   perplexity {2.718281828459045**loss:.2f}")
+
+
+def show_samples(checkpoint: Path) -> None:
+    """Lets the model write, loaded as any Hugging Face model is."""
+    quiet_libraries()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = checkpoint.relative_to(ROOT)
+    model = AutoModelForCausalLM.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    torch.manual_seed(0)
+    print(f'\nWhat it writes, loaded with AutoModelForCausalLM.from_pretrained("{name}"):')
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        written = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.5)
+        for line in tokenizer.decode(written[0], skip_special_tokens=True).splitlines():
+            print(f"  | {line}")
+
+
+def say(text: str) -> None:
+    print(f"\n{text}", flush=True)
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The demo's picture: the loss of a run that was killed and resumed, over that of the same run undisturbed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from demo_history import History
+
+INK, GREY, UNDISTURBED, RUN, EVALUATION, KILL = "#222222", "#8a8a8a", "#f2b36b", "#1f5fa8", "#1a7f4b", "#c0392b"
+
+
+def draw(run: History, undisturbed: History, killed_at: int, path: Path) -> None:
+    """Writes the picture to `path`, as PNG."""
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
+    steps, losses = _losses(undisturbed)
+    axes.plot(steps, losses, color=UNDISTURBED, linewidth=5, solid_capstyle="round", label="training, undisturbed")
+    steps, losses = _losses(run)
+    axes.plot(steps, losses, color=RUN, linewidth=1.2, label="training, killed and resumed")
+    axes.plot(
+        list(run.evaluations), list(run.evaluations.values()), "o", color=EVALUATION, markersize=6, label="evaluation"
+    )
+    _mark_kill(axes, run, killed_at)
+    axes.set_xlim(0, max(steps))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.set_title("Killed, resumed, and the same to the last bit", loc="left", color=INK, fontweight="bold")
+    axes.grid(color="#eeeeee")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=GREY)
+    axes.legend(frameon=False, loc="upper right")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _losses(history: History) -> tuple[list[int], list[float]]:
+    steps = sorted(history.steps)
+    return steps, [history.steps[step][0] for step in steps]
+
+
+def _mark_kill(axes: Axes, run: History, killed_at: int) -> None:
+    """The steps between the last checkpoint and the kill, which the resumed run took again."""
+    top = max(loss for loss, _ in run.steps.values())
+    axes.axvline(killed_at, color=KILL, linewidth=1.2)
+    axes.annotate(
+        f"SIGKILL\nafter step {killed_at}", (killed_at, top), (6, 0), textcoords="offset points", va="top", color=KILL
+    )
+    for step in run.resumed:
+        axes.axvspan(step, killed_at, color=KILL, alpha=0.08, linewidth=0)
+        axes.annotate(
+            f"resumed from\ncheckpoint-{step}",
+            (step, top),
+            (-6, 0),
+            textcoords="offset points",
+            va="top",
+            ha="right",
+            color=GREY,
+        )

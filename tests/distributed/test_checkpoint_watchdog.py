@@ -1,0 +1,138 @@
+"""A rank that stops in the middle of a save leaves nobody waiting, and is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepmark.checkpoint import Checkpointer, phases
+from stepmark.sharding.spec import Layout, Shard
+
+TIMEOUT = 2.0  # seconds
+ALLOWED = TIMEOUT + 10.0
+PHASES = ["before", "joining", "planning", "copying", "writing", "sealing", "committing"]
+
+
+def train_and_save(rank: int, folder: Path, stopped: int, where: str) -> None:
+    """Two ranks save, and then meet in a step of training, with the other stopped in one of the phases."""
+    if rank == stopped:
+        enter = phases.Phases.enter
+
+        def enter_and_stop(self: phases.Phases, name: str) -> None:
+            enter(self, name)
+            if name == where:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        phases.Phases.enter = enter_and_stop  # type: ignore[method-assign]
+    with Checkpointer(folder / "run", save_timeout=TIMEOUT) as checkpointer:
+        checkpointer.claim()
+        if rank == stopped and where == "before":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        own = Shard(torch.ones(4), Layout.range((8,), 4 * rank, 4 * rank + 4))  # each rank has a file to seal
+        checkpointer.save(1, {"nest": {"t": torch.randn(3 << 20), "u": own}})
+        dist.barrier()
+
+
+def start(folder: Path, stopped: int, where: str) -> list[int]:
+    """Forks the two ranks, each with its standard error in a file."""
+    processes = []
+    for rank in range(2):
+        process = os.fork()
+        if not process:
+            log = os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 2)
+            torch.set_num_threads(1)
+            store = dist.FileStore(str(folder / "store"), 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            code = 0
+            try:
+                train_and_save(rank, folder, stopped, where)
+            except BaseException as error:
+                os.write(2, f"raised: {error}\n".encode())
+                code = 1
+            os._exit(code)
+        processes.append(process)
+    return processes
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path, stopped: int) -> None:
+    jobs = {}
+    needed = PHASES if stopped == 0 else PHASES[:-1]  # rank 0 commits, without asking the others
+    for where in needed:
+        (tmp_path / where).mkdir()
+        jobs[where] = start(tmp_path / where, stopped, where)
+    deadline = time.monotonic() + ALLOWED + 5.0  # for so many processes to start at the same time
+    codes: dict[str, int | None] = dict.fromkeys(needed)
+    while None in codes.values() and time.monotonic() < deadline:
+        for where in [name for name, code in codes.items() if code is None]:
+            process, status = os.waitpid(jobs[where][1 - stopped], os.WNOHANG)
+            codes[where] = os.waitstatus_to_exitcode(status) if process else None
+        time.sleep(0.05)
+    for where in needed:
+        os.kill(jobs[where][stopped], signal.SIGKILL)
+        os.waitpid(jobs[where][stopped], 0)
+        if codes[where] is None:
+            os.kill(jobs[where][1 - stopped], signal.SIGKILL)
+            os.waitpid(jobs[where][1 - stopped], 0)
+    logs = {where: (tmp_path / where / f"rank-{1 - stopped}").read_text() for where in needed}
+    for where in needed:
+        doing = {"before": "has not joined", "joining": "joining"}.get(where, where)
+        assert codes[where] == 1, (where, codes, logs[where])
+        assert f"rank {stopped} ({doing}" in logs[where], (where, logs[where])
+        assert "the stacks of all threads" in logs[where]
+        assert "in train_and_save" in logs[where]
+        assert not list((tmp_path / where / "run").glob("checkpoint-*"))
+
+
+def test_a_phase_that_hangs_is_said_to_with_all_stacks(tmp_path: Path) -> None:
+    """Nobody but this rank is there, and it is stuck in the file system: it ends by itself."""
+    process = os.fork()
+    if not process:
+        log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 2)
+        from stepmark.checkpoint import writer
+
+        writer.write_extents = lambda *_, **__: stuck_in_the_file_system()  # type: ignore[assignment]
+        from stepmark.checkpoint import saving
+
+        saving.write_extents = writer.write_extents
+        checkpointer = Checkpointer(tmp_path, save_timeout=1.0)
+        checkpointer.save(1, {"nest": {"t": torch.ones(3)}})
+        time.sleep(60)  # training, which asks for nothing
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    log = (tmp_path / "log").read_text()
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert "save of step 1: 'writing' has not ended within 1 s (save_timeout) on rank 0" in log
+    assert "stuck_in_the_file_system" in log
+    assert "error: rank 0:" in log
+
+
+def stuck_in_the_file_system() -> None:
+    time.sleep(60)
+
+
+def test_a_process_that_holds_the_interpreter_is_ended(tmp_path: Path) -> None:
+    """Nothing of Python runs, the watchdog's thread neither; the C thread prints the stacks, and ends the process."""
+    process = os.fork()
+    if not process:
+        log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 2)
+        import ctypes
+
+        checkpointer = Checkpointer(tmp_path, save_timeout=1.0)
+        holding_the_lock = ctypes.PyDLL(None).sleep  # unlike CDLL, PyDLL keeps the interpreter's lock
+        checkpointer.save(1, {"nest": {"t": torch.ones(3)}}, files=lambda _: holding_the_lock(60))
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    log = (tmp_path / "log").read_text()
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert "Timeout" in log
+    assert "test_checkpoint_watchdog.py" in log

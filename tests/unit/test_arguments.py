@@ -1,0 +1,149 @@
+"""TrainingArguments: ranges, contradictions, and what follows from what."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.errors import UsageError
+from stepmark.trainer.arguments import TrainingArguments, parse_options
+
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("per_device_train_batch_size", 0),
+        ("per_device_eval_batch_size", 0),
+        ("gradient_accumulation_steps", 0),
+        ("learning_rate", -1.0),
+        ("learning_rate", math.nan),
+        ("learning_rate", math.inf),
+        ("num_train_epochs", math.nan),
+        ("weight_decay", -0.1),
+        ("weight_decay", math.inf),
+        ("adam_beta1", 1.0),
+        ("adam_beta2", -0.1),
+        ("adam_epsilon", -1.0),
+        ("max_grad_norm", -1.0),
+        ("max_grad_norm", math.nan),
+        ("warmup_steps", -1),
+        ("warmup_ratio", 1.0),
+        ("label_smoothing_factor", 1.0),
+        ("logging_steps", 0),
+        ("logging_steps", 2.5),
+        ("logging_steps", math.nan),
+        ("save_steps", math.inf),
+        ("eval_steps", -1),
+        ("save_total_limit", 0),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("data_seed", -1),
+        ("dataloader_num_workers", -1),
+        ("logging_strategy", "never"),
+        ("eval_strategy", "best"),
+        ("save_strategy", "always"),
+        ("dtype", "float16"),
+        ("log_level", "loud"),
+    ],
+)
+def test_out_of_range(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^{field}: ") as caught:
+        TrainingArguments(**{field: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"max_steps": -1, "num_train_epochs": 0}, ("max_steps", "num_train_epochs")),
+        ({"bf16": True, "dtype": "bfloat16"}, ("bf16", "dtype")),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, ("warmup_steps", "warmup_ratio")),
+        ({"load_best_model_at_end": True}, ("load_best_model_at_end", "eval_strategy")),
+        ({"eval_on_start": True}, ("eval_on_start", "eval_strategy")),
+        ({"save_strategy": "best"}, ("save_strategy", "eval_strategy")),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ("lr_scheduler_type", "eval_strategy")),
+        ({"lr_scheduler_type": "greedy"}, ("lr_scheduler_type", "eval_strategy")),
+        ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, ("save_strategy is steps", "eval_strategy is epoch")),
+        ({"load_best_model_at_end": True, "save_steps": 3, **EVALUATES}, ("save_steps (3)", "eval_steps (2)")),
+        ({"load_best_model_at_end": True, "save_steps": 0.5, **EVALUATES}, ("save_steps (0.5)", "eval_steps (2)")),
+    ],
+)
+def test_contradictions(fields: dict[str, Any], names: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        TrainingArguments(**fields)
+    assert all(name in str(caught.value) for name in names), caught.value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"save_steps": 4, **EVALUATES},
+        {"save_steps": 0.3, "eval_steps": 0.1, "eval_strategy": "steps"},
+        {"save_strategy": "epoch", "eval_strategy": "epoch"},
+        {"save_strategy": "best", "eval_strategy": "epoch"},
+        {"save_steps": 1000, "eval_strategy": "steps"},  # eval_steps is logging_steps
+    ],
+)
+def test_the_best_can_be_loaded(fields: dict[str, Any]) -> None:
+    args = TrainingArguments(load_best_model_at_end=True, **fields)
+    assert (args.metric_for_best_model, args.greater_is_better) == ("loss", False)
+    assert args.best_metric_key == "eval_loss"
+
+
+def test_what_follows_from_other_fields() -> None:
+    assert TrainingArguments(eval_strategy="steps", logging_steps=7).eval_steps == 7
+    assert TrainingArguments().metric_for_best_model is None
+    assert TrainingArguments().best_metric_key is None
+    for name, greater in (("accuracy", True), ("eval_accuracy", True), ("eval_my_loss", False)):
+        args = TrainingArguments(metric_for_best_model=name)
+        assert args.greater_is_better is greater
+        assert args.best_metric_key == f"eval_{name.removeprefix('eval_')}"
+    plateau = TrainingArguments(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch")
+    assert plateau.best_metric_key == "eval_loss"
+
+
+def test_values_are_converted() -> None:
+    args = TrainingArguments(learning_rate="1e-3", max_steps=5.0, logging_steps=1)  # type: ignore[arg-type]
+    assert (args.learning_rate, args.max_steps, args.logging_steps) == (1e-3, 5, 1.0)
+    with pytest.raises(UsageError, match="max_steps: should be a whole number"):
+        TrainingArguments(max_steps="5")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "names"), [("none", []), (None, []), ("tensorboard", ["tensorboard"]), (["none"], []), ([], [])]
+)
+def test_reporters(given: Any, names: list[str]) -> None:
+    assert TrainingArguments(report_to=given).reporters == names
+
+
+def test_options_as_text() -> None:
+    assert parse_options("f", "momentum=0.9, nesterov=true,name=x,eps=1e-6,") == {
+        "momentum": 0.9,
+        "nesterov": True,
+        "name": "x",
+        "eps": 1e-6,
+    }
+    with pytest.raises(UsageError, match="^f: should be name=value pairs"):
+        parse_options("f", "momentum")
+    with pytest.raises(UsageError, match=r"^f: cannot read 'a=\['"):
+        parse_options("f", "a=[")
+
+
+def test_output_dir_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert TrainingArguments(output_dir="a/../b").output_dir == str(tmp_path / "b")
+    assert TrainingArguments(output_dir="~/c").output_dir == str(tmp_path / "home" / "c")
+
+
+def test_plain_views() -> None:
+    args = TrainingArguments(lr_scheduler_kwargs={"num_cycles": 2})
+    assert json.loads(args.to_json_string())["lr_scheduler_kwargs"] == {"num_cycles": 2}
+    assert args.to_dict()["learning_rate"] == 5e-5
+    assert all(isinstance(value, (bool, int, float, str)) for value in args.to_sanitized_dict().values())

@@ -1,0 +1,116 @@
+"""Values from YAML, flags or Python in the types that fields declare."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from stepmark.errors import UsageError
+from stepmark.trainer.fields import convert, convert_all, field_names
+from stepmark.trainer.plain_yaml import parse_yaml
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "expected"),
+    [
+        (3, float, 3.0),
+        ("1e-4", float, 1e-4),
+        (" 2 ", float, 2.0),
+        (4.0, int, 4),
+        (4, int, 4),
+        (True, bool, True),
+        (None, int | None, None),
+        (5.0, int | None, 5),
+        ("x", bool | str | None, "x"),
+        (False, bool | str | None, False),
+        ({"a": 1}, dict | str | None, {"a": 1}),
+        ("a=1", dict | str | None, "a=1"),
+        (["a"], str | list | None, ["a"]),
+    ],
+)
+def test_accepted(value: Any, annotation: Any, expected: Any) -> None:
+    found = convert("field", value, annotation)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "wanted"),
+    [
+        (True, int, "a whole number"),
+        (True, float, "a number"),
+        (1, bool, "true or false"),
+        ("true", bool, "true or false"),
+        (4.5, int, "a whole number"),
+        ("4", int, "a whole number"),
+        (math.inf, int, "a whole number"),
+        (math.nan, int, "a whole number"),
+        (10**400, float, "a number"),
+        ("fast", float, "a number"),
+        (None, str, "text"),
+        (3, str | None, "text or nothing"),
+        (3, dict | str | None, "a mapping or text or nothing"),
+        ((1, 2), str | list | None, "text or a list or nothing"),
+    ],
+)
+def test_refused(value: Any, annotation: Any, wanted: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        convert("field", value, annotation)
+    assert str(caught.value).startswith(f"field: should be {wanted}, and is ")
+
+
+def test_a_whole_dataclass() -> None:
+    @dataclass
+    class Some:
+        rate: float = 0.0
+        count: int | None = None
+
+    globals()["Some"] = Some
+    assert field_names(Some) == ["rate", "count"]
+    assert convert_all(Some, {"rate": 1, "count": None}) == {"rate": 1.0, "count": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("no", "no"),
+        ("off", "off"),
+        ("True", True),
+        ("~", None),
+        ("", None),
+        ("1", 1),
+        ("-7", -7),
+        ("1_000", 1000),
+        ("1e-4", 1e-4),
+        (".5", 0.5),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("-.inf", -math.inf),
+        ("{a: [1, no]}", {"a": [1, "no"]}),
+        ("'1'", "1"),
+    ],
+)
+def test_plain_scalars(text: str, value: Any) -> None:
+    found = parse_yaml(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [", "line 1: "),
+        ("a: 1\nb: 2\na: 3", "line 3: a is given twice"),
+        ("a: {b: 1, b: 2}", "line 1: b is given twice"),
+        ("a: !!python/name:os.system", "line 1: could not determine a constructor"),
+        ("[" * 5000, "maximum recursion depth"),
+        ("a: \x00", "special characters are not allowed"),
+    ],
+)
+def test_what_is_no_yaml(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        parse_yaml(text)
+    assert "\n" not in str(caught.value)

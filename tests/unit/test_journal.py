@@ -1,0 +1,92 @@
+"""The files that tell of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import pytest
+
+from stepmark.trainer import journal as journal_module
+from stepmark.trainer.journal import Journal, read_metrics, replace_json
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path, writes=True)
+
+
+def test_a_line_for_each_log_with_its_time(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module.time, "time", lambda: 12.5)
+    journal.metrics({"step": 1, "loss": 0.1})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.1, "time": 12.5}\n'
+    journal.metrics({"step": 2, "loss": 0.2})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_floats_come_back_bit_for_bit(journal: Journal, tmp_path: Path) -> None:
+    values = [1 / 3, 2.0**-1074, 1.7976931348623157e308, -0.0, 4.352345609664917, math.inf, math.nan]
+    journal.metrics({"values": values})
+    (line,) = read_metrics(tmp_path)
+    assert [struct.pack("<d", value) for value in line["values"]] == [struct.pack("<d", value) for value in values]
+
+
+@pytest.mark.parametrize("half", ['{"step": 2, "lo', '{"step": 2}x', "\0\0\0"])
+def test_half_a_line_of_a_killed_run_spoils_no_other(journal: Journal, tmp_path: Path, half: str) -> None:
+    journal.metrics({"step": 1})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(half)
+    journal.metrics({"step": 3})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
+
+
+def test_attempts_are_counted(journal: Journal, tmp_path: Path) -> None:
+    assert journal.attempts() == 0
+    journal.metrics({"step": 1})
+    journal.metrics({"resumed": 1, "attempt": 1})
+    journal.metrics({"resumed": 1, "attempt": 2})
+    assert journal.attempts() == 2
+
+
+def test_status_is_replaced_whole(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal.status("running", 3)
+    read = json.loads((tmp_path / "status.json").read_text())
+    assert (read["state"], read["step"], read["reason"]) == ("running", 3, None)
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            journal.status("failed", 4, "why")
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+
+
+def test_results_of_both_kinds_are_joined(journal: Journal, tmp_path: Path) -> None:
+    journal.results("train", {"train_loss": 1.0, "epoch": 1.0})
+    journal.results("eval", {"eval_loss": 2.0, "epoch": 2.0})
+    assert json.loads((tmp_path / "train_results.json").read_text()) == {"train_loss": 1.0, "epoch": 1.0}
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {"train_loss": 1.0, "epoch": 2.0, "eval_loss": 2.0}
+
+
+def test_results_are_strict_json(tmp_path: Path) -> None:
+    replace_json(tmp_path / "a.json", {"a": math.inf, "b": [math.nan, {"c": -math.inf}], "d": 1.5})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    read = json.loads((tmp_path / "a.json").read_text(), parse_constant=refuse)
+    assert read == {"a": None, "b": [None, {"c": None}], "d": 1.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "not made", writes=False)
+    journal.metrics({"step": 1})
+    journal.status("running", 1)
+    journal.results("train", {"a": 1})
+    assert read_metrics(tmp_path / "not made") == []
+    assert not list(tmp_path.iterdir())
