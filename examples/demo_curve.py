@@ -23,9 +23,8 @@ def draw(run: History, undisturbed: History, killed_at: int, path: Path) -> None
     axes.plot(steps, losses, color=UNDISTURBED, linewidth=5, solid_capstyle="round", label="training, undisturbed")
     steps, losses = _losses(run)
     axes.plot(steps, losses, color=RUN, linewidth=1.2, label="training, killed and resumed")
-    axes.plot(
-        list(run.evaluations), list(run.evaluations.values()), "o", color=EVALUATION, markersize=6, label="evaluation"
-    )
+    evaluated = list(run.evaluations), list(run.evaluations.values())
+    axes.plot(*evaluated, "o", color=EVALUATION, markersize=6, label="evaluation", clip_on=False, zorder=3)
     _mark_kill(axes, run, killed_at)
     axes.set_xlim(0, max(steps))
     axes.set_xlabel("step")

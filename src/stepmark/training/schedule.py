@@ -23,6 +23,8 @@ def build_schedule(
     from transformers import get_scheduler
 
     check_schedule(name)
+    if options and name in ("constant", "constant_with_warmup"):  # get_scheduler drops them without a word
+        raise UsageError(f"lr_scheduler_kwargs: the schedule {name} takes none; leave them out")
     try:
         return get_scheduler(
             name,

@@ -1,0 +1,122 @@
+"""Running sums between logs, and the stopwatch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.trainer import running
+from stepmark.trainer.running import RunningMeans, Stopwatch
+from stepmark.training.step import StepStatistics
+
+CPU = EagerRuntime(torch.device("cpu"))
+
+
+def statistics(step: int, loss: float, tokens: int, norm: float = 1.0) -> StepStatistics:
+    return StepStatistics(step, torch.tensor([loss, tokens, norm], dtype=torch.float32))
+
+
+def test_means_are_weighted_by_tokens_and_start_anew_after_each_log() -> None:
+    means = RunningMeans(CPU)
+    means.add(statistics(1, 2.0, 10))
+    means.add(statistics(2, 5.0, 30, norm=0.25))
+    assert means.take_log() == {"loss": (20.0 + 150.0) / 40, "grad_norm": 0.25}
+    means.add(statistics(3, 1.0, 7))
+    assert means.take_log() == {"loss": 1.0, "grad_norm": 1.0}
+    assert means.mean_loss() == (20.0 + 150.0 + 7.0) / 47
+    assert means.timed_tokens == 47
+    assert means.last_loss == 1.0
+
+
+def test_the_mean_of_one_step_is_its_loss_to_the_last_bit() -> None:
+    means = RunningMeans(CPU)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(300):
+        loss = float(torch.rand((), generator=generator) * 11)
+        means.add(statistics(step, loss, tokens := int(torch.randint(1, 2**20, (), generator=generator))))
+        log = means.take_log()
+        assert log is not None
+        assert log["loss"] == loss, (loss, tokens)
+
+
+def test_nothing_is_logged_twice_or_before_a_step() -> None:
+    means = RunningMeans(CPU)
+    assert means.take_log() is None
+    assert means.mean_loss() == 0.0
+    means.add(statistics(1, 2.0, 10))
+    assert means.take_log() is not None
+    assert means.take_log() is None
+
+
+def test_nan_is_told_and_not_hidden() -> None:
+    means = RunningMeans(CPU)
+    means.add(statistics(1, float("nan"), 10))
+    log = means.take_log()
+    assert log is not None
+    assert log["loss"] != log["loss"]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5])
+def test_a_resumed_run_logs_the_same(cut: int) -> None:
+    steps = [statistics(step, 1 / (step + 3), 100 + 7 * step, norm=step) for step in range(8)]
+    whole = RunningMeans(CPU)
+    for step in steps[:cut]:
+        whole.add(step)
+    if cut == 5:
+        whole.take_log()
+    saved = json.loads(json.dumps(whole.state_dict()))
+    resumed = RunningMeans(CPU)
+    resumed.add(statistics(0, 99.0, 99))  # what was there before is dropped
+    resumed.load_state_dict(saved)
+    for means in (whole, resumed):
+        for step in steps[cut:]:
+            means.add(step)
+    assert whole.take_log() == resumed.take_log()
+    assert whole.mean_loss() == resumed.mean_loss()
+
+
+def test_the_saved_state_is_a_copy() -> None:
+    means = RunningMeans(CPU)
+    means.add(statistics(1, 2.0, 10))
+    saved = means.state_dict()
+    before = json.dumps(saved)
+    means.add(statistics(2, 3.0, 10))
+    means.settle()
+    assert json.dumps(saved) == before
+
+
+def test_statistics_wait_on_the_device_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[int] = []
+
+    class Counts(EagerRuntime):
+        def to_host(self, tensors: Sequence[torch.Tensor], *, copy: bool = True) -> list[torch.Tensor]:
+            fetched.append(len(tensors))
+            return super().to_host(tensors, copy=copy)
+
+    monkeypatch.setattr(running, "HELD_STEPS", 4)
+    means = RunningMeans(Counts(torch.device("cpu")))
+    for step in range(10):
+        means.add(statistics(step, 1.0, 1))
+    assert fetched == [4, 4]
+    means.settle()
+    assert fetched == [4, 4, 2]
+
+
+def test_the_stopwatch_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(running.time, "perf_counter", lambda: now[0])
+    watch = Stopwatch()
+    now[0] += 3
+    with pytest.raises(KeyError), watch.paused():
+        now[0] += 10
+        raise KeyError
+    now[0] += 2
+    assert watch.seconds() == 5
+    watch.restart()
+    assert 0 < watch.seconds() < 1e-6
+    now[0] += 1
+    assert watch.seconds() == 1

@@ -1,0 +1,159 @@
+"""Schedules: transformers' own, and placed at a step the same as stepped to it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import SchedulerType
+
+from stepmark.errors import UsageError
+from stepmark.training.schedule import (
+    advance,
+    build_schedule,
+    check_schedule,
+    follows_metric,
+    place_at,
+    restore_schedule,
+    schedule_state,
+    warmup_length,
+)
+
+TOTAL, WARMUP = 20, 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"lr_end": 1e-3, "power": 2.0},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-3},
+    "warmup_stable_decay": {"num_decay_steps": 6},
+    "reduce_lr_on_plateau": {"patience": 1, "factor": 0.5},
+    "greedy": {"patience": 1, "factor": 0.5, "min_lr": 1e-4, "smooth": True, "window_size": 3},
+}
+NAMES = [kind.value for kind in SchedulerType]
+BY_STEP = [name for name in NAMES if name not in ("reduce_lr_on_plateau", "greedy")]
+LOSSES = [5.0, 4.0, 4.5, 4.6, 3.0, 3.1, 3.2, 3.3, 3.4, 3.0, 2.0, 1.9, 1.8, 2.5, 2.6, 2.7]
+
+
+def made(name: str, learning_rate: float = 0.1) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))], "lr": learning_rate / 2}],
+        lr=learning_rate,
+    )
+    return optimizer, build_schedule(name, optimizer, TOTAL, WARMUP, OPTIONS.get(name, {}))
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def stepped(name: str, steps: int, learning_rate: float = 0.1) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer, schedule = made(name, learning_rate)
+    for step in range(steps):
+        optimizer.step()
+        advance(schedule)
+        if follows_metric(schedule):
+            schedule.step(LOSSES[step % len(LOSSES)])
+    return optimizer, schedule
+
+
+@pytest.mark.parametrize("name", BY_STEP)
+def test_placed_at_a_step_is_stepped_to_it(name: str) -> None:
+    for step in (0, 1, WARMUP, WARMUP + 1, TOTAL // 2, TOTAL - 1, TOTAL, TOTAL + 3):
+        optimizer, schedule = stepped(name, step)
+        placed_optimizer, placed = made(name)
+        place_at(placed, step)
+        assert rates(placed_optimizer) == rates(optimizer)
+        assert placed.get_last_lr() == schedule.get_last_lr()
+        placed_optimizer.step()
+        optimizer.step()
+        advance(placed)
+        advance(schedule)
+        assert rates(placed_optimizer) == rates(optimizer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("step", [0, 3, 11])
+def test_a_restored_schedule_goes_on_as_if_nothing_had_been(name: str, step: int) -> None:
+    optimizer, schedule = stepped(name, step)
+    saved = json.loads(json.dumps([schedule_state(schedule), rates(optimizer)]))
+    new_optimizer, new = made(name)
+    restore_schedule(new, *saved)
+    for later in range(step, step + 8):
+        assert rates(new_optimizer) == rates(optimizer)
+        assert new.get_last_lr() == schedule.get_last_lr()
+        for each_optimizer, each in ((optimizer, schedule), (new_optimizer, new)):
+            each_optimizer.step()
+            advance(each)
+            if follows_metric(each):
+                each.step(LOSSES[later % len(LOSSES)])
+
+
+@pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])
+def test_schedules_that_follow_a_metric_do(name: str) -> None:
+    seen = {rates(stepped(name, steps)[0])[0] for steps in range(len(LOSSES))}
+    assert len(seen) > 1
+    assert follows_metric(made(name)[1])
+
+
+@pytest.mark.parametrize("name", BY_STEP)
+def test_a_resumed_run_may_have_another_learning_rate(name: str) -> None:
+    _, schedule = stepped(name, 7)
+    optimizer, new = made(name, learning_rate=0.2)
+    restore_schedule(new, schedule_state(schedule), [123.0, 123.0])
+    assert rates(optimizer) == rates(stepped(name, 7, learning_rate=0.2)[0])
+    assert not any(follows_metric(each) for each in (schedule, new))
+
+
+def test_a_resumed_run_may_have_another_length() -> None:
+    _, schedule = stepped("linear", 7)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    longer = build_schedule("linear", optimizer, 2 * TOTAL, WARMUP, {})
+    restore_schedule(longer, schedule_state(schedule), [0.5])
+    assert rates(optimizer) == [pytest.approx(0.1 * (2 * TOTAL - 7) / (2 * TOTAL - WARMUP), rel=1e-12)]
+
+
+def test_schedules_of_torch_that_a_user_brings() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    for _ in range(4):
+        optimizer.step()
+        advance(schedule)
+    saved = json.loads(json.dumps([schedule_state(schedule), rates(optimizer)]))
+    again = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    new = torch.optim.lr_scheduler.CosineAnnealingLR(again, T_max=10)
+    restore_schedule(new, *saved)
+    for _ in range(4):
+        assert rates(again) == rates(optimizer)
+        for each_optimizer, each in ((optimizer, schedule), (again, new)):
+            each_optimizer.step()
+            advance(each)
+
+
+def test_the_rate_of_linear_by_hand() -> None:
+    optimizer, _ = made("linear")
+    assert rates(optimizer) == [0.0, 0.0]
+    assert rates(stepped("linear", 1)[0])[0] == pytest.approx(0.1 / WARMUP)
+    assert rates(stepped("linear", WARMUP)[0])[0] == 0.1
+    assert rates(stepped("linear", 12)[0])[0] == pytest.approx(0.1 * 8 / 16)
+    assert rates(stepped("linear", TOTAL)[0]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "ratio", "length"), [(0, 0.0, 0), (7, 0.0, 7), (1, 0.0, 1), (0.1, 0.0, 11), (0, 0.1, 11), (0, 0.001, 1)]
+)
+def test_length_of_the_warm_up(steps: float, ratio: float, length: int) -> None:
+    assert warmup_length(steps, ratio, 101) == length
+
+
+def test_names_and_options_that_do_not_fit() -> None:
+    with pytest.raises(UsageError, match="lr_scheduler_type: 'cosin' is unknown; choose one of linear, cosine"):
+        check_schedule("cosin")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(UsageError, match="lr_scheduler_kwargs: the schedule cosine refuses {'cycles': 2}: .*cycles"):
+        build_schedule("cosine", optimizer, 10, 0, {"cycles": 2})
+    for name in ("constant", "constant_with_warmup"):
+        with pytest.raises(UsageError, match=f"lr_scheduler_kwargs: the schedule {name} takes none"):
+            build_schedule(name, optimizer, 10, 0, {"cycles": 2})

@@ -1,0 +1,145 @@
+"""Which device a run takes, on machines that are told instead of had."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stepmark.errors import DeviceError, UsageError
+from stepmark.runtime import hardware, select
+from stepmark.runtime.select import choose_device, create_runtime, runtime_for
+from stepmark.training.model import check_bf16
+
+
+class Machine:
+    """Sets what the machine has: torch_xla, a Neuron device, a TPU, torch's accelerator and how many of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def has(self, *, xla: bool = False, neuron: bool = False, tpu: bool = False, accelerator: str | None = None) -> None:
+        found = None if accelerator is None else SimpleNamespace(type=accelerator)
+        self._patch.setattr(select, "torch_xla_installed", lambda: xla)
+        self._patch.setattr(select, "neuron_device_present", lambda: neuron)
+        self._patch.setattr(select, "tpu_present", lambda: tpu)
+        self._patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
+        self._patch.setattr(torch.accelerator, "device_count", lambda: 0 if found is None else 1)
+        self._patch.setattr(torch.cuda, "is_available", lambda: accelerator == "cuda")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize("pjrt", [None, "CPU"])
+@pytest.mark.parametrize(
+    ("hardware_here", "device"),
+    [
+        ({}, "cpu"),
+        ({"xla": True}, "cpu"),  # torch_xla alone, and PJRT_DEVICE=CPU, say nothing of what the user wants
+        ({"xla": True, "neuron": True}, "xla"),
+        ({"xla": True, "tpu": True}, "xla"),
+        ({"xla": True, "neuron": True, "accelerator": "cuda"}, "xla"),
+        ({"neuron": True}, "cpu"),
+        ({"neuron": True, "accelerator": "neuron"}, "neuron"),
+        ({"accelerator": "cuda"}, "cuda"),
+        ({"accelerator": "cuda", "xla": True}, "cuda"),
+        ({"accelerator": "mps"}, "mps"),
+    ],
+)
+def test_auto(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    hardware_here: dict[str, bool | str],
+    device: str,
+    pjrt: str | None,
+) -> None:
+    if pjrt is None:
+        monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    else:
+        monkeypatch.setenv("PJRT_DEVICE", pjrt)
+    machine.has(**hardware_here)  # type: ignore[arg-type]
+    assert choose_device() == choose_device("auto") == device
+
+
+@pytest.mark.parametrize(
+    ("wish", "hardware_here"),
+    [
+        ("cpu", {"xla": True, "neuron": True, "accelerator": "cuda"}),
+        ("xla", {"xla": True}),
+        ("cuda", {"accelerator": "cuda"}),
+        ("neuron", {"accelerator": "neuron"}),
+    ],
+)
+def test_a_wish_that_can_be_granted(machine: Machine, wish: str, hardware_here: dict[str, bool]) -> None:
+    machine.has(**hardware_here)
+    assert choose_device(wish) == wish
+
+
+@pytest.mark.parametrize(
+    ("wish", "hardware_here", "words"),
+    [
+        ("xla", {}, r"device: xla needs torch_xla.*pip install 'stepmark\[xla\]'"),
+        ("cuda", {"xla": True}, "device: cuda was asked for.*choose device: cpu or auto"),
+        ("neuron", {"xla": True, "neuron": True}, "device: neuron was asked for.*choose xla"),
+        ("neuron", {"accelerator": "cuda"}, "device: neuron was asked for"),
+    ],
+)
+def test_a_wish_that_cannot(machine: Machine, wish: str, hardware_here: dict[str, bool], words: str) -> None:
+    machine.has(**hardware_here)
+    with pytest.raises(DeviceError, match=words):
+        choose_device(wish)
+
+
+def test_a_device_that_does_not_exist() -> None:
+    with pytest.raises(UsageError, match="device: 'gpu' is unknown; choose one of auto, xla, cuda, neuron, cpu"):
+        choose_device("gpu")
+
+
+def test_more_ranks_than_devices(machine: Machine) -> None:
+    machine.has(accelerator="cuda")
+    with pytest.raises(DeviceError, match="local rank 1 has no cuda device.*has 1"):
+        create_runtime("cuda", local_rank=1)
+
+
+def test_the_cpu_takes_any_number_of_ranks() -> None:
+    runtime = create_runtime("cpu", local_rank=7)
+    assert (runtime.name, runtime.lazy, runtime.host_memory) == ("cpu", False, True)
+    assert runtime_for(torch.device("cpu")) is runtime_for(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "neuron", "tpu"),
+    [
+        ([], {}, False, False),
+        (["/dev/neuron0", "/dev/neuron1"], {}, True, False),
+        (["/dev/accel0"], {}, False, True),
+        ([], {"TPU_WORKER_ID": "0"}, False, True),
+    ],
+)
+def test_devices_are_told_by_their_drivers(
+    monkeypatch: pytest.MonkeyPatch, files: list[str], environment: dict[str, str], neuron: bool, tpu: bool
+) -> None:
+    from fnmatch import fnmatch
+
+    monkeypatch.setattr(hardware.glob, "glob", lambda pattern: [file for file in files if fnmatch(file, pattern)])
+    monkeypatch.delenv("TPU_WORKER_ID", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (hardware.neuron_device_present(), hardware.tpu_present()) == (neuron, tpu)
+
+
+def test_bf16_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, s=supported: s)
+        if supported:
+            check_bf16(torch.device("cuda"))
+        else:
+            with pytest.raises(DeviceError, match="bf16: Tesla T4 has no bfloat16"):
+                check_bf16(torch.device("cuda"))
+    for name in ("cpu", "xla"):
+        check_bf16(torch.device(name))
