@@ -5,7 +5,7 @@
 
 (transformers' Trainer does not train on a CPU where torch_xla is installed, so the CPU is measured without it.)
 
-The same small GPT-2 (small, so that overhead shows), data, batch size, AdamW, schedule and clipping for all three, on one
+The same GPT-2 (small, so that overhead shows), data, batch size, AdamW, schedule and clipping for all three, on one
 rank. They run in turn, round after round, in one process; each run is timed from its fourth step to its last, with the
 device drained at both ends. Printed are medians, and the median of the ratios within a round.
 """
@@ -28,11 +28,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 warnings.filterwarnings("ignore")
 
-import torch
-import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback  # noqa: E402
 
-import stepmark
+import stepmark  # noqa: E402
 
 WARM_UP = 4
 VOCABULARY, LENGTH = 512, 128

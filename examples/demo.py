@@ -20,6 +20,7 @@ from pathlib import Path
 
 from demo_curve import draw
 from demo_history import History, read_history
+
 from stepmark.recipe.quiet import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,9 +127,11 @@ def stat(process: int) -> list[str]:
 def compare(run: History, undisturbed: History) -> bool:
     """Tells whether losses, gradient norms, evaluations and final weights are the same to the last bit."""
     weights = [(folder / "model.safetensors").read_bytes() for folder in (RUN, UNDISTURBED)]
+    again = [run.steps[step][0] == loss for step, loss in run.first_try.items()]
     same = sum(run.steps.get(step) == values for step, values in undisturbed.steps.items())
     verdicts = {
         f"loss and gradient norm of {same} of {STEPS} steps": same == STEPS == len(run.steps),
+        f"loss of the {len(again)} steps that were trained again": all(again),
         f"loss of {len(undisturbed.evaluations)} evaluations": run.evaluations == undisturbed.evaluations,
         f"final weights, {len(weights[0]) / 1e6:.1f} MB": weights[0] == weights[1],
     }
@@ -158,7 +161,7 @@ def show_samples(checkpoint: Path) -> None:
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")
         written = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.5)
-        for line in tokenizer.decode(written[0], skip_special_tokens=True).splitlines():
+        for line in str(tokenizer.decode(written[0], skip_special_tokens=True)).splitlines():
             print(f"  | {line}")
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-
 from demo_history import History
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 INK, GREY, UNDISTURBED, RUN, EVALUATION, KILL = "#222222", "#8a8a8a", "#f2b36b", "#1f5fa8", "#1a7f4b", "#c0392b"
 
 
 def draw(run: History, undisturbed: History, killed_at: int, path: Path) -> None:
     """Writes the picture to `path`, as PNG."""
-    figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
+    axes = figure.subplots()
     steps, losses = _losses(undisturbed)
     axes.plot(steps, losses, color=UNDISTURBED, linewidth=5, solid_capstyle="round", label="training, undisturbed")
     steps, losses = _losses(run)
@@ -29,13 +25,12 @@ def draw(run: History, undisturbed: History, killed_at: int, path: Path) -> None
     axes.set_xlim(0, max(steps))
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
-    axes.set_title("Killed, resumed, and the same to the last bit", loc="left", color=INK, fontweight="bold")
+    axes.set_title("Killed, resumed, and the same to the last bit", loc="left", color=INK, fontweight="bold", pad=30)
     axes.grid(color="#eeeeee")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=GREY)
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, borderpad=0, ncols=3)
     figure.savefig(path)
-    plt.close(figure)
 
 
 def _losses(history: History) -> tuple[list[int], list[float]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 

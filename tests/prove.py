@@ -1,10 +1,11 @@
 """Runs the whole suite with the large matrices, and keeps the result in docs/proof.md.
 
-    make prove
+make prove
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -36,18 +37,19 @@ def write_proof(seconds: float) -> None:
         "# The last whole run of the suite",
         "",
         f"`make prove` on {time.strftime('%Y-%m-%d')}, commit {revision()}, Python {platform.python_version()} with "
-        f"{versions()}, on 2 CPU cores, in {seconds / 60:.0f} minutes: " + ", ".join(f"{n} {k}" for k, n in totals.items()),
+        f"{versions()}, on {os.cpu_count()} CPU cores, in {seconds / 60:.0f} minutes: "
+        + ", ".join(f"{count} {kind}" for kind, count in totals.items()),
         "",
         "| tests | " + " | ".join(totals) + " |",
         "| --- |" + " --- |" * len(totals),
     ]
-    for name in sorted(counts):
-        lines.append(f"| {name} | " + " | ".join(str(counts[name][kind]) for kind in totals) + " |")
+    lines += [f"| {name} | " + " | ".join(str(counts[name][kind]) for kind in totals) + " |" for name in sorted(counts)]
     (ROOT / "docs" / "proof.md").write_text("\n".join(lines) + "\n")
 
 
 def revision() -> str:
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def versions() -> str:

@@ -21,10 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from stepmark.cli.main import run
 from stepmark.runtime import context as context_module
-from stepmark.runtime.eager import EagerRuntime
 from stepmark.trainer import output as output_module
 from stepmark.trainer.journal import read_metrics
-from tests.support.recipes import write_recipe, write_text
+from tests.support.recipes import TINY, write_recipe, write_text
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -173,13 +172,14 @@ def test_training_files(refused: Callable[..., str], tmp_path: Path) -> None:
     [
         ("a.txt", b"caf\xe9 " * 100, "a.txt is not UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, row 2: it is not JSON"),
-        ("a.json", b"[]", "is longer than the training data, 0 tokens"),
+        ("a.json", b"[]", "holds no text"),
+        ("a.txt", b"\n \n", "holds no text"),
         ("a.jsonl", b'{"text": 3}\n', "text_column"),
         ("a.parquet", b"PAR1 not really", "cannot be read as Parquet"),
     ],
 )
 def test_training_files_that_hold_no_text(
-    refused: Callable[..., str], call: Callable[..., Told], tmp_path: Path, name: str, content: bytes, words: str
+    call: Callable[..., Told], tmp_path: Path, name: str, content: bytes, words: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
     told = call(str(write_recipe(tmp_path, train_file=str(tmp_path / name), validation_split_percentage=0)))
@@ -376,7 +376,9 @@ def test_resuming_from_nothing(refused: Callable[..., str], trained: Path, tmp_p
     assert "is not a checkpoint of Stepmark's" in resume(refused, tmp_path / "text.txt")
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json", "trainer_state.json", "config.json", "state.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "manifest.json", "trainer_state.json", "config.json", "state.json"]
+)
 def test_resuming_from_a_damaged_checkpoint(refused: Callable[..., str], trained: Path, file: str) -> None:
     flip(trained / "checkpoint-2" / file)
     error = resume(refused, trained / "checkpoint-2")
@@ -417,15 +419,13 @@ def test_resuming_where_no_checkpoint_is_whole(refused: Callable[..., str], trai
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"config_overrides": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32}}, "its model, n_layer was 1 and is now 2"),
+        ({"config_overrides": {**TINY, "n_layer": 2}}, "its model, n_layer was 1 and is now 2"),
         ({"block_size": 16}, "its data was "),
         ({"seed": 7}, "its seed was 42 and is now 7"),
         ({"data_seed": 7}, "its data_seed was 42 and is now 7"),
     ],
-)  # fmt: skip
-def test_resuming_another_run(
-    refused: Callable[..., str], trained: Path, fields: dict[str, Any], words: str
-) -> None:
+)
+def test_resuming_another_run(refused: Callable[..., str], trained: Path, fields: dict[str, Any], words: str) -> None:
     for given in (True, str(trained / "checkpoint-2")):
         error = refused(code=1, resume_from_checkpoint=given, max_steps=4, **fields)
         assert words in error
@@ -457,9 +457,7 @@ def test_resuming_with_nothing_there_begins(call: Callable[..., Told], tmp_path:
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
 
 
-def test_a_folder_of_another_live_run(
-    call: Callable[..., Told], refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_folder_of_another_live_run(call: Callable[..., Told], refused: Callable[..., str], tmp_path: Path) -> None:
     from stepmark import Checkpointer
 
     with Checkpointer(tmp_path / "out") as other:
@@ -478,7 +476,10 @@ def test_as_a_user_calls_it(tmp_path: Path) -> None:
     calls = {("--max_steps", "soon"): 2, (): 1}
     for flags, code in calls.items():
         done = subprocess.run(
-            [sys.executable, "-m", "stepmark", "train", str(recipe), *flags], capture_output=True, text=True, cwd=tmp_path
+            [sys.executable, "-m", "stepmark", "train", str(recipe), *flags],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
         )
         assert done.returncode == code, done.stderr
         assert done.stdout == ""

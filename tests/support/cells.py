@@ -90,8 +90,8 @@ class CountGraphs(TrainerCallback):
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains the tiny model and tells what happened. `options` are TrainingArguments and, beside them: samples,
-    eval_samples, ragged, dropout, model_seed (a list: one a rank), kill_at, kill_ranks, kill_at_event, noise (draw random
-    numbers from every generator between steps), counted (count graphs after every step)."""
+    eval_samples, ragged, dropout, model_seed (a list: one a rank), kill_at, kill_ranks, kill_at_event, noise (draw
+    random numbers from every generator between steps), counted (count graphs after every step)."""
     options = dict(options)
     samples, eval_samples = options.pop("samples", 30), options.pop("eval_samples", 7)
     dropout, kill_at = options.pop("dropout", 0.1), options.pop("kill_at", None)
@@ -144,7 +144,7 @@ class DrawRandomNumbers(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         torch.rand(3)
-        np.random.rand(2)  # noqa: NPY002
+        np.random.rand(2)
         random.random()
 
 

@@ -53,7 +53,12 @@ class Ranks:
         return json.loads(line)
 
     def run(
-        self, function: str, *arguments: Any, nproc: int = 1, timeout: float = 180, environment: dict[str, str] | None = None
+        self,
+        function: str,
+        *arguments: Any,
+        nproc: int = 1,
+        timeout: float = 180,
+        environment: dict[str, str] | None = None,
     ) -> Outcome:
         """Calls `module:name` with plain arguments in `nproc` ranks."""
         with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +78,8 @@ class Ranks:
         return Outcome(answer["codes"], answer["results"], logs)
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(timeout=30)

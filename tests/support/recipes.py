@@ -7,12 +7,15 @@ from typing import Any
 
 import yaml
 
-WORDS = "the cat sat on a mat and then it ran under hill".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "under", "hill"]
+TINY = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32}
 
 
 def write_text(path: Path, lines: int = 40) -> Path:
     """A text of `lines` lines, always the same."""
-    path.write_text("".join(" ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(9)) + ".\n" for i in range(lines)))
+    path.write_text(
+        "".join(" ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(9)) + ".\n" for i in range(lines))
+    )
     return path
 
 
@@ -24,7 +27,7 @@ def tiny_recipe(folder: Path, **fields: Any) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "out"),
         "config_name": "gpt2",
-        "config_overrides": {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32},
+        "config_overrides": TINY,
         "tokenizer_name": "bytes",
         "train_file": str(text),
         "block_size": 32,

@@ -69,7 +69,10 @@ def test_out_of_range(field: str, value: Any) -> None:
         ({"save_strategy": "best"}, ("save_strategy", "eval_strategy")),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ("lr_scheduler_type", "eval_strategy")),
         ({"lr_scheduler_type": "greedy"}, ("lr_scheduler_type", "eval_strategy")),
-        ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, ("save_strategy is steps", "eval_strategy is epoch")),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "epoch"},
+            ("save_strategy is steps", "eval_strategy is epoch"),
+        ),
         ({"load_best_model_at_end": True, "save_steps": 3, **EVALUATES}, ("save_steps (3)", "eval_steps (2)")),
         ({"load_best_model_at_end": True, "save_steps": 0.5, **EVALUATES}, ("save_steps (0.5)", "eval_steps (2)")),
     ],
@@ -129,7 +132,7 @@ def test_options_as_text() -> None:
         "name": "x",
         "eps": 1e-6,
     }
-    with pytest.raises(UsageError, match="^f: should be name=value pairs"):
+    with pytest.raises(UsageError, match=r"^f: should be name=value pairs"):
         parse_options("f", "momentum")
     with pytest.raises(UsageError, match=r"^f: cannot read 'a=\['"):
         parse_options("f", "a=[")

@@ -69,7 +69,11 @@ def test_results_of_both_kinds_are_joined(journal: Journal, tmp_path: Path) -> N
     journal.results("train", {"train_loss": 1.0, "epoch": 1.0})
     journal.results("eval", {"eval_loss": 2.0, "epoch": 2.0})
     assert json.loads((tmp_path / "train_results.json").read_text()) == {"train_loss": 1.0, "epoch": 1.0}
-    assert json.loads((tmp_path / "all_results.json").read_text()) == {"train_loss": 1.0, "epoch": 2.0, "eval_loss": 2.0}
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {
+        "train_loss": 1.0,
+        "epoch": 2.0,
+        "eval_loss": 2.0,
+    }
 
 
 def test_results_are_strict_json(tmp_path: Path) -> None:

@@ -54,9 +54,7 @@ def mean_over_tokens(model: nn.Module, batches: list[dict[str, Tensor]], smoothi
         logits = model(input_ids=batch["input_ids"]).logits[:, :-1].reshape(-1, VOCABULARY)
         labels = batch["labels"][:, 1:].reshape(-1)
         kept = labels != -100
-        losses.append(
-            F.cross_entropy(logits[kept], labels[kept], reduction="none", label_smoothing=smoothing)
-        )
+        losses.append(F.cross_entropy(logits[kept], labels[kept], reduction="none", label_smoothing=smoothing))
     return torch.cat(losses).mean()
 
 

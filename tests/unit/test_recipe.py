@@ -25,7 +25,7 @@ eval_on_start load_best_model_at_end metric_for_best_model greater_is_better res
 report_to run_name dataloader_num_workers dataloader_drop_last disable_tqdm log_level model_name_or_path config_name
 config_overrides tokenizer_name dataset_name dataset_config_name text_column train_file validation_file block_size
 validation_split_percentage max_train_samples max_eval_samples preprocessing_num_workers overwrite_cache device dtype
-""".split()
+""".split()  # noqa: SIM905
 
 
 @pytest.fixture
@@ -87,7 +87,9 @@ def test_mappings_in_both_spellings(recipe: Read) -> None:
     assert kwargs == recipe(BASE, lr_scheduler_kwargs="num_cycles=2").training.scheduler_options == {"num_cycles": 2}
 
 
-def test_relative_output_is_in_the_folder_the_user_stands_in(recipe: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_output_is_in_the_folder_the_user_stands_in(
+    recipe: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     read = recipe(BASE + "output_dir: runs/a\n")
     monkeypatch.chdir("/")
@@ -131,7 +133,7 @@ def test_a_file_that_is_no_mapping(recipe: Read, text: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nope.yaml: cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"nope.yaml: cannot be read: No such file"):
         read_recipe(str(tmp_path / "nope.yaml"), {})
     (tmp_path / "latin.yaml").write_bytes(b"run_name: caf\xe9\n")
     with pytest.raises(UsageError, match="is no YAML"):

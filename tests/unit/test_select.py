@@ -19,7 +19,9 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
 
-    def has(self, *, xla: bool = False, neuron: bool = False, tpu: bool = False, accelerator: str | None = None) -> None:
+    def has(
+        self, *, xla: bool = False, neuron: bool = False, tpu: bool = False, accelerator: str | None = None
+    ) -> None:
         found = None if accelerator is None else SimpleNamespace(type=accelerator)
         self._patch.setattr(select, "torch_xla_installed", lambda: xla)
         self._patch.setattr(select, "neuron_device_present", lambda: neuron)
@@ -101,7 +103,7 @@ def test_a_device_that_does_not_exist() -> None:
 
 def test_more_ranks_than_devices(machine: Machine) -> None:
     machine.has(accelerator="cuda")
-    with pytest.raises(DeviceError, match="local rank 1 has no cuda device.*has 1"):
+    with pytest.raises(DeviceError, match=r"local rank 1 has no cuda device.*has 1"):
         create_runtime("cuda", local_rank=1)
 
 

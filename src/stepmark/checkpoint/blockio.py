@@ -1,4 +1,4 @@
-"""Reading blocks of files: from the page cache where they are in it, past it where they are not."""
+"""Reading blocks of files into page-aligned memory, through the page cache or past it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from .tensorfile import PAGE
 
 
 class BlockReader:
-    """An open file. Reading past the cache takes a fraction of the processor time, and the cache stays the program's."""
+    """An open file. Reading past the cache takes a fraction of the processor time, and the cache stays the program's;
+    where several ranks of a node read the same bytes, the cache spares the disk."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, past_cache: bool) -> None:
         self._path = path
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._direct: int | None
+        self._direct = self._open_direct() if past_cache else None
+
+    def _open_direct(self) -> int | None:
         try:
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError:  # the file system has no such thing
-            self._direct = None
+            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
+                return None
+            raise
 
     def close(self) -> None:
         """Closes the file."""
@@ -35,33 +40,22 @@ class BlockReader:
         """
         low = begin // PAGE * PAGE
         block = memory[: (end + PAGE - 1) // PAGE * PAGE - low]
-        try:
-            if self._direct is None or self._in_cache(block, low) < end - low:
-                self._fill(block, low, end - low)
-        except OSError as error:
-            raise CheckpointDamaged(f"{self._path}: bytes from {begin} on cannot be read: {error.strerror}") from error
-        return block[begin - low : end - low]
-
-    def _in_cache(self, block: memoryview, low: int) -> int:
-        try:
-            return os.preadv(self._cached, [block], low, os.RWF_NOWAIT)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
-                return 0
-            raise
-
-    def _fill(self, block: memoryview, low: int, needed: int) -> None:
         done = 0
-        while done < needed:
-            # A read past the cache that ends within a page has come to the end of the file.
-            direct = self._direct is not None and done % PAGE == 0
-            source = self._direct if direct and self._direct is not None else self._cached
+        while done < end - low:
             try:
-                count = os.preadv(source, [block[done:]], low + done)
+                count = self._read_some(block[done:], low + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or source == self._cached:
-                    raise
-                count = os.preadv(self._cached, [block[done:]], low + done)
+                raise CheckpointDamaged(f"{self._path}: byte {low + done} cannot be read: {error.strerror}") from error
             if count == 0:
                 raise CheckpointDamaged(f"{self._path} ends at byte {low + done}")
             done += count
+        return block[begin - low : end - low]
+
+    def _read_some(self, block: memoryview, offset: int) -> int:
+        if self._direct is not None and offset % PAGE == 0:  # it is not after a short read, at the file's end
+            try:
+                return os.preadv(self._direct, [block], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # opened, and refused all the same: some network file systems
+                    raise
+        return os.preadv(self._cached, [block], offset)

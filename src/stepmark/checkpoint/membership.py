@@ -58,6 +58,10 @@ class Membership:
         board.open()
         return board
 
+    def alone_on_node(self) -> bool:
+        """Whether no other rank is on this rank's node."""
+        return self.nodes.count(self.nodes[self._meeting.rank]) == 1
+
     def lost(self) -> bool:
         """Whether another run has taken the folder over."""
         return self._owner.lost()

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import CheckpointDamaged, CheckpointMismatch
@@ -25,6 +27,7 @@ from .tensorfile import PAGE, Header, StoredTensor
 from .whole import read_header
 
 BLOCK = 8 * CELL
+Bytes = NDArray[np.uint8]
 IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read straight into place
 
 
@@ -46,12 +49,16 @@ class Target:
 
 
 class TensorReader:
-    """The tensor files of one checkpoint. Use it as a context manager; it keeps files open."""
+    """The tensor files of one checkpoint. Use it as a context manager; it keeps files open.
 
-    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4) -> None:
+    `alone`: no other rank of this node reads the same files at the same time.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4, alone: bool = True) -> None:
         self.folder = folder
         self.manifest = manifest
         self._files: dict[int, tuple[BlockReader, Header, dict[str, StoredTensor]]] = {}
+        self._alone = alone
         self._lock = threading.Lock()
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stepmark-read")
@@ -145,15 +152,16 @@ class TensorReader:
         size = item_size(target.dtype)
         assert target.host is not None
         assert isinstance(part.at, int)
-        flat = target.host.view(-1).view(torch.uint8) if target.host.numel() else target.host.view(-1)
+        flat = target.host.view(-1).view(torch.uint8).numpy()
         shift = (part.at - part.piece.start) * size
         for begin in range(start * size, stop * size, BLOCK):
             end = min(begin + BLOCK, stop * size)
             where = flat[begin + shift : end + shift]
 
-            def job(begin: int = begin, end: int = end, where: Tensor = where) -> None:
+            def job(begin: int = begin, end: int = end, where: Bytes = where) -> None:
                 offset = stored.start * size
-                where.copy_(self._read(index, target.name, begin - offset, end - offset))
+                # numpy's copy takes one thread; torch's would start a team of its own in each thread of the pool.
+                np.copyto(where, self._read(index, target.name, begin - offset, end - offset))
 
             yield job
 
@@ -167,16 +175,16 @@ class TensorReader:
 
         def job() -> None:
             assert target.host is not None
-            data = torch.empty(last * size - first * size, dtype=torch.uint8)
+            data = np.empty(last * size - first * size, dtype=np.uint8)
             for begin in range(first * size, last * size, BLOCK):
                 end = min(begin + BLOCK, last * size)
                 data[begin - first * size : end - first * size] = self._read(index, target.name, begin, end)
-            flat = data.view(torch_dtype(target.dtype))
+            flat = torch.from_numpy(data).view(torch_dtype(target.dtype))
             _copy_overlaps(pairs, flat, first, target.host, part)
 
         return job
 
-    def _read(self, index: int, name: str, begin: int, end: int) -> Tensor:
+    def _read(self, index: int, name: str, begin: int, end: int) -> Bytes:
         """Checked bytes [begin, end) of a stored tensor; valid until this thread reads again."""
         source, header, tensors = self._file(index)
         tensor = tensors.get(name)
@@ -197,7 +205,7 @@ class TensorReader:
                     f"{self.folder / file.name}: tensor {name!r} differs from its digest in bytes "
                     f"{header.size + a} to {header.size + b} of the file, written by rank {writer}"
                 )
-        return torch.frombuffer(memory[wanted[0] - low : wanted[1] - low], dtype=torch.uint8)
+        return np.frombuffer(memory[wanted[0] - low : wanted[1] - low], dtype=np.uint8)
 
     def _bounce(self, size: int) -> memoryview:
         memory = getattr(self._local, "memory", b"")
@@ -216,7 +224,7 @@ class TensorReader:
         entry = self.manifest.files[index]
         path = self.folder / entry.name
         header = read_header(self.folder, self.manifest, entry)
-        return BlockReader(path), header, {tensor.name: tensor for tensor in header.tensors}
+        return BlockReader(path, past_cache=self._alone), header, {tensor.name: tensor for tensor in header.tensors}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ Digests = dict[int, dict[str, dict[int, str]]]
 
 
 class _Output:
-    """A file that is being written: what is in whole pages past the page cache, where that can be, the rest through it."""
+    """A file that is being written: whole pages past the page cache, where that can be, the rest through it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

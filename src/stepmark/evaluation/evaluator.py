@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.feed import DeviceFeed
 from stepmark.data.batch import MicroBatch
+from stepmark.data.feed import DeviceFeed
 from stepmark.data.loader import DataLoader
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host import HostGroup
@@ -26,8 +26,8 @@ HELD_BATCHES = 16  # losses that wait on the device before they are fetched
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over `tokens` target tokens of `samples` samples (None where there are no such tokens), seconds it took, and
-    where they were asked for, predictions and labels of all samples in their order, as numpy arrays."""
+    """Mean loss over `tokens` target tokens of `samples` samples (None where there are no such tokens), seconds taken,
+    and where they were asked for, predictions and labels of all samples in their order, as numpy arrays."""
 
     loss: float | None
     tokens: int
@@ -129,7 +129,7 @@ class Evaluator:
 
 
 def concatenate(pieces: list[Any]) -> Any:
-    """Joins arrays (or tuples of arrays) along the first dim; where other dims differ, shorter ones are filled with -100."""
+    """Joins arrays (or tuples of arrays) along the first dim; where other dims differ, shorter ones get -100."""
     present = [piece for piece in pieces if piece is not None]
     if not present:
         return None

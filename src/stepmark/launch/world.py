@@ -105,7 +105,9 @@ def first_host(nodelist: str) -> str:
     except (OSError, subprocess.CalledProcessError, IndexError):
         first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodelist)  # up to the first comma that is in no brackets
         if first is None:
-            raise LaunchError(f"cannot tell the first host of Slurm's node list {nodelist!r}; set MASTER_ADDR") from None
+            raise LaunchError(
+                f"cannot tell the first host of Slurm's node list {nodelist!r}; set MASTER_ADDR"
+            ) from None
         return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 

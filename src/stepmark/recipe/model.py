@@ -17,7 +17,15 @@ def build_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer of the recipe: by name, or the one in the model's folder."""
     if config.model_name_or_path is not None:
         _check_folder(config.model_name_or_path)
-    return load_tokenizer(config.tokenizer_name or str(config.model_name_or_path))
+    name = config.tokenizer_name or str(config.model_name_or_path)
+    tokenizer = load_tokenizer(name)
+    # transformers makes an empty tokenizer of a folder that has a config.json and no tokenizer's files.
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise UsageError(
+            f"tokenizer_name: no tokenizer could be loaded from {name!r}: it has no tokens; set tokenizer_name to the "
+            "one that belongs to the model"
+        )
+    return tokenizer
 
 
 def build_config(config: ModelConfig, tokenizer: Any) -> Any:
@@ -33,7 +41,8 @@ def build_config(config: ModelConfig, tokenizer: Any) -> Any:
             made = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"config_name: {name!r} is neither a folder with a config.json nor a model type such as gpt2, llama or qwen3"
+            f"config_name: {name!r} is neither a folder with a config.json nor a model type such as gpt2, llama or "
+            "qwen3"
         ) from error
     unknown = [key for key in overrides if not hasattr(made, key)]
     if unknown:
@@ -78,8 +87,8 @@ def _load(name: str) -> torch.nn.Module:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(
-            f"model_name_or_path: {name} lacks weights of {type(model).__name__}: {missing[0]}{more}; name a folder with "
-            "a whole model"
+            f"model_name_or_path: {name} lacks weights of {type(model).__name__}: {missing[0]}{more}; name a folder "
+            "with a whole model"
         )
     assert isinstance(model, torch.nn.Module)
     return model

@@ -47,6 +47,7 @@ class Recipe:
 
 PARTS: tuple[type, ...] = (TrainingArguments, ModelConfig, DataConfig)
 
+
 def all_fields() -> dict[str, tuple[str, Any]]:
     """Every recipe field, with its type as text and its default."""
     return {field.name: (str(field.type), field.default) for part in PARTS for field in dataclasses.fields(part)}

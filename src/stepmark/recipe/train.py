@@ -65,8 +65,8 @@ def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > embeddings:
         raise UsageError(
-            f"tokenizer_name: the tokenizer has {len(tokenizer)} tokens and the model only {embeddings} embeddings; use "
-            "the tokenizer that belongs to the model"
+            f"tokenizer_name: the tokenizer has {len(tokenizer)} tokens and the model only {embeddings} embeddings; "
+            "use the tokenizer that belongs to the model"
         )
 
 

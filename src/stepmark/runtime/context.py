@@ -26,8 +26,8 @@ TIMEOUT = timedelta(hours=2)  # longer than the longest compilation that another
 
 @dataclass(frozen=True)
 class Context:
-    """`data_parallel` is the mesh's data parallel axis, `host` all ranks, through the host. `store` is the ranks' common
-    key-value store, None for a rank that is alone."""
+    """`data_parallel` is the mesh's data parallel axis, `host` all ranks, through the host. `store` is the ranks'
+    common key-value store, None for a rank that is alone."""
 
     world: World
     runtime: Runtime
@@ -37,8 +37,8 @@ class Context:
 
     @contextlib.contextmanager
     def leader_first(self, task: str) -> Iterator[bool]:
-        """The body runs on one rank of each node (it gets True), and on the node's others when that is done, however long
-        it takes. `task` names it, once in a run."""
+        """The body runs on one rank of each node (it gets True), and on the node's others when that is done, however
+        long it takes. `task` names it, once in a run."""
         if self.store is None or self.world.local_size == 1:
             yield True
             return

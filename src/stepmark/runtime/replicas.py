@@ -18,8 +18,8 @@ from stepmark.runtime.host import HostGroup
 
 
 def replica_environment(replicas: int) -> dict[str, str]:
-    """The variables that a process needs before torch_xla starts in it. Room for the threads of 16 devices is asked for,
-    since XLA's pool must hold every replica that waits in a collective."""
+    """The variables that a process needs before torch_xla starts in it. Room for the threads of 16 devices is asked
+    for, since XLA's pool must hold every replica that waits in a collective."""
     return {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(replicas),

@@ -193,14 +193,17 @@ def _check_agreement(args: TrainingArguments) -> None:
         raise UsageError("max_steps and num_train_epochs: both are 0 or less; set one of them above 0")
     if args.bf16 and args.dtype == "bfloat16":
         raise UsageError(
-            "bf16 and dtype: bf16 is autocast over float32 parameters, and dtype asks for bfloat16 ones; set one of them"
+            "bf16 and dtype: bf16 is autocast over float32 parameters, and dtype asks for bfloat16 ones; set one of "
+            "them"
         )
     if args.warmup_steps and args.warmup_ratio:
         raise UsageError("warmup_steps and warmup_ratio: both give the length of the warm-up; set one of them")
     if args.eval_strategy == "no":
         for name in ("load_best_model_at_end", "eval_on_start"):
             if getattr(args, name):
-                raise UsageError(f"{name} and eval_strategy: {name} needs evaluations; set eval_strategy to steps or epoch")
+                raise UsageError(
+                    f"{name} and eval_strategy: {name} needs evaluations; set eval_strategy to steps or epoch"
+                )
         if args.save_strategy == "best":
             raise UsageError("save_strategy and eval_strategy: the best is told by evaluations; set eval_strategy")
         if args.lr_scheduler_type in METRIC_SCHEDULES:
@@ -220,8 +223,8 @@ def _check_best_is_saved(args: TrainingArguments) -> None:
     evaluated = args.eval_steps or args.logging_steps
     if args.save_strategy == "steps" and not _is_multiple(args.save_steps, evaluated):
         raise UsageError(
-            f"load_best_model_at_end: save_steps ({args.save_steps:g}) has to be a multiple of eval_steps ({evaluated:g}), "
-            "both whole numbers or both fractions, so that what is saved was evaluated"
+            f"load_best_model_at_end: save_steps ({args.save_steps:g}) has to be a multiple of eval_steps "
+            f"({evaluated:g}), both whole numbers or both fractions, so that what is saved was evaluated"
         )
 
 

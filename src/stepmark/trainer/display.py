@@ -49,12 +49,15 @@ class Display:
             return
         told = ""
         if loss is not None:
-            self._last = time.monotonic()
             told = f"loss {loss:.4f}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")
         if self._bar is not None:
             self._bar.update(self._task, completed=step, **({"told": told} if told else {}))
-        elif told:
+        elif told and self.due():
             self.line(f"step {step}/{self._total}  {told}")
+        else:
+            return
+        if told:
+            self._last = time.monotonic()
 
     def line(self, text: str) -> None:
         if self._shows:

@@ -10,7 +10,14 @@ from typing import Any
 
 from stepmark.errors import UsageError
 
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping", list: "a list"}
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a mapping",
+    list: "a list",
+}
 
 
 def convert(name: str, value: Any, annotation: Any) -> Any:

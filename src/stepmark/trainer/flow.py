@@ -11,8 +11,8 @@ from stepmark.trainer.arguments import TrainingArguments
 
 class FlowCallback(DefaultFlowCallback):
     """Sets the control's flags by the strategies of the arguments. `epoch` fires at every epoch's end, and where
-    `max_steps` ends the run inside an epoch; `steps` evaluates and saves at the run's end too, so that nothing trained is
-    lost."""
+    `max_steps` ends the run inside an epoch; `steps` evaluates and saves at the run's end too, so that nothing trained
+    is lost."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
         step = state.global_step

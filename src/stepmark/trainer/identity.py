@@ -1,4 +1,4 @@
-"""What makes two runs the same run: a resumed one must have the model, tokenizer, data and seeds of the one that saved."""
+"""What makes two runs the same run: a resumed one must have the model, tokenizer, data and seeds of the other."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], where: 
             name = next(name for name in sorted({*before, *value}) if before.get(name) != value.get(name))
             key, before, value = f"{key}, {name}", before.get(name), value.get(name)
         raise CheckpointMismatch(
-            f"{where} is of another run: its {key} was {_short(before)} and is now {_short(value)}; resume with the same "
-            "model, tokenizer, data and seeds, or start a new run in another output_dir"
+            f"{where} is of another run: its {key} was {_short(before)} and is now {_short(value)}; resume with the "
+            "same model, tokenizer, data and seeds, or start a new run in another output_dir"
         )
 
 

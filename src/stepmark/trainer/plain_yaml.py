@@ -1,7 +1,7 @@
 """YAML as a recipe writer means it: the core schema of YAML 1.2.
 
-PyYAML reads YAML 1.1, where `no` is false and `1e-4` is text; here `eval_strategy: no` is the word, and `1e-4` a number.
-A key that stands twice in a mapping is an error instead of the last one winning.
+PyYAML reads YAML 1.1, where `no` is false and `1e-4` is text; here `eval_strategy: no` is the word, and `1e-4` a
+number. A key that stands twice in a mapping is an error instead of the last one winning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ class _CoreLoader(yaml.SafeLoader):
         keys: set[str] = set()
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode) and key_node.value in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"{key_node.value} is given twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key_node.value} is given twice", key_node.start_mark
+                )
             keys.add(str(key_node.value))
         return super().construct_mapping(node, deep)
 
@@ -39,7 +41,7 @@ for _tag, _pattern, _first in (
 def parse_yaml(text: str) -> Any:
     """The value of a YAML document. Raises ValueError, in one line that says where, for what is none."""
     try:
-        return yaml.load(text, Loader=_CoreLoader)  # noqa: S506: it is a SafeLoader
+        return yaml.load(text, Loader=_CoreLoader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
         raise ValueError(f"{line}{error.problem or error}") from error

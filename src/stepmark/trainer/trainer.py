@@ -63,8 +63,8 @@ class PredictionOutput(NamedTuple):
 class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
-    `model` is moved to the device (its Parameters stay the same objects). `optimizers` is (optimizer, schedule), each or
-    both None: then they are made from `args`. `callbacks` are transformers' TrainerCallback objects or classes.
+    `model` is moved to the device (its Parameters stay the same objects). `optimizers` is (optimizer, schedule), each
+    or both None: then they are made from `args`. `callbacks` are transformers' TrainerCallback objects or classes.
 
     Raises UsageError or DeviceError before anything expensive is done.
     """
@@ -266,8 +266,8 @@ class Trainer:
         existing = sorted(path.name for path in folder.glob("checkpoint-*"))
         if existing and not resume and self.args.save_strategy != "no":
             raise UsageError(
-                f"output_dir: {folder} has checkpoints of an earlier run ({existing[-1]}); set resume_from_checkpoint: true "
-                "to go on with it, or choose another folder"
+                f"output_dir: {folder} has checkpoints of an earlier run ({existing[-1]}); set resume_from_checkpoint: "
+                "true to go on with it, or choose another folder"
             )
         if self.args.save_strategy != "no":
             states = 0 if self.args.save_only_model else 2
@@ -373,8 +373,8 @@ class Trainer:
         eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Loss and metrics over exactly the samples of `eval_dataset` (default: the Trainer's own), under keys that begin
-        with the prefix; a dict of sets adds its keys to the prefix. Collective."""
+        """Loss and metrics over exactly the samples of `eval_dataset` (default: the Trainer's own), under keys that
+        begin with the prefix; a dict of sets adds its keys to the prefix. Collective."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, Mapping):
             metrics: dict[str, float] = {}
@@ -431,9 +431,7 @@ class Trainer:
         if key is None:
             return
         if key not in metrics:
-            raise UsageError(
-                f"metric_for_best_model: the evaluation has no {key}; it has {', '.join(sorted(metrics))}"
-            )
+            raise UsageError(f"metric_for_best_model: the evaluation has no {key}; it has {', '.join(sorted(metrics))}")
         if follows_metric(run.schedule):
             run.schedule.step(metrics[key])
         if is_better(self.args, metrics[key], self.state.best_metric):

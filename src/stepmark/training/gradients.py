@@ -45,8 +45,8 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> tuple[list[Tensor | None], Tensor, Tensor]:
-        """The mean gradients (fp32, None where a parameter took no part on a single rank), loss and token count over all
-        ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32)."""
+        """The mean gradients (fp32, None where a parameter took no part on a single rank), loss and token count over
+        all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32)."""
         gradients = self._sums if self._sums is not None else [parameter.grad for parameter in self._parameters]
         if self._collectives.size == 1:
             return list(gradients), loss, tokens

@@ -62,7 +62,9 @@ class LazyAdamW(torch.optim.AdamW):
         return [1 - group["lr"] * group["weight_decay"], step_size, (1 - beta2**count) ** 0.5]
 
     @staticmethod
-    def _update(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], factors: tuple[Tensor, ...]) -> None:
+    def _update(
+        parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], factors: tuple[Tensor, ...]
+    ) -> None:
         keep, step_size, correction = factors
         beta1, beta2 = group["betas"]
         gradient = -parameter.grad if group["maximize"] else parameter.grad  # type: ignore[operator]
@@ -77,8 +79,8 @@ class LazyAdamW(torch.optim.AdamW):
 
 
 class LazySGD(torch.optim.SGD):
-    """torch.optim.SGD: momentum (Sutskever et al. 2013), Nesterov, weight decay. No dampening: it spares the first step,
-    which would make the second another graph."""
+    """torch.optim.SGD: momentum (Sutskever et al. 2013), Nesterov, weight decay. No dampening: it spares the first
+    step, which would make the second another graph."""
 
     def __init__(self, params: Any, **keywords: Any) -> None:
         if keywords.get("dampening"):

@@ -1,7 +1,7 @@
 """The loss of a micro-batch as its share of the step's mean over target tokens.
 
-The mean is over the tokens of the whole step, so a micro-batch gives (sum of its tokens' losses) / (the step's tokens on
-this rank); micro-batches then simply add, and ranks are weighted by their tokens (gradients.py).
+The mean is over the tokens of the whole step, so a micro-batch gives (sum of its tokens' losses) / (the step's tokens
+on this rank); micro-batches then simply add, and ranks are weighted by their tokens (gradients.py).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class MicroBatchLoss:
 
 
 def _some_target(inputs: Mapping[str, Any], weight: Weight) -> Mapping[str, Any]:
-    """A micro-batch of padding alone has weight 0, but the mean of no losses is nan, and so may be its gradient: it gets
-    targets of class 0 instead."""
+    """A micro-batch of padding alone has weight 0, but the mean of no losses is nan, and so may be its gradient: it
+    gets targets of class 0 instead."""
     labels = integer_labels(inputs)
     if labels is None:
         return inputs

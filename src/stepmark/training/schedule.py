@@ -62,7 +62,7 @@ def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
 
 def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[float]) -> None:
     """Puts the schedule where it was. A schedule that is a function of the step takes its rates from this run's
-    arguments, which may differ from those of the run that saved; any other gets `rates`, the groups' saved ones, too."""
+    arguments, which may differ from those of the run that saved; any other gets `rates` too, the groups' saved ones."""
     if isinstance(schedule, LambdaLR):
         place_at(schedule, state["step"])
         return
@@ -87,7 +87,7 @@ def advance(schedule: LRScheduler) -> None:
 
 
 def follows_metric(schedule: LRScheduler) -> bool:
-    """Whether the schedule's steps take a metric, as those of torch's ReduceLROnPlateau and transformers' GreedyLR do."""
+    """Whether the schedule's steps take a metric, as those of torch's ReduceLROnPlateau and transformers' GreedyLR."""
     return "metrics" in inspect.signature(schedule.step).parameters
 
 

@@ -33,7 +33,7 @@ def _nothing() -> None:
 
 @dataclass
 class StepHooks:
-    """Called inside a step, on the host: after each micro-step but the last, before and after the optimizer's update."""
+    """Called inside a step, on the host: after each micro-step but the last, before and after the update."""
 
     after_micro_step: Callable[[], Any] = field(default=_nothing)
     before_update: Callable[[], Any] = field(default=_nothing)
