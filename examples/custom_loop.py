@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from stepmark import Checkpointer, DataLoader
 from stepmark.data.config import DataConfig
@@ -30,7 +30,10 @@ def main(folder: str, device: str, steps: int, every: int) -> None:
         data = prepare(config, load_tokenizer("bytes"))
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=258, n_positions=32, n_embd=64, n_layer=2, n_head=2))
+    shape = {"vocab_size": 258, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    model = AutoModelForCausalLM.from_config(
+        GPT2Config(**shape, bos_token_id=256, eos_token_id=256, loss_type="ForCausalLM")
+    )
     place_module(model, runtime)
     optimizer = build_optimizer("adamw_torch", list(model.named_parameters()), runtime, learning_rate=3e-3)
     schedule = build_schedule("cosine", optimizer.inner, steps, warmup_steps=2, options={})
@@ -42,7 +45,7 @@ def main(folder: str, device: str, steps: int, every: int) -> None:
     train_step = TrainStep(model, optimizer, loss, runtime, axis)
     evaluate = Evaluator(model, loss, runtime, context.host)
 
-    with Checkpointer(folder, keep_last=2) as checkpointer:
+    with Checkpointer(folder, keep_last=2, group=context.host) as checkpointer:
         state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
         optimizer.ensure_state()  # so that there is something to restore into
         step = checkpointer.restore(state) or 0
@@ -54,9 +57,9 @@ def main(folder: str, device: str, steps: int, every: int) -> None:
                 if step % every == 0 or step == steps:
                     (values,) = runtime.to_host([statistics.values])  # loss, tokens, gradient norm
                     evaluated = evaluate(held_out).loss
-                    checkpointer.save(step, state)
                     if axis.rank == 0:
-                        print(f"step {step}: loss {values[0]!r}, evaluation {evaluated!r}")
+                        print(f"step {step}: loss {values[0]:.4f}, evaluation {evaluated:.4f}", flush=True)
+                    checkpointer.save(step, state)
                 if step == steps:
                     break
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +27,10 @@ from tests.support.recipes import TINY, write_recipe, write_text
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    """Tokens are made once for all tests, and no hub is asked for what is not on this machine."""
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokens are made once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STEPMARK_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_HUB_OFFLINE", "1")
         yield
 
 

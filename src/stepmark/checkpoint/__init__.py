@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .board import CheckpointTimeout
     from .checkpointer import Checkpointer
     from .handle import SaveHandle
     from .manifest import Manifest, read_manifest
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Checkpointer": "checkpointer",
-    "CheckpointTimeout": "board",
     "SaveHandle": "handle",
     "Manifest": "manifest",
     "read_manifest": "manifest",
@@ -27,7 +25,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "CheckpointTimeout",
     "Checkpointer",
     "KeepBest",
     "KeepEachInterval",

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointTimeout
 from . import files
 
 logger = logging.getLogger("stepmark")
@@ -27,10 +27,6 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
 _SIGN_EVERY = 1.0  # seconds; a change in the folder also makes network file systems look again
 _SILENT = 3.0  # seconds without a sign, from which on an error says so
 _SHOWN = 8  # ranks that an error names
-
-
-class CheckpointTimeout(CheckpointError):
-    """A phase of a save or a restore has missed its deadline."""
 
 
 class RankFailed(CheckpointError):

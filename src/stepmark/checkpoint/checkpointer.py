@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
+from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
 from ..runtime.base import Runtime
 from ..runtime.host import HostGroup
 from ..runtime.select import runtime_for
-from .board import Board, CheckpointTimeout
+from .board import Board
 from .describe import describe
 from .drafting import Answer, Draft, Planner, agree, check_disk, draft, values_to_bytes
 from .handle import SaveHandle

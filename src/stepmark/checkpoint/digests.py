@@ -38,3 +38,10 @@ def cells(begin: int, end: int) -> list[tuple[int, int]]:
         return []
     cuts = [begin, *range((begin // CELL + 1) * CELL, end, CELL), end]
     return list(pairwise(cuts))
+
+
+def covering_cells(begin: int, end: int, low: int, high: int) -> list[tuple[int, int, int]]:
+    """Those of `cells(begin, end)` in which [low, high) lies, not empty: (number, first byte, last + 1)."""
+    origin = begin // CELL
+    numbers = range(low // CELL - origin, (high - 1) // CELL - origin + 1)
+    return [(n, max(begin, (origin + n) * CELL), min(end, (origin + n + 1) * CELL)) for n in numbers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from .board import CheckpointTimeout
+from ..errors import CheckpointTimeout
 
 
 class SaveHandle:

@@ -36,6 +36,10 @@ class FileEntry:
     header: int | None = None
     writers: tuple[tuple[int, int], ...] = ()
 
+    def writer_of(self, position: int) -> int | None:
+        """The rank that wrote the byte at this position of the data."""
+        return next((rank for rank, end in self.writers if position < end), None)
+
 
 @dataclass(frozen=True)
 class TensorEntry:

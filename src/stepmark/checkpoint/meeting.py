@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import CheckpointTimeout
 from ..runtime.host import HostGroup
-from .board import Board, CheckpointTimeout
+from .board import Board
 from .watchdog import print_stacks
 
 

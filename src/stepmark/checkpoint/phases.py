@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from .board import Board, CheckpointTimeout
+from ..errors import CheckpointTimeout
+from .board import Board
 from .watchdog import Watch, print_stacks, watchdog
 
 

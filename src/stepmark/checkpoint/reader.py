@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -17,16 +16,14 @@ from torch import Tensor
 
 from ..errors import CheckpointDamaged, CheckpointMismatch
 from ..runtime.base import Runtime
-from ..sharding.spec import Box, Layout, Part, Piece
-from .blockio import BlockReader
-from .digests import CELL, cell_digest
+from ..sharding.overlap import Overlap, disjoint, overlaps
+from ..sharding.spec import Box, Layout, Part
+from .checked import BLOCK, CheckedFile
 from .dtypes import item_size, torch_dtype
 from .manifest import Manifest, TensorEntry
 from .snapshot import block_views, narrow
-from .tensorfile import PAGE, Header, StoredTensor
-from .whole import read_header
+from .tensorfile import StoredTensor
 
-BLOCK = 8 * CELL
 Bytes = NDArray[np.uint8]
 IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read straight into place
 
@@ -57,10 +54,8 @@ class TensorReader:
     def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4, alone: bool = True) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._files: dict[int, tuple[BlockReader, Header, dict[str, StoredTensor]]] = {}
+        self._files: dict[int, CheckedFile] = {}
         self._alone = alone
-        self._lock = threading.Lock()
-        self._local = threading.local()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stepmark-read")
 
     def __enter__(self) -> TensorReader:
@@ -74,8 +69,8 @@ class TensorReader:
     def close(self) -> None:
         """Ends the threads and closes the files."""
         self._pool.shutdown(cancel_futures=True)
-        for source, _, _ in self._files.values():
-            source.close()
+        for file in self._files.values():
+            file.close()
         self._files.clear()
 
     def fill(self, targets: Sequence[Target], runtime: Runtime) -> None:
@@ -127,159 +122,88 @@ class TensorReader:
         return size
 
     def _jobs(self, target: Target) -> Iterator[Callable[[], None]]:
+        """What fills a target; no two jobs write the same bytes."""
         entry = self.manifest.tensors[target.group][target.name]
         assert target.host is not None
         for part in target.layout.parts:
-            found = 0
-            for index, stored in entry.pieces:
-                if stored.box == part.piece.box and isinstance(part.at, int):
-                    start, stop = max(stored.start, part.piece.start), min(stored.stop, part.piece.stop)
-                    if start < stop:
-                        found += stop - start
-                        yield from self._runs(index, target, part, stored, start, stop)
-                else:
-                    pairs = overlaps(stored, part.piece)
-                    found += sum(pair.box.numel for pair in pairs)
-                    if pairs:
-                        yield self._scatter(index, target, part, stored, pairs)
-            if found != part.piece.numel:
-                raise CheckpointDamaged(f"{self.folder}: tensor {target.name!r} is not there in full")
+            runs = isinstance(part.at, int) and all(stored.box == part.piece.box for _, stored in entry.pieces)
+            yield from self._runs(target, part, entry) if runs else self._boxes(target, part, entry)
 
-    def _runs(
-        self, index: int, target: Target, part: Part, stored: Piece, start: int, stop: int
-    ) -> Iterator[Callable[[], None]]:
-        """Elements [start, stop) of a box, which stored piece and target have in common: straight copies."""
-        size = item_size(target.dtype)
+    def _runs(self, target: Target, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
+        """Stored and wanted pieces are runs of elements of the same box: straight copies."""
         assert target.host is not None
         assert isinstance(part.at, int)
+        size, position = item_size(entry.dtype), part.piece.start
         flat = target.host.view(-1).view(torch.uint8).numpy()
-        shift = (part.at - part.piece.start) * size
-        for begin in range(start * size, stop * size, BLOCK):
-            end = min(begin + BLOCK, stop * size)
-            where = flat[begin + shift : end + shift]
+        for index, stored in sorted(entry.pieces, key=lambda piece: piece[1].start):
+            start, stop = max(stored.start, part.piece.start), min(stored.stop, part.piece.stop)
+            if start >= stop:
+                continue
+            if start != position:
+                raise self._incomplete(target)
+            position = stop
+            file = self._file(index)
+            tensor = file.tensor(target.name, entry.dtype, stored)
+            origin = tensor.begin - stored.start * size  # where in the data the box would begin
+            shift = (part.at - part.piece.start) * size - origin
+            for begin, end in _blocks(origin + start * size, origin + stop * size):
+                yield partial(_copy_run, file, tensor, begin, end, flat[begin + shift : end + shift])
+        if position != part.piece.stop:
+            raise self._incomplete(target)
 
-            def job(begin: int = begin, end: int = end, where: Bytes = where) -> None:
-                offset = stored.start * size
-                # numpy's copy takes one thread; torch's would start a team of its own in each thread of the pool.
-                np.copyto(where, self._read(index, target.name, begin - offset, end - offset))
+    def _boxes(self, target: Target, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
+        """Any two layouts: the boxes that they have in common."""
+        found: list[Box] = []
+        for index, stored in entry.pieces:
+            pairs = overlaps(stored, part.piece)
+            if pairs:
+                found += [pair.box for pair in pairs]
+                file = self._file(index)
+                yield partial(_copy_boxes, file, file.tensor(target.name, entry.dtype, stored), pairs, target, part)
+        if sum(box.numel for box in found) != part.piece.numel or not disjoint(found):
+            raise self._incomplete(target)
 
-            yield job
+    def _incomplete(self, target: Target) -> CheckpointDamaged:
+        return CheckpointDamaged(f"{self.folder}: the pieces of tensor {target.name!r} do not make up what is needed")
 
-    def _scatter(
-        self, index: int, target: Target, part: Part, stored: Piece, pairs: Sequence[Overlap]
-    ) -> Callable[[], None]:
-        """Boxes that stored piece and target have in common: what lies between the first and the last is read whole."""
-        size = item_size(target.dtype)
-        first = min(pair.first for pair in pairs)
-        last = max(pair.last for pair in pairs)
-
-        def job() -> None:
-            assert target.host is not None
-            data = np.empty(last * size - first * size, dtype=np.uint8)
-            for begin in range(first * size, last * size, BLOCK):
-                end = min(begin + BLOCK, last * size)
-                data[begin - first * size : end - first * size] = self._read(index, target.name, begin, end)
-            flat = torch.from_numpy(data).view(torch_dtype(target.dtype))
-            _copy_overlaps(pairs, flat, first, target.host, part)
-
-        return job
-
-    def _read(self, index: int, name: str, begin: int, end: int) -> Bytes:
-        """Checked bytes [begin, end) of a stored tensor; valid until this thread reads again."""
-        source, header, tensors = self._file(index)
-        tensor = tensors.get(name)
-        file = self.manifest.files[index]
-        if tensor is None:
-            raise CheckpointDamaged(f"{self.folder / file.name}: tensor {name!r} is not in it")
-        wanted = (tensor.begin + begin, tensor.begin + end)
-        cells = [
-            (number, cell) for number, cell in enumerate(tensor.cells()) if cell[0] < wanted[1] and cell[1] > wanted[0]
-        ]
-        low, high = cells[0][1][0], cells[-1][1][1]
-        bounce = self._bounce(high - low)
-        memory = source.read(bounce, header.size + low, header.size + high)
-        for number, (a, b) in cells:
-            if cell_digest(memory[a - low : b - low]) != header.digests[name][number]:
-                writer = next((rank for rank, stop in file.writers if a < stop), None)
-                raise CheckpointDamaged(
-                    f"{self.folder / file.name}: tensor {name!r} differs from its digest in bytes "
-                    f"{header.size + a} to {header.size + b} of the file, written by rank {writer}"
-                )
-        return np.frombuffer(memory[wanted[0] - low : wanted[1] - low], dtype=np.uint8)
-
-    def _bounce(self, size: int) -> memoryview:
-        memory = getattr(self._local, "memory", b"")
-        if len(memory) < size + 2 * PAGE:
-            self._local.memory = memory = memoryview(mmap.mmap(-1, max(size + 2 * PAGE, BLOCK + 2 * CELL)))
-        assert isinstance(memory, memoryview)
-        return memory
-
-    def _file(self, index: int) -> tuple[BlockReader, Header, dict[str, StoredTensor]]:
-        with self._lock:
-            if index not in self._files:
-                self._files[index] = self._open(index)
-            return self._files[index]
-
-    def _open(self, index: int) -> tuple[BlockReader, Header, dict[str, StoredTensor]]:
-        entry = self.manifest.files[index]
-        path = self.folder / entry.name
-        header = read_header(self.folder, self.manifest, entry)
-        return BlockReader(path, past_cache=self._alone), header, {tensor.name: tensor for tensor in header.tensors}
+    def _file(self, index: int) -> CheckedFile:
+        if index not in self._files:
+            entry = self.manifest.files[index]
+            self._files[index] = CheckedFile(self.folder, self.manifest, entry, past_cache=self._alone)
+        return self._files[index]
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """A box that a stored and a wanted piece have in common.
-
-    `source` is the stored block it lies in, which begins at element `at` of the stored piece; [first, last) are the
-    elements of the stored piece between which it lies.
-    """
-
-    box: Box
-    source: Box
-    at: int
-    first: int
-    last: int
+def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cuts bytes [begin, end) of a file's data where multiples of BLOCK are, so that no cell is read twice."""
+    while begin < end:
+        cut = min(end, (begin // BLOCK + 1) * BLOCK)
+        yield begin, cut
+        begin = cut
 
 
-def overlaps(stored: Piece, wanted: Piece) -> list[Overlap]:
-    """The boxes that two pieces of one tensor have in common."""
-    if stored.box.intersect(wanted.box) is None:
-        return []
-    found = []
-    wanted_blocks = wanted.blocks()
-    for block in stored.blocks():
-        for other in wanted_blocks:
-            box = block.box.intersect(other.box)
-            if box is not None:
-                inside = box.relative_to(block.box.offsets)
-                first = _position(inside.offsets, block.box.lengths)
-                end = tuple(a + n - 1 for a, n in zip(inside.offsets, inside.lengths, strict=True))
-                last = _position(end, block.box.lengths) + 1
-                found.append(Overlap(box, block.box, block.start, block.start + first, block.start + last))
-    return found
+def _copy_run(file: CheckedFile, tensor: StoredTensor, begin: int, end: int, where: Bytes) -> None:
+    # numpy's copy takes one thread; torch's would start a team of its own in each thread of the pool.
+    np.copyto(where, np.frombuffer(file.read(tensor, begin, end), dtype=np.uint8))
 
 
-def _position(offsets: Sequence[int], lengths: Sequence[int]) -> int:
-    position = 0
-    for offset, length in zip(offsets, lengths, strict=True):
-        position = position * length + offset
-    return position
-
-
-def _copy_overlaps(pairs: Sequence[Overlap], flat: Tensor, first: int, host: Tensor, part: Part) -> None:
-    """Copies boxes into the part of the host tensor. `flat` holds the stored piece from element `first` on."""
-    places = block_views(host, part, 0, part.piece.numel)
+def _copy_boxes(file: CheckedFile, tensor: StoredTensor, pairs: Sequence[Overlap], target: Target, part: Part) -> None:
+    """Copies boxes into a part of the target; the stored piece is read whole from the first of them to the last."""
+    assert target.host is not None
+    size = item_size(tensor.dtype)
+    first, last = min(pair.first for pair in pairs), max(pair.last for pair in pairs)
+    data = np.empty((last - first) * size, dtype=np.uint8)
+    origin = tensor.begin + first * size
+    for begin, end in _blocks(origin, tensor.begin + last * size):
+        data[begin - origin : end - origin] = np.frombuffer(file.read(tensor, begin, end), dtype=np.uint8)
+    flat = torch.from_numpy(data).view(torch_dtype(tensor.dtype))
+    places = block_views(target.host, part, 0, part.piece.numel)
     for pair in pairs:
-        strides = [1] * len(pair.source.lengths)
-        for dim in range(len(strides) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * pair.source.lengths[dim + 1]
-        source = flat.as_strided(pair.box.lengths, strides, pair.first - first)
+        source = flat.as_strided(pair.box.lengths, pair.strides(), pair.first - first)
         for block, place in places:
             common = block.box.intersect(pair.box)
             if common is not None:
-                target = narrow(place, common.relative_to(block.box.offsets))
-                target.copy_(narrow(source, common.relative_to(pair.box.offsets)))
+                inside = narrow(place, common.relative_to(block.box.offsets))
+                inside.copy_(narrow(source, common.relative_to(pair.box.offsets)))
 
 
 def check_entry(entry: TensorEntry | None, target: Target, where: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointMismatch
+from ..errors import CheckpointDamaged, CheckpointMismatch
 from ..runtime.base import Runtime
 from ..sharding.spec import Layout, layout_of
 from .describe import Section, optimizer_state, parameter_names, unwrap
@@ -48,14 +48,22 @@ class Restoration:
                     f"section {section.name!r} was saved from a {kind} in {self.where}, and is a {section.kind} here"
                 )
             self._groups.add(section.group)
-            if section.kind == "module":
-                self._compare_module(section)
-            elif section.kind in ("optimizer", "named"):
-                self._compare_optimizer(section, parameter_names(modules))
-            elif section.kind == "object":
-                self._compare_object(section)
-            else:
-                self._compare_nested(section, state)
+            try:
+                self._compare_section(section, state, parameter_names(modules))
+            except (LookupError, TypeError, AttributeError, ValueError) as error:
+                raise CheckpointDamaged(
+                    f"{self.where}: the values of section {section.name!r} make no sense: {error!r}"
+                ) from error
+
+    def _compare_section(self, section: Section, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        if section.kind == "module":
+            self._compare_module(section)
+        elif section.kind in ("optimizer", "named"):
+            self._compare_optimizer(section, names)
+        elif section.kind == "object":
+            self._compare_object(section)
+        else:
+            self._compare_nested(section, state)
 
     def _missing_section(self, name: str) -> str:
         if self.manifest.model_only:

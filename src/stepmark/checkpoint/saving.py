@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointBusy, CheckpointError, StepmarkError
+from ..errors import CheckpointBusy, CheckpointError, CheckpointTimeout, StepmarkError
 from . import files
-from .board import Board, CheckpointTimeout, RankFailed
+from .board import Board, RankFailed
 from .digests import bytes_digest, file_digest
 from .manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry
 from .names import publish

@@ -89,7 +89,7 @@ def take(copies: Sequence[Copy], memory: Tensor, runtime: Runtime) -> None:
     for group in _groups(copies):
         tensors = {id(copy.entry.tensor): copy.entry.tensor for copy in group}
         on_device = [tensor for tensor in tensors.values() if tensor.device.type != "cpu"]
-        hosts = dict(zip(map(id, on_device), runtime.to_host(on_device), strict=True))
+        hosts = dict(zip(map(id, on_device), runtime.to_host(on_device, copy=False), strict=True))
         for copy in group:
             _copy(copy, hosts.get(id(copy.entry.tensor), copy.entry.tensor.detach()), memory)
 

@@ -39,7 +39,7 @@ def check_size(folder: Path, entry: FileEntry) -> Path:
     """The file's path. Raises CheckpointDamaged where it is missing or has another size."""
     path = folder / entry.name
     size = regular_file_size(path)
-    if size is None:
+    if size is None or not path.resolve().is_relative_to(folder.resolve()):  # a link may lead anywhere
         raise CheckpointDamaged(f"{path} is missing")
     if size != entry.size:
         raise CheckpointDamaged(f"{path} has {size} bytes instead of {entry.size}")

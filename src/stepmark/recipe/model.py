@@ -34,11 +34,9 @@ def build_config(config: ModelConfig, tokenizer: Any) -> Any:
 
     name = str(config.config_name)
     overrides = _overrides(config)
+    by_type = name in CONFIG_MAPPING and not Path(name).exists()
     try:
-        if name in CONFIG_MAPPING and not Path(name).exists():
-            made = CONFIG_MAPPING[name]()
-        else:
-            made = AutoConfig.from_pretrained(name)
+        made = CONFIG_MAPPING[name]() if by_type else AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"config_name: {name!r} is neither a folder with a config.json nor a model type such as gpt2, llama or "
@@ -52,8 +50,11 @@ def build_config(config: ModelConfig, tokenizer: Any) -> Any:
         raise UsageError(
             f"config_overrides: vocab_size {values['vocab_size']} is less than the tokenizer's {len(tokenizer)} tokens"
         )
+    inherited = {} if by_type else made.to_dict()
+    if "num_hidden_layers" in overrides:
+        inherited.pop("layer_types", None)  # one a layer: made anew for another number of layers
     try:
-        return type(made).from_dict({**made.to_dict(), **values})
+        return type(made)(**{**inherited, **values})
     except Exception as error:  # configurations check their values each in their own way
         message = " ".join(str(error).split())
         raise UsageError(f"config_overrides: {type(made).__name__} refuses {overrides}: {message}") from error

@@ -135,7 +135,13 @@ class ParameterOptimizer:
         ]
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Nothing: a resumed run takes its hyperparameters from its own arguments, and the schedule sets the rate."""
+        """Takes up the saved learning rates, without which a schedule would begin anew at the first step. The other
+        hyperparameters of a resumed run are those of its own arguments."""
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            if isinstance(group["lr"], Tensor):
+                self._runtime.write(group["lr"], torch.tensor(saved["lr"], dtype=group["lr"].dtype))
+            else:
+                group["lr"] = saved["lr"]
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,67 @@
+"""A tensor file that gives no byte away before it has been checked."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from pathlib import Path
+
+from ..errors import CheckpointDamaged
+from ..sharding.spec import Piece
+from .blockio import BlockReader
+from .digests import CELL, cell_digest, covering_cells
+from .manifest import FileEntry, Manifest
+from .tensorfile import PAGE, Header, StoredTensor
+from .whole import read_header
+
+BLOCK = 8 * CELL  # bytes that one read takes at most, but for the cells at its ends
+
+_buffers = threading.local()
+
+
+class CheckedFile:
+    """An open tensor file of a checkpoint. May be read from several threads."""
+
+    def __init__(self, folder: Path, manifest: Manifest, entry: FileEntry, *, past_cache: bool) -> None:
+        """Raises CheckpointDamaged where it is not there in full, or its header is not as it was written."""
+        self.path = folder / entry.name
+        self.header: Header = read_header(folder, manifest, entry)
+        self._entry = entry
+        self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
+        self._source = BlockReader(self.path, past_cache=past_cache)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._source.close()
+
+    def tensor(self, name: str, dtype: str, piece: Piece) -> StoredTensor:
+        """Where a piece is. Raises CheckpointDamaged where the header does not say what the manifest says."""
+        found = self._tensors.get(name)
+        if found is None or (found.dtype, found.piece) != (dtype, piece):
+            raise CheckpointDamaged(f"{self.path}: the manifest and the header of the file disagree about {name!r}")
+        return found
+
+    def read(self, tensor: StoredTensor, begin: int, end: int) -> memoryview:
+        """Checked bytes [begin, end) of the file's data, all of one tensor; valid until this thread reads again.
+
+        Raises CheckpointDamaged, naming file, tensor, bytes and writer.
+        """
+        start = self.header.size
+        cells = covering_cells(tensor.begin, tensor.end, begin, end)
+        low, high = cells[0][1], cells[-1][2]
+        data = self._source.read(_buffer(high - low), start + low, start + high)
+        for number, first, last in cells:
+            if cell_digest(data[first - low : last - low]) != self.header.digests[tensor.name][number]:
+                raise CheckpointDamaged(
+                    f"{self.path}: tensor {tensor.name!r} differs from its digest in bytes {start + first} to "
+                    f"{start + last} of the file, written by rank {self._entry.writer_of(first)}"
+                )
+        return data[begin - low : end - low]
+
+
+def _buffer(size: int) -> memoryview:
+    """This thread's memory for reading."""
+    memory: memoryview | None = getattr(_buffers, "memory", None)
+    if memory is None or len(memory) < size + 2 * PAGE:
+        memory = _buffers.memory = memoryview(mmap.mmap(-1, max(size, BLOCK + 2 * CELL) + 2 * PAGE))
+    return memory

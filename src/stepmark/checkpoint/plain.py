@@ -1,0 +1,200 @@
+"""`stepmark.save` and `stepmark.load`: torch.save and torch.load that are safe on lazy devices.
+
+`save` waits for the device once, brings tensors to the host in groups, writes to a temporary file, syncs it, and
+renames it; so it is the old or the new one. What it writes, `torch.load(weights_only=True)` reads. `load` checks every
+byte first. Both have a deadline; see `watchdog`.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
+from ..runtime.base import Runtime
+from ..runtime.select import runtime_for
+from . import files
+from .saving import describe_error
+from .snapshot import GROUP_BYTES
+from .watchdog import end_unless, print_stacks, watchdog
+
+
+def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1800.0) -> None:
+    """Saves any nest of dicts, lists, tuples, tensors and plain values.
+
+    On a lazy device all ranks call it, since what is pending may hold collectives; those with `write=False` write
+    nothing. Live tensors are neither moved nor replaced. `timeout` is in seconds, for each of: waiting for the device,
+    copying, writing. Raises UsageError for what `torch.load(weights_only=True)` would refuse, and CheckpointError where
+    it cannot be written; then the file is what it was.
+    """
+    path = Path(path)
+    with _deadline(f"{path}: copying to the host", timeout):
+        on_host = _to_host(state)
+    if write:
+        with _deadline(f"{path}: writing", timeout):
+            _write(on_host, path)
+
+
+def load(path: str | Path, map_location: str | torch.device | None = None, *, timeout: float = 1800.0) -> Any:
+    """What was saved, by `save` or torch.save; nothing but tensors and plain values is ever built.
+
+    `map_location`: the device for all tensors; None: the host for those of lazy devices, else the device they were on.
+    Raises CheckpointDamaged where a byte is not as it was written, and CheckpointNotFound.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointNotFound(f"there is no file {path}")
+    device = None if map_location is None else torch.device(map_location)
+    with _deadline(f"{path}: reading", timeout):
+        _check(path)
+        at_once = None if device is None else "cpu" if device.type == "xla" else device
+        try:
+            state = torch.load(path, map_location=at_once or _known_device, weights_only=True)
+        except Exception as error:  # torch and pickle raise of every kind
+            raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
+        if device is not None and device.type == "xla":
+            runtime = runtime_for(device)
+            return _map_tensors(state, lambda tensors: [_like(t, runtime.place(t.detach())) for t in tensors])
+        return state
+
+
+def _known_device(storage: Any, location: str) -> Any:
+    """Leaves a storage of a lazy device on the host, and sends any other where it was."""
+    return storage if location.startswith("xla") else None
+
+
+@contextmanager
+def _deadline(what: str, timeout: float) -> Iterator[None]:
+    ended = threading.Event()
+    late: list[CheckpointTimeout] = []
+
+    def expired() -> None:
+        late.append(CheckpointTimeout(f"{what} has not ended within {timeout:g} s"))
+        print_stacks(str(late[0]))
+        end_unless(ended, late[0], _rank())
+
+    watch = watchdog.watch(time.monotonic() + timeout, expired)
+    try:
+        yield
+    finally:
+        ended.set()
+        watchdog.release(watch)
+    if late:
+        raise late[0]
+
+
+def _rank() -> int:
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if initialized else 0
+
+
+def _to_host(state: Any) -> Any:
+    """The same nest with copies of all tensors that are on a device; tensors that are the same stay the same."""
+
+    def to_host(tensors: list[Tensor]) -> list[Tensor]:
+        on_device = next((tensor for tensor in tensors if tensor.device.type != "cpu"), None)
+        if on_device is None:
+            return tensors
+        runtime = runtime_for(on_device.device)
+        runtime.step_boundary(wait=True)
+        copies = dict(_copies([tensor for tensor in tensors if tensor.device.type != "cpu"], runtime))
+        return [_like(tensor, copies[id(tensor)]) if id(tensor) in copies else tensor for tensor in tensors]
+
+    return _map_tensors(state, to_host)
+
+
+def _copies(tensors: list[Tensor], runtime: Runtime) -> Iterator[tuple[int, Tensor]]:
+    group: list[Tensor] = []
+    for tensor in tensors:
+        if group and sum(one.nbytes for one in group) + tensor.nbytes > GROUP_BYTES:
+            yield from zip(map(id, group), runtime.to_host(group), strict=True)
+            group = []
+        group.append(tensor)
+    yield from zip(map(id, group), runtime.to_host(group), strict=True)
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return value.requires_grad_(tensor.requires_grad)
+
+
+def _map_tensors(state: Any, function: Callable[[list[Tensor]], list[Tensor]]) -> Any:
+    """The nest with other tensors; `function` gets each tensor once."""
+    found: dict[int, Tensor] = {}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif isinstance(value, dict):
+            for item in value.values():
+                collect(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                collect(item)
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return replaced[id(value)]
+        if isinstance(value, dict):
+            same = copy.copy(value)  # keeps the class, and what a state dict has besides its items
+            for key, item in value.items():
+                same[key] = replace(item)
+            return same
+        if isinstance(value, list):
+            return [replace(item) for item in value]
+        if isinstance(value, tuple):
+            items = [replace(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+    collect(state)
+    replaced = dict(zip(found, function(list(found.values())), strict=True))
+    return replace(state)
+
+
+def _write(state: Any, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        try:
+            torch.save(state, temporary)
+            refused = get_unsafe_globals_in_checkpoint(temporary)
+            if refused:
+                raise UsageError(
+                    f"{path}: torch.load(weights_only=True) would refuse {', '.join(sorted(refused))}; save tensors and "
+                    "plain values, such as a module's state_dict()"
+                )
+            files.sync_file(temporary)
+            files.rename(temporary, path)
+            files.sync_folder(path.parent)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # torch's writer turns some errors of the file system into RuntimeError
+            raise CheckpointError(f"{path} was not saved: {describe_error(error)}") from error
+    finally:
+        files.remove_file(temporary)
+
+
+def _check(path: Path) -> None:
+    """Checks the sums that torch.save leaves in the file, and torch.load does not look at."""
+    if not zipfile.is_zipfile(path):
+        return  # torch's format before 1.6, which has none; torch.load says what it is otherwise
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
+        raise CheckpointDamaged(f"{path} is damaged: {error}") from error
+    if bad is not None:
+        raise CheckpointDamaged(f"{path} is damaged: {bad} differs from its checksum")

@@ -1,0 +1,138 @@
+"""Reads every byte of a checkpoint and says what is wrong with it. Needs neither torch nor a device."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointDamaged, CheckpointNotFound
+from .blockio import BlockReader
+from .digests import CELL, cell_digest
+from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from .names import checkpoints
+from .tensorfile import PAGE, Header
+from .whole import check_file, foreign_tensor_files, read_header
+
+BLOCK = 8 * CELL
+
+Cell = tuple[int, int, str, str]  # first byte, last + 1, tensor, digest
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is not as it was written. `rank` wrote the damaged bytes; `tensor` is in them."""
+
+    file: str
+    problem: str
+    tensor: str | None = None
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        where = f", tensor {self.tensor}" if self.tensor is not None else ""
+        who = f" (written by rank {self.rank})" if self.rank is not None else ""
+        return f"{self.file}{where}: {self.problem}{who}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in one checkpoint; `size` is how many bytes its files should have together."""
+
+    path: Path
+    step: int | None
+    size: int
+    faults: tuple[Fault, ...]
+
+
+def verify(folder: Path, *, threads: int = 4) -> Report:
+    """Checks the checkpoint in `folder`."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointDamaged as error:
+        return Report(folder, None, 0, (Fault(MANIFEST, _short(error, folder / MANIFEST)),))
+    faults: list[Fault] = []
+    with ThreadPoolExecutor(threads, thread_name_prefix="stepmark-verify") as pool:
+        for number, entry in enumerate(manifest.files):
+            try:
+                if entry.header is None:
+                    check_file(folder, entry)
+                else:
+                    faults.extend(_check_tensors(folder, manifest, number, pool))
+            except CheckpointDamaged as error:
+                faults.append(Fault(entry.name, _short(error, folder / entry.name)))
+    faults += [Fault(name, "does not belong to this checkpoint") for name in foreign_tensor_files(folder, manifest)]
+    return Report(folder, manifest.step, sum(entry.size for entry in manifest.files), tuple(faults))
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoint at this path, or all checkpoints of the run there, oldest first. Raises CheckpointNotFound."""
+    if (path / MANIFEST).exists():
+        return [path]
+    found = checkpoints(path)[::-1]
+    if not found:
+        raise CheckpointNotFound(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
+    return found
+
+
+def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPoolExecutor) -> Iterator[Fault]:
+    entry = manifest.files[number]
+    header = read_header(folder, manifest, entry)
+    yield from _compare(manifest, number, header)
+    source = BlockReader(folder / entry.name, past_cache=True)
+    local = threading.local()
+
+    def check(cells: list[Cell]) -> list[Fault]:
+        if not hasattr(local, "memory"):
+            local.memory = memoryview(mmap.mmap(-1, BLOCK + CELL + 2 * PAGE))
+        low, high = cells[0][0], cells[-1][1]
+        data = source.read(local.memory, header.size + low, header.size + high)
+        bad = [cell for cell in cells if cell_digest(data[cell[0] - low : cell[1] - low]) != cell[3]]
+        return [_fault(entry, header, cell) for cell in bad]
+
+    try:
+        for found in pool.map(check, _blocks(header)):
+            yield from found
+    finally:
+        source.close()
+
+
+def _fault(entry: FileEntry, header: Header, cell: Cell) -> Fault:
+    begin, end, tensor, _ = cell
+    problem = f"bytes {header.size + begin} to {header.size + end} differ from their digest"
+    return Fault(entry.name, problem, tensor, entry.writer_of(begin))
+
+
+def _blocks(header: Header) -> Iterator[list[Cell]]:
+    """The file's cells in runs of at most BLOCK bytes."""
+    run: list[Cell] = []
+    for tensor in header.tensors:
+        for (begin, end), digest in zip(tensor.cells(), header.digests[tensor.name], strict=True):
+            if run and end - run[0][0] > BLOCK:
+                yield run
+                run = []
+            run.append((begin, end, tensor.name, digest))
+    if run:
+        yield run
+
+
+def _compare(manifest: Manifest, number: int, header: Header) -> Iterator[Fault]:
+    """Where manifest and header disagree about which tensors are in the file."""
+    name = manifest.files[number].name
+    listed = {
+        (tensor, entry.dtype, entry.shape, piece)
+        for tensors in manifest.tensors.values()
+        for tensor, entry in tensors.items()
+        for index, piece in entry.pieces
+        if index == number
+    }
+    there = {(tensor.name, tensor.dtype, tensor.shape, tensor.piece) for tensor in header.tensors}
+    for tensor, *_ in sorted(listed ^ there, key=lambda item: item[0]):
+        yield Fault(name, "the manifest and the header of the file disagree about it", tensor)
+
+
+def _short(error: CheckpointDamaged, path: Path) -> str:
+    """The message without the path it begins with."""
+    return str(error).removeprefix(str(path)).lstrip(": ")

@@ -1,0 +1,114 @@
+"""`stepmark inspect CHECKPOINT [--json]`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..checkpoint.manifest import Manifest, TensorEntry
+
+HELP = "show what a checkpoint holds: step, mesh, tensors, files"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint-N folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints it; 0. Raises CheckpointNotFound or CheckpointDamaged."""
+    from ..checkpoint.manifest import read_manifest
+    from ..errors import CheckpointNotFound
+
+    if not parsed.checkpoint.is_dir():
+        raise CheckpointNotFound(f"there is no checkpoint {parsed.checkpoint}; name a checkpoint-N folder")
+    manifest = read_manifest(parsed.checkpoint)
+    if parsed.json:
+        print(json.dumps(_to_json(manifest), indent=2))
+    else:
+        print("\n".join(_lines(manifest)))
+    return 0
+
+
+def _bytes(tensor: TensorEntry) -> int:
+    from ..checkpoint.dtypes import item_size
+
+    return math.prod(tensor.shape) * item_size(tensor.dtype)
+
+
+def _placement(tensor: TensorEntry) -> str:
+    """How the tensor lies in files, in words."""
+    pieces = [piece for _, piece in tensor.pieces]
+    if len(pieces) == 1 and pieces[0].is_whole(tensor.shape):
+        return "whole"
+    if not all(piece.is_box for piece in pieces):
+        return f"{len(pieces)} ranges"
+    cut = [dim for dim, size in enumerate(tensor.shape) if any(piece.box.lengths[dim] != size for piece in pieces)]
+    dims = ", ".join(map(str, cut))
+    return f"{len(pieces)} pieces along dim{'s' if len(cut) > 1 else ''} {dims}"
+
+
+def _lines(manifest: Manifest) -> list[str]:
+    size = sum(file.size for file in manifest.files)
+    mesh = " x ".join(f"{axis} {count}" for axis, count in manifest.mesh.items())
+    software = ", ".join(f"{name} {version}" for name, version in manifest.software.items())
+    lines = [
+        f"step      {manifest.step}" + ("  (model only)" if manifest.model_only else ""),
+        f"saved     {datetime.fromtimestamp(manifest.time).astimezone():%Y-%m-%d %H:%M:%S %z} by {software}",
+        f"mesh      {mesh}  ({manifest.world_size} rank{'s' if manifest.world_size > 1 else ''})",
+        f"sections  {', '.join(f'{name} ({kind})' for name, kind in manifest.sections.items())}",
+    ]
+    if manifest.metrics:
+        lines.append(f"metrics   {', '.join(f'{name} {value}' for name, value in manifest.metrics.items())}")
+    lines += ["", f"{len(manifest.files)} files, {size / 1e6:.1f} MB"]
+    width = max(len(file.name) for file in manifest.files)
+    lines += [f"  {file.name:{width}}  {file.size:>15,}" for file in manifest.files]
+    for group, tensors in manifest.tensors.items():
+        total = sum(_bytes(tensor) for tensor in tensors.values())
+        lines += ["", f"{group}: {len(tensors)} tensor{'s' if len(tensors) > 1 else ''}, {total / 1e6:.1f} MB"]
+        rows = [(name, t.dtype, str(list(t.shape)), _placement(t)) for name, t in tensors.items()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines += ["  " + "  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]) for row in rows]
+    return lines
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "step": manifest.step,
+        "save": manifest.save,
+        "time": manifest.time,
+        "software": dict(manifest.software),
+        "world_size": manifest.world_size,
+        "mesh": dict(manifest.mesh),
+        "model_only": manifest.model_only,
+        "sections": dict(manifest.sections),
+        "metrics": manifest.metrics,
+        "metadata": manifest.metadata,
+        "files": [{"name": file.name, "bytes": file.size, "digest": file.digest} for file in manifest.files],
+        "tensors": [
+            {
+                "group": group,
+                "name": name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": _bytes(tensor),
+                "placement": _placement(tensor),
+                "pieces": [
+                    {
+                        "file": manifest.files[index].name,
+                        "offsets": list(piece.box.offsets),
+                        "lengths": list(piece.box.lengths),
+                        "range": None if piece.is_box else [piece.start, piece.stop],
+                    }
+                    for index, piece in tensor.pieces
+                ],
+            }
+            for group, tensors in manifest.tensors.items()
+            for name, tensor in tensors.items()
+        ],
+    }

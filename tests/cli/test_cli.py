@@ -1,0 +1,179 @@
+"""The command line itself: help, version, exit codes, tracebacks, and what is imported for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stepmark
+from stepmark.cli.main import COMMANDS, run
+from stepmark.cli.train import _rank_command
+from stepmark.errors import CheckpointDamaged, UsageError
+from stepmark.recipe.recipe import all_fields
+from tests.support.recipes import write_recipe
+
+HEAVY = ("torch", "torch_xla", "transformers", "datasets", "numpy", "pandas", "pyarrow", "rich", "matplotlib")
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["nope"]])
+def test_no_heavy_import_for_help(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from stepmark.cli.main import run\n"
+        "try: run(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    )
+    done = python(code, *arguments)
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+def test_importing_stepmark_is_quick_and_names_are_there() -> None:
+    done = python(f"import sys, stepmark; print([name for name in {HEAVY} if name in sys.modules], dir(stepmark))")
+    assert done.stdout.startswith("[] ")
+    for name in stepmark.__all__:
+        assert getattr(stepmark, name).__name__ == name
+        assert f"'{name}'" in done.stdout
+    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
+        stepmark.nope  # noqa: B018
+
+
+def test_python_m_stepmark(tmp_path: Path) -> None:
+    for command in ([sys.executable, "-m", "stepmark"], [str(Path(sys.executable).parent / "stepmark")]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"stepmark {stepmark.__version__}\n", "")
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        run([*arguments, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_names_every_command_and_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    told = help_of(capsys)
+    assert all(name in told for name in COMMANDS)
+    told = help_of(capsys, "train")
+    assert "--nproc N" in told
+    assert "--traceback" in told
+    for name in all_fields():
+        assert f"--{name} " in told
+    assert "default: 5e-05" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the following arguments are required: COMMAND; see `stepmark --help`"),
+        (["fly"], "argument COMMAND: invalid choice: 'fly'"),
+        (["train", "--max_step", "3"], "max_step: is not a field; did you mean max_steps?"),  # and no abbreviations
+        (["train", "--nproc"], "argument --nproc: expected one argument; see `stepmark train --help`"),
+    ],
+)
+def test_a_wrong_call_is_2(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"error: {words}")
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """Makes `stepmark train` raise the error that is put into the list."""
+    errors: list[BaseException] = []
+
+    def fail(parsed: Any) -> int:
+        raise errors[0]
+
+    monkeypatch.setattr(COMMANDS["train"], "run", fail)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UsageError("a: is wrong"), 2, "error: a: is wrong"),
+        (CheckpointDamaged("x is\n damaged"), 1, "error: x is damaged"),
+        (ZeroDivisionError("division by zero"), 1, "error: ZeroDivisionError: division by zero"),
+        (MemoryError(), 1, "error: MemoryError"),
+        (KeyboardInterrupt(), 1, "error: interrupted"),
+    ],
+)
+def test_an_error_is_one_line(
+    capsys: pytest.CaptureFixture[str], failing: list[BaseException], error: BaseException, code: int, line: str
+) -> None:
+    failing.append(error)
+    assert run(["train"]) == code
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_a_traceback_on_request(capsys: pytest.CaptureFixture[str], failing: list[BaseException]) -> None:
+    failing.append(UsageError("a: is wrong"))
+    assert run(["train", "--traceback"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback (most recent call last):")
+    assert told.endswith("error: a: is wrong\n")
+
+
+def test_the_code_of_a_command_is_the_code_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code in (0, 75):
+        monkeypatch.setattr(COMMANDS["train"], "run", lambda parsed, code=code: code)
+        assert run(["train"]) == code
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_ranks_one_tells_of_a_wrong_call(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    slurm = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NODELIST": "a",
+    }
+    torchrun = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_PORT": "1"}
+    for variables in (slurm, torchrun):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert run(["train", "--nope"]) == 2
+        assert capsys.readouterr().err.count("error: ") == (1 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["train", "r.yaml", "--nproc", "2"], ["train", "r.yaml"]),
+        (["train", "--nproc=2", "r.yaml", "--bf16"], ["train", "r.yaml", "--bf16"]),
+        (["train", "--run_name", "nproc", "--nproc", "2", "r.yaml"], ["train", "--run_name", "nproc", "r.yaml"]),
+    ],
+)
+def test_ranks_get_the_same_call_without_nproc(arguments: list[str], kept: list[str]) -> None:
+    assert _rank_command(arguments) == [sys.executable, "-m", "stepmark", *kept]
+
+
+def test_training_as_a_user_calls_it(tmp_path: Path) -> None:
+    """A relative output folder is in the folder the user stands in; nothing goes to standard output."""
+    recipe = write_recipe(tmp_path, output_dir="runs/a", logging_steps=1)
+    done = subprocess.run(
+        [sys.executable, "-m", "stepmark", "train", str(recipe), "--max_steps", "1"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "warn" not in done.stderr.lower()
+    assert (tmp_path / "runs" / "a" / "checkpoint-1" / "manifest.json").exists()
+    assert (tmp_path / "runs" / "a" / "model.safetensors").exists()

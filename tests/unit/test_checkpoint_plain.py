@@ -1,0 +1,135 @@
+"""stepmark.save and stepmark.load: torch's files, atomic, checked, and safe on lazy devices."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_states import net, same, train
+from torch import nn
+
+from stepmark.checkpoint import files
+from stepmark.checkpoint.plain import load, save
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(module.parameters())
+    train(module, optimizer, 1)
+    shared = torch.arange(5.0)
+    return {
+        "model": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "list": [1, 2.5, None, (True, "x", b"y")],
+        "ordered": OrderedDict(a=torch.zeros(0)),
+        "shared": [shared, shared],
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+
+
+def test_torch_reads_what_save_writes_and_the_reverse(tmp_path: Path) -> None:
+    state = state_of(net(0))
+    save(state, tmp_path / "ours.pt")
+    torch.save(state, tmp_path / "theirs.pt")
+    theirs = torch.load(tmp_path / "ours.pt", weights_only=True)
+    ours = load(tmp_path / "theirs.pt")
+    for found in (theirs, ours, load(tmp_path / "ours.pt", "cpu")):
+        assert same(found, state)
+        assert found["shared"][0].data_ptr() == found["shared"][1].data_ptr()
+        assert found["model"]._metadata == state["model"]._metadata
+        assert isinstance(found["parameter"], nn.Parameter)
+    assert os.listdir(tmp_path) == ["ours.pt", "theirs.pt"] or sorted(os.listdir(tmp_path)) == ["ours.pt", "theirs.pt"]
+
+
+def test_what_weights_only_refuses_is_not_written(tmp_path: Path) -> None:
+    save({"x": 1}, tmp_path / "a.pt")
+    for bad in ({"m": net(0)}, {"f": Path("x")}, {"n": np.float64(1.0)}):
+        with pytest.raises(UsageError, match="would refuse"):
+            save(bad, tmp_path / "a.pt")
+    assert load(tmp_path / "a.pt") == {"x": 1}
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"x": 1}, tmp_path / "a.pt")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for call in ("sync_file", "rename"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, call, full)
+            with pytest.raises(CheckpointError, match="No space left"):
+                save({"x": 2}, tmp_path / "a.pt")
+        assert load(tmp_path / "a.pt") == {"x": 1}
+    with pytest.raises(CheckpointError, match="was not saved"):
+        save({"x": 2}, tmp_path / "nowhere" / "a.pt")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    save({"t": torch.arange(1000.0)}, path)
+    good = path.read_bytes()
+    generator = random.Random(0)
+    position = good.index(torch.arange(1000.0).numpy().tobytes()) + 100
+    for place in [position, *(generator.randrange(len(good)) for _ in range(60))]:
+        data = bytearray(good)
+        data[place] ^= 1
+        path.write_bytes(data)
+        try:
+            found = load(path)
+        except CheckpointDamaged as error:
+            assert str(path) in str(error)
+        else:  # in the padding, or in a date: nothing that is read
+            assert place != position
+            assert same(found, {"t": torch.arange(1000.0)})
+    for length in (0, 1, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:length])
+        with pytest.raises(CheckpointDamaged):
+            load(path)
+    with pytest.raises(CheckpointNotFound):
+        load(tmp_path / "b.pt")
+
+
+@pytest.mark.xla
+def test_lazy_tensors_are_saved_as_they_will_be(tmp_path: Path) -> None:
+    import torch_xla
+
+    from stepmark.runtime.select import runtime_for
+
+    device = torch_xla.device()
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).to(device))
+    pending = weight * 2
+    state = {"w": weight, "again": weight, "pending": pending, "host": torch.ones(2)}
+    compiled = runtime_for(device).counters()
+    save(state, tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert compiled is not None
+    assert found["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found["pending"].tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert found["w"] is found["again"] or found["w"].data_ptr() == found["again"].data_ptr()
+    assert found["w"].device.type == "cpu"
+    on_device = load(tmp_path / "a.pt", "xla")
+    assert {tensor.device.type for tensor in on_device.values()} == {"xla"}
+    assert same(on_device["pending"], found["pending"])
+
+
+def test_a_save_that_hangs_ends(tmp_path: Path) -> None:
+    process = os.fork()
+    if not process:
+        log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 2)
+        import time
+
+        files.rename = lambda *_: time.sleep(60)  # type: ignore[assignment]
+        save({"x": 1}, tmp_path / "a.pt", timeout=0.5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+    assert "a.pt: writing has not ended within 0.5 s" in (tmp_path / "log").read_text()
