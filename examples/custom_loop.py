@@ -47,7 +47,8 @@ def main(folder: str, device: str, steps: int, every: int) -> None:
 
     with Checkpointer(folder, keep_last=2, group=context.host) as checkpointer:
         state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
-        optimizer.ensure_state()  # so that there is something to restore into
+        if checkpointer.latest():
+            optimizer.ensure_state()  # some optimizers make theirs in the first step only
         step = checkpointer.restore(state) or 0
         while step < steps:
             for batch in DeviceFeed(loader, runtime):  # from the loader's position to the end of the epoch

@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def losses(name: str, device: str, folder: str) -> dict[str, Any]:
-    """Trains four steps of the recipe's model on the bytes of this file, and loads the last checkpoint by transformers."""
+    """Trains four steps of the recipe's model on the bytes of this file, and loads what it left by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 

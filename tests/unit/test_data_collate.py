@@ -128,7 +128,7 @@ def test_fixed_shapes_need_stated_lengths() -> None:
         only_batch([sample(1), sample(2)], fixed_shape=True)
     for collate_fn in (None, lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"]])}):
         loader = DataLoader([sample(1), sample(2)], 1, shuffle=False, fixed_shape=True, collate_fn=collate_fn)
-        with pytest.raises(UsageError, match=r"input_ids has shape \(1, 2\) where it had \(1, 1\).*pad_to for a DataLoader"):
+        with pytest.raises(UsageError, match=r"input_ids has shape \(1, 2\) where it had \(1, 1\).*for a DataLoader"):
             list(loader)
 
 

@@ -10,52 +10,49 @@ from ..errors import CheckpointDamaged
 from .tensorfile import PAGE
 
 
-class BlockReader:
-    """An open file. Reading past the cache takes a fraction of the processor time, and the cache stays the program's;
-    where several ranks of a node read the same bytes, the cache spares the disk."""
+def read_block(path: Path, memory: memoryview, begin: int, end: int, *, past_cache: bool) -> memoryview:
+    """Bytes [begin, end) of the file, in `memory`, which is page-aligned and at least two pages longer.
 
-    def __init__(self, path: Path, *, past_cache: bool) -> None:
-        self._path = path
-        self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._direct = self._open_direct() if past_cache else None
+    Reading past the cache takes a fraction of the processor time, and the cache stays the program's; where several
+    ranks of a node read the same bytes, the cache spares the disk. The file is open for the time of the call only:
+    a checkpoint may have more files than a process may have open. Raises CheckpointDamaged where the file ends before,
+    or the disk cannot read it.
+    """
+    low = begin // PAGE * PAGE
+    block = memory[: (end + PAGE - 1) // PAGE * PAGE - low]
+    done = 0
+    try:
+        if past_cache:
+            done = _read(path, block, low, end - low, os.O_DIRECT)
+        if done < end - low:  # not past the cache; or its last bytes, which are less than a page
+            done += _read(path, block[done:], low + done, end - low - done, 0)
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{path} is missing") from error
+    except OSError as error:
+        raise CheckpointDamaged(f"{path}: byte {low + done} cannot be read: {error.strerror}") from error
+    if done < end - low:
+        raise CheckpointDamaged(f"{path} ends at byte {low + done}")
+    return block[begin - low : end - low]
 
-    def _open_direct(self) -> int | None:
-        try:
-            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
-                return None
-            raise
 
-    def close(self) -> None:
-        """Closes the file."""
-        os.close(self._cached)
-        if self._direct is not None:
-            os.close(self._direct)
-
-    def read(self, memory: memoryview, begin: int, end: int) -> memoryview:
-        """Bytes [begin, end) of the file, in `memory`, which is page-aligned and at least two pages longer.
-
-        Raises CheckpointDamaged where the file ends before, or the disk cannot read it.
-        """
-        low = begin // PAGE * PAGE
-        block = memory[: (end + PAGE - 1) // PAGE * PAGE - low]
-        done = 0
-        while done < end - low:
-            try:
-                count = self._read_some(block[done:], low + done)
-            except OSError as error:
-                raise CheckpointDamaged(f"{self._path}: byte {low + done} cannot be read: {error.strerror}") from error
+def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int) -> int:
+    """Reads at least `needed` bytes, or up to the file's end; how many there were."""
+    done = 0
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
+    except OSError as error:
+        if flag and error.errno in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
+            return 0
+        raise
+    try:
+        while done < needed and (not flag or done % PAGE == 0):
+            count = os.preadv(descriptor, [block[done:]], offset + done)
             if count == 0:
-                raise CheckpointDamaged(f"{self._path} ends at byte {low + done}")
+                break
             done += count
-        return block[begin - low : end - low]
-
-    def _read_some(self, block: memoryview, offset: int) -> int:
-        if self._direct is not None and offset % PAGE == 0:  # it is not after a short read, at the file's end
-            try:
-                return os.preadv(self._direct, [block], offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # opened, and refused all the same: some network file systems
-                    raise
-        return os.preadv(self._cached, [block], offset)
+    except OSError as error:
+        if not flag or error.errno != errno.EINVAL:  # opened, and refused all the same: some network file systems
+            raise
+    finally:
+        os.close(descriptor)
+    return done

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import CheckpointDamaged
 from ..sharding.spec import Piece
-from .blockio import BlockReader
+from .blockio import read_block
 from .digests import CELL, cell_digest, covering_cells
 from .manifest import FileEntry, Manifest
 from .tensorfile import PAGE, Header, StoredTensor
@@ -20,7 +20,7 @@ _buffers = threading.local()
 
 
 class CheckedFile:
-    """An open tensor file of a checkpoint. May be read from several threads."""
+    """A tensor file of a checkpoint. May be read from several threads."""
 
     def __init__(self, folder: Path, manifest: Manifest, entry: FileEntry, *, past_cache: bool) -> None:
         """Raises CheckpointDamaged where it is not there in full, or its header is not as it was written."""
@@ -28,11 +28,7 @@ class CheckedFile:
         self.header: Header = read_header(folder, manifest, entry)
         self._entry = entry
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
-        self._source = BlockReader(self.path, past_cache=past_cache)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._source.close()
+        self._past_cache = past_cache
 
     def tensor(self, name: str, dtype: str, piece: Piece) -> StoredTensor:
         """Where a piece is. Raises CheckpointDamaged where the header does not say what the manifest says."""
@@ -49,7 +45,7 @@ class CheckedFile:
         start = self.header.size
         cells = covering_cells(tensor.begin, tensor.end, begin, end)
         low, high = cells[0][1], cells[-1][2]
-        data = self._source.read(_buffer(high - low), start + low, start + high)
+        data = read_block(self.path, reading_memory(high - low), start + low, start + high, past_cache=self._past_cache)
         for number, first, last in cells:
             if cell_digest(data[first - low : last - low]) != self.header.digests[tensor.name][number]:
                 raise CheckpointDamaged(
@@ -59,8 +55,8 @@ class CheckedFile:
         return data[begin - low : end - low]
 
 
-def _buffer(size: int) -> memoryview:
-    """This thread's memory for reading."""
+def reading_memory(size: int) -> memoryview:
+    """This thread's memory for `read_block`."""
     memory: memoryview | None = getattr(_buffers, "memory", None)
     if memory is None or len(memory) < size + 2 * PAGE:
         memory = _buffers.memory = memoryview(mmap.mmap(-1, max(size, BLOCK + 2 * CELL) + 2 * PAGE))

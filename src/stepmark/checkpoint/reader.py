@@ -46,7 +46,7 @@ class Target:
 
 
 class TensorReader:
-    """The tensor files of one checkpoint. Use it as a context manager; it keeps files open.
+    """The tensor files of one checkpoint, and the threads that read them. Use it as a context manager.
 
     `alone`: no other rank of this node reads the same files at the same time.
     """
@@ -67,11 +67,8 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Ends the threads and closes the files."""
+        """Ends the threads."""
         self._pool.shutdown(cancel_futures=True)
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
     def fill(self, targets: Sequence[Target], runtime: Runtime) -> None:
         """Reads every target and gives live tensors their values, through the runtime where they are not host memory.

@@ -21,6 +21,7 @@ from .reader import Target, check_entry
 from .values import TAG, decode
 
 Names = set[tuple[str, str]]
+Modules = Mapping[str, nn.Module]
 
 
 class Restoration:
@@ -49,17 +50,17 @@ class Restoration:
                 )
             self._groups.add(section.group)
             try:
-                self._compare_section(section, state, parameter_names(modules))
+                self._compare_section(section, state, modules)
             except (LookupError, TypeError, AttributeError, ValueError) as error:
                 raise CheckpointDamaged(
                     f"{self.where}: the values of section {section.name!r} make no sense: {error!r}"
                 ) from error
 
-    def _compare_section(self, section: Section, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    def _compare_section(self, section: Section, state: Mapping[str, Any], modules: Modules) -> None:
         if section.kind == "module":
             self._compare_module(section)
         elif section.kind in ("optimizer", "named"):
-            self._compare_optimizer(section, names)
+            self._compare_optimizer(section, parameter_names(modules))
         elif section.kind == "object":
             self._compare_object(section)
         else:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import mmap
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointDamaged, CheckpointNotFound
-from .blockio import BlockReader
-from .digests import CELL, cell_digest
+from .blockio import read_block
+from .checked import BLOCK, reading_memory
+from .digests import cell_digest
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from .names import checkpoints
-from .tensorfile import PAGE, Header
+from .tensorfile import Header
 from .whole import check_file, foreign_tensor_files, read_header
-
-BLOCK = 8 * CELL
 
 Cell = tuple[int, int, str, str]  # first byte, last + 1, tensor, digest
 
@@ -81,22 +78,16 @@ def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPo
     entry = manifest.files[number]
     header = read_header(folder, manifest, entry)
     yield from _compare(manifest, number, header)
-    source = BlockReader(folder / entry.name, past_cache=True)
-    local = threading.local()
 
     def check(cells: list[Cell]) -> list[Fault]:
-        if not hasattr(local, "memory"):
-            local.memory = memoryview(mmap.mmap(-1, BLOCK + CELL + 2 * PAGE))
-        low, high = cells[0][0], cells[-1][1]
-        data = source.read(local.memory, header.size + low, header.size + high)
-        bad = [cell for cell in cells if cell_digest(data[cell[0] - low : cell[1] - low]) != cell[3]]
+        low, high = header.size + cells[0][0], header.size + cells[-1][1]
+        data = read_block(folder / entry.name, reading_memory(high - low), low, high, past_cache=True)
+        origin = cells[0][0]
+        bad = [cell for cell in cells if cell_digest(data[cell[0] - origin : cell[1] - origin]) != cell[3]]
         return [_fault(entry, header, cell) for cell in bad]
 
-    try:
-        for found in pool.map(check, _blocks(header)):
-            yield from found
-    finally:
-        source.close()
+    for found in pool.map(check, _blocks(header)):
+        yield from found
 
 
 def _fault(entry: FileEntry, header: Header, cell: Cell) -> Fault:
