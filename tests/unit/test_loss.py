@@ -70,8 +70,9 @@ class OwnMean(nn.Module):
         if labels is None:
             return {"logits": logits}
         flat, targets = logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1)
-        losses = F.cross_entropy(flat, targets, reduction="none")
-        return {"loss": losses.sum() / (targets != -100).sum(), "logits": logits}
+        losses = F.cross_entropy(flat, targets.clamp(min=0), reduction="none")
+        counts = (targets != -100).float()
+        return {"loss": (losses * counts).sum() / counts.sum(), "logits": logits}
 
 
 @pytest.fixture(scope="module")

@@ -172,8 +172,8 @@ def _write(state: Any, path: Path) -> None:
             refused = get_unsafe_globals_in_checkpoint(temporary)
             if refused:
                 raise UsageError(
-                    f"{path}: torch.load(weights_only=True) would refuse {', '.join(sorted(refused))}; save tensors and "
-                    "plain values, such as a module's state_dict()"
+                    f"{path}: torch.load(weights_only=True) would refuse {', '.join(sorted(refused))}; save tensors "
+                    "and plain values, such as a module's state_dict()"
                 )
             files.sync_file(temporary)
             files.rename(temporary, path)

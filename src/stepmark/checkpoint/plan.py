@@ -208,6 +208,9 @@ def _divide_bytes(
     sizes = [tensors[-1].end if tensors else 0 for tensors in files]
     starts = list(accumulate(sizes, initial=0))
     quotas = _level([loads[rank] for rank in members], starts[-1])
+    # The emptiest first: a remainder, which cannot be cut, goes to one that lacks much.
+    order = sorted(range(len(members)), key=lambda index: -quotas[index])
+    members, quotas = [members[index] for index in order], [quotas[index] for index in order]
     cuts = [_snap(position, starts) for position in accumulate(quotas, initial=0)]
     cuts[-1] = starts[-1]
     divided = []
@@ -227,7 +230,9 @@ def _snap(position: int, starts: Sequence[int]) -> int:
     """The nearest place where bytes may be cut: a file's end, or a multiple of CELL from its start."""
     index = min(bisect_right(starts, position), len(starts) - 1)
     start, end = starts[index - 1], starts[index]
-    return min(end, start + round((position - start) / CELL) * CELL)
+    before = start + (position - start) // CELL * CELL
+    after = min(end, before + CELL)
+    return before if position - before <= after - position else after
 
 
 def _level(loads: Sequence[int], amount: int) -> list[int]:

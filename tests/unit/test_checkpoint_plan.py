@@ -1,0 +1,196 @@
+"""Who writes what: every byte once, evenly, whole tensors to nodes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepmark.checkpoint.digests import CELL, cells, covering_cells
+from stepmark.checkpoint.manifest import Manifest, parse_manifest
+from stepmark.checkpoint.plan import Holding, Row, SavePlan, plan_save
+from stepmark.checkpoint.saving import tensor_entries
+from stepmark.checkpoint.tensorfile import Header, parse_header
+from stepmark.errors import UsageError
+from stepmark.sharding.spec import Piece
+
+SAVE = "0123abcd-000001"
+
+
+def whole(group: str, name: str, shape: tuple[int, ...], dtype: str = "F32") -> Row:
+    return Row(group, name, dtype, shape, Piece.whole(shape))
+
+
+def check_every_byte_once(plan: SavePlan, ranks: int) -> list[int]:
+    loads = [0] * ranks
+    for file in plan.files:
+        position = 0
+        for share in file.shares:
+            assert share.begin == position
+            position = share.end
+            assert share.begin % CELL == 0
+            loads[share.rank] += share.end - share.begin
+        assert position == file.data_size
+        assert file.header_size % 4096 == 0
+        for one, other in pairwise(file.tensors):
+            assert one.end == other.begin
+        assert len({tensor.name for tensor in file.tensors}) == len(file.tensors)
+    assert tuple(loads) == plan.loads
+    assert len({file.name for file in plan.files}) == len(plan.files)
+    return loads
+
+
+tables = st.lists(
+    st.tuples(
+        st.sampled_from(["model", "optimizer/optimizer", "state/x"]),
+        st.lists(st.integers(0, 700), max_size=3).map(tuple),
+        st.sampled_from(["F32", "BF16", "U8", "I64"]),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(tables, st.integers(1, 9), st.integers(1, 3), st.sampled_from([3 * CELL, 10**9]))
+def test_every_byte_is_written_once(
+    table: list[tuple[str, tuple[int, ...], str]], ranks: int, nodes: int, max_file_size: int
+) -> None:
+    rows = tuple(whole(group, f"t{i}", shape, dtype) for i, (group, shape, dtype) in enumerate(table))
+    held = [Holding(rows, tuple(range(ranks)))]
+    node_of = [rank * nodes // ranks for rank in range(ranks)]
+    plan = plan_save(held, node_of, SAVE, max_file_size=max_file_size)
+    check_every_byte_once(plan, ranks)
+    assert sum(plan.loads) == sum(row.nbytes for row in rows)
+    assert {(f.group, t.name) for f in plan.files for t in f.tensors} == {(row.group, row.name) for row in rows}
+    for file in plan.files:
+        assert len({node_of[share.rank] for share in file.shares}) == 1
+        assert file.data_size <= max_file_size or len(file.tensors) == 1
+        sizes = {tensor.name: tensor.piece.numel for tensor in file.tensors}
+        digests = {tensor.name: ["0" * 16] * len(tensor.cells()) for tensor in file.tensors}
+        header = Header(file.header_size, 10**15, SAVE, file.tensors, digests)
+        assert {t.name: t.piece.numel for t in parse_header(header.to_bytes(), file.size).tensors} == sizes
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_replicas_of_a_node_write_the_same_number_of_bytes(ranks: int) -> None:
+    rows = [whole("model", f"p{i}", (1000 + 37 * i, 1000), "BF16") for i in range(40)]
+    rows += [whole("optimizer/o", f"p{i}/{key}", (1000 + 37 * i, 1000)) for i in range(40) for key in ("m", "v")]
+    rows += [whole("optimizer/o", f"p{i}/step", ()) for i in range(40)]
+    plan = plan_save([Holding(tuple(rows), tuple(range(ranks)))], [0] * ranks, SAVE)
+    loads = check_every_byte_once(plan, ranks)
+    assert max(loads) - min(loads) <= 0.05 * sum(loads) / ranks
+
+
+def test_whole_tensors_are_divided_among_nodes() -> None:
+    rows = tuple(whole("model", f"p{i}", (100 * (i + 1), 1000)) for i in range(40))
+    nodes = [rank // 4 for rank in range(16)]
+    plan = plan_save([Holding(rows, tuple(range(16)))], nodes, SAVE)
+    loads = check_every_byte_once(plan, 16)
+    assert len(plan.files) == 4
+    assert max(loads) - min(loads) <= 0.05 * sum(loads) / 16 + CELL
+
+
+def test_pieces_go_to_files_of_their_own_replicas() -> None:
+    """Tensor parallel 2 by data parallel 2: halves are shared by those that hold them, the rest by all."""
+    held = []
+    for half in range(2):
+        rows = [Row("model", "w", "F32", (8, 4), Piece.of_box((4 * half, 0), (4, 4))), whole("model", "norm", (4,))]
+        rows.append(Row("optimizer/o", "w/m", "F32", (8, 4), Piece.of_range((8, 4), 16 * half, 16 * half + 16)))
+        held.append(Holding(tuple(rows), (half, half + 2)))
+    plan = plan_save(held, [0] * 4, SAVE)
+    check_every_byte_once(plan, 4)
+    files = {(file.group, tuple(t.name for t in file.tensors), file.sealer) for file in plan.files}
+    assert len(files) == 5
+    assert {names for group, names, _ in files if group == "model"} == {("w",), ("norm",)}
+
+
+def test_several_pieces_of_a_tensor_on_a_rank_go_to_several_files() -> None:
+    rows = tuple(Row("model", "qkv", "F32", (4, 6), Piece.of_box((0, 2 * i), (4, 2))) for i in range(3))
+    plan = plan_save([Holding(rows, (0,))], [0], SAVE)
+    assert len(plan.files) == 3
+    check_every_byte_once(plan, 1)
+
+
+def test_holes_and_overlaps_and_disagreement_are_refused() -> None:
+    half = Row("model", "w", "F32", (8,), Piece.of_range((8,), 0, 4))
+    more = Row("model", "w", "F32", (8,), Piece.of_range((8,), 2, 8))
+    with pytest.raises(UsageError, match="leave parts of it to nobody: 4 of 8"):
+        plan_save([Holding((half,), (0,))], [0], SAVE)
+    with pytest.raises(UsageError, match="overlap: 10 of 8"):
+        plan_save([Holding((half,), (0,)), Holding((more,), (1,))], [0, 0], SAVE)
+    other = Row("model", "w", "F32", (9,), Piece.whole((9,)))
+    with pytest.raises(UsageError, match="all ranks have to save the same tensor"):
+        plan_save([Holding((half,), (0,)), Holding((other,), (1,))], [0, 0], SAVE)
+
+
+@given(st.integers(0, 5 * CELL), st.integers(0, 5 * CELL), st.data())
+def test_cells_cover_what_they_should(begin: int, length: int, data: st.DataObject) -> None:
+    found = cells(begin, begin + length)
+    assert [a for a, _ in found] + [begin + length] * bool(found) == [begin] * bool(found) + [b for _, b in found]
+    assert all(b % CELL == 0 for _, b in found[:-1])
+    if length:
+        low = data.draw(st.integers(begin, begin + length - 1))
+        high = data.draw(st.integers(low + 1, begin + length))
+        expected = [(n, a, b) for n, (a, b) in enumerate(found) if a < high and b > low]
+        assert covering_cells(begin, begin + length, low, high) == expected
+
+
+def large_world(ranks: int, tensors: int, tensor_parallel: int) -> list[Holding]:
+    """Tables of a model cut `tensor_parallel` ways, and of ZeRO-1 optimizer states over the rest of the ranks."""
+    data_parallel = ranks // tensor_parallel
+    shape = (4096, 1024)
+    local = (shape[0] // tensor_parallel, shape[1])
+    per_tensor = math.prod(local)
+    held = []
+    for t in range(tensor_parallel):
+        box = Piece.of_box((t * local[0], 0), local)
+        model = tuple(Row("model", f"layers.{i}.weight", "BF16", shape, box) for i in range(tensors))
+        members = tuple(range(t, ranks, tensor_parallel))
+        held.append(Holding(model, members))
+        total = per_tensor * tensors
+        for d, rank in enumerate(members):
+            first, last = total * d // data_parallel, total * (d + 1) // data_parallel
+            rows = []
+            for i in range(first // per_tensor, -(-last // per_tensor)):
+                start, stop = max(0, first - i * per_tensor), min(per_tensor, last - i * per_tensor)
+                piece = Piece(box.box, start, stop)
+                rows += [
+                    Row("optimizer/optimizer", f"layers.{i}.weight/{key}", "F32", shape, piece)
+                    for key in ("master", "exp_avg", "exp_avg_sq")
+                ]
+            held.append(Holding(tuple(rows), (rank,)))
+    return held
+
+
+@pytest.mark.parametrize(("ranks", "tensors", "tensor_parallel"), [(256, 100, 8), (4096, 1000, 8)])
+def test_the_manifest_grows_with_tensors_and_files(ranks: int, tensors: int, tensor_parallel: int) -> None:
+    plan = plan_save(large_world(ranks, tensors, tensor_parallel), [rank // 8 for rank in range(ranks)], SAVE)
+    check_every_byte_once(plan, ranks)
+    from stepmark.checkpoint.manifest import FileEntry
+
+    files = tuple(
+        FileEntry(file.name, file.size, "0" * 32, file.header_size, tuple((s.rank, s.end) for s in file.shares))
+        for file in plan.files
+    )
+    manifest = Manifest(1, SAVE, 0.0, {}, ranks, {}, False, {}, files, tensor_entries(plan))
+    data = manifest.to_bytes()
+    assert len(data) < 20_000_000
+    rows = sum(len(entry.pieces) for group in manifest.tensors.values() for entry in group.values())
+    assert len(data) < 300 * (len(files) + rows)
+    assert parse_manifest(data).tensors == manifest.tensors
+    assert json.loads(data)["step"] == 1
+
+
+def test_loads_are_level_over_groups_of_any_size() -> None:
+    sizes = defaultdict(int)
+    rows = [whole(f"state/s{i}", "t", (1 + 97 * i % 3000, 100)) for i in range(200)]
+    plan = plan_save([Holding(tuple(rows), (0, 1, 2))], [0, 0, 0], SAVE)
+    for file in plan.files:
+        for share in file.shares:
+            sizes[share.rank] += share.end - share.begin
+    assert max(sizes.values()) - min(sizes.values()) <= 0.05 * sum(sizes.values()) / 3
