@@ -17,9 +17,7 @@ shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     offsets = tuple(draw(st.integers(0, size)) for size in shape)
-    return Box(
-        offsets, tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
-    )
+    return Box(offsets, tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True)))
 
 
 @st.composite

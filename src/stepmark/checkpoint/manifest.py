@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any
 from ..errors import CheckpointDamaged, CheckpointError
 from ..sharding.spec import Box, Piece, Shape
 from .digests import FILE_DIGEST_LENGTH, bytes_digest
-from .dtypes import DTYPES
+from .dtypes import DTYPES, item_size
 from .tensorfile import natural_numbers
 
 MANIFEST = "manifest.json"
@@ -167,16 +168,17 @@ def parse_manifest(data: bytes) -> Manifest:
 def _from_json(body: dict[str, Any]) -> Manifest:
     if body["format"] != FORMAT:
         raise ValueError(f"its format is {body['format']!r}")
-    if type(body["version"]) is not int or body["version"] > VERSION:
+    (version,) = natural_numbers([body["version"]])
+    if version > VERSION:
         raise CheckpointError(
-            f"the checkpoint has format version {body['version']!r}, and this Stepmark reads up to {VERSION}; "
+            f"the checkpoint has format version {version}, and this Stepmark reads up to {VERSION}; "
             "use a newer Stepmark"
         )
     files = tuple(_file_from_json(entry) for entry in body["files"])
     if len({file.name for file in files}) != len(files):
         raise ValueError("two files have the same name")
     tensors = {
-        group: {name: _tensor_from_json(entry, len(files)) for name, entry in entries.items()}
+        group: {name: _tensor_from_json(entry, files) for name, entry in entries.items()}
         for group, entries in body["tensors"].items()
     }
     (step,) = natural_numbers([body["step"]])
@@ -215,7 +217,7 @@ def _file_from_json(entry: dict[str, Any]) -> FileEntry:
     return FileEntry(name, size, digest, header, tuple((rank, end) for rank, end in writers))
 
 
-def _tensor_from_json(entry: list[Any], file_count: int) -> TensorEntry:
+def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorEntry:
     dtype, raw_shape, place = entry
     shape = natural_numbers(raw_shape)
     if dtype not in DTYPES:
@@ -227,7 +229,9 @@ def _tensor_from_json(entry: list[Any], file_count: int) -> TensorEntry:
         box = Box(natural_numbers(raw[1]), natural_numbers(raw[2]))
         start, stop = natural_numbers(raw[3:]) if len(raw) > 3 else (0, box.numel)
         piece = Piece(box, start, stop)
-        if index >= file_count or not piece.within(shape):
-            raise ValueError("a piece does not fit its tensor")
+        if not piece.within(shape) or piece.numel * item_size(dtype) > files[index].size:
+            raise ValueError("a piece does not fit its tensor, or its file")
         pieces.append((index, piece))
+    if sum(piece.numel for _, piece in pieces) != math.prod(shape):
+        raise ValueError("pieces do not make up their tensor")
     return TensorEntry(dtype, shape, tuple(pieces))

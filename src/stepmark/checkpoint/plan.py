@@ -13,6 +13,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapreplace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ from ..errors import UsageError
 from ..sharding.spec import Piece, Shape
 from .digests import CELL
 from .dtypes import item_size
-from .tensorfile import StoredTensor, header_size, order
+from .tensorfile import PAGE, StoredTensor, header_size, order
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -56,9 +58,14 @@ class PlannedFile:
 
     name: str
     group: str
-    header_size: int
+    save: str
     tensors: tuple[StoredTensor, ...]
     shares: tuple[Share, ...]
+
+    @cached_property
+    def header_size(self) -> int:
+        """Where the data begins; found out when it is asked for, since most ranks write few of the files."""
+        return header_size(self.tensors, self.save)
 
     @property
     def data_size(self) -> int:
@@ -83,7 +90,8 @@ class SavePlan:
 
     @property
     def size(self) -> int:
-        return sum(file.size for file in self.files)
+        """Bytes of all files, a little too many."""
+        return sum(self.loads) + sum(PAGE + 512 * len(file.tensors) for file in self.files)
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ def plan_save(
     for group, parts in numbered.items():
         for number, (tensors, shares) in enumerate(parts, start=1):
             name = file_name(group, number, len(parts))
-            files_of_all.append(PlannedFile(name, group, header_size(tensors, save), tensors, shares))
+            files_of_all.append(PlannedFile(name, group, save, tensors, shares))
     return SavePlan(tuple(files_of_all), tuple(loads))
 
 
@@ -170,18 +178,19 @@ def _divide_among_nodes(
         members[nodes[rank]].append(rank)
     if len(members) == 1:
         return [(replicas, rows)]
-    bytes_of = dict.fromkeys(members, 0)
-    node_of: dict[int, int] = {}
-    for index in sorted(range(len(rows)), key=lambda i: -rows[i].nbytes):
-        # A node's share is in proportion to its replicas, so that all ranks have the same.
-        node = min(members, key=lambda n: (bytes_of[n] + rows[index].nbytes) / len(members[n]))
-        node_of[index] = node
-        bytes_of[node] += rows[index].nbytes
-    divided = [
-        (tuple(ranks), [row for index, row in enumerate(rows) if node_of[index] == node])
+    # A node's share is in proportion to its replicas, so that all ranks have the same.
+    least = [(0.0, node) for node in members]
+    indices: dict[int, list[int]] = {node: [] for node in members}
+    sizes = [row.nbytes for row in rows]
+    for index in sorted(range(len(rows)), key=lambda i: -sizes[i]):
+        load, node = least[0]
+        heapreplace(least, (load + sizes[index] / len(members[node]), node))
+        indices[node].append(index)
+    return [
+        (tuple(ranks), [rows[index] for index in sorted(indices[node])])
         for node, ranks in members.items()
+        if indices[node]
     ]
-    return [(ranks, part) for ranks, part in divided if part]
 
 
 def _files_of(rows: list[Row], max_file_size: int) -> list[list[Row]]:

@@ -248,6 +248,8 @@ class Restoration:
 
         def load() -> None:
             loaded = [decode(saved["groups"][key], lambda name: tensors[name].host) for key in order]
+            if not all(isinstance(group, dict) for group in loaded):
+                raise CheckpointDamaged(f"{self.where}: the groups of section {section.name!r} make no sense")
             if section.kind == "named":
                 named = [{**new, "params": group.get("params", [])} for new, group in zip(loaded, groups, strict=True)]
                 section.value.load_named_groups(named)

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import stepmark
+from stepmark.cli import inspect as inspect_command
 from stepmark.cli import train as train_command
+from stepmark.cli import verify as verify_command
 from stepmark.errors import LaunchError, UsageError
 from stepmark.launch.failure import REPORTS, Failure
 from stepmark.launch.world import World
 
-COMMANDS: dict[str, Any] = {"train": train_command}
+COMMANDS: dict[str, Any] = {"train": train_command, "inspect": inspect_command, "verify": verify_command}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,13 +48,18 @@ def run(arguments: Sequence[str]) -> int:
         parsed, unknown = build_parser().parse_known_args(arguments)
         command = COMMANDS[parsed.command]
         if unknown:
-            raise UsageError(command.explain_unknown(unknown[0]))
+            explain = getattr(command, "explain_unknown", _one_too_many)
+            raise UsageError(explain(unknown[0]))
         parsed.arguments = list(arguments)
         return int(command.run(parsed))
     except KeyboardInterrupt as error:
         return _fail(error, with_traceback)
     except Exception as error:
         return _fail(error, with_traceback)
+
+
+def _one_too_many(argument: str) -> str:
+    return f"{argument}: is no argument of this command; see --help"
 
 
 def _fail(error: BaseException, with_traceback: bool) -> int:

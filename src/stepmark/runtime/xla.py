@@ -48,9 +48,7 @@ class XlaRuntime:
     name = "xla"
     lazy = True
 
-    def __init__(
-        self, local_rank: int = 0, local_size: int = 1, dispatch: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, local_rank: int = 0, local_size: int = 1, dispatch: Callable[[], None] | None = None) -> None:
         if xr.device_type() != "CPU" and local_size > 1:
             pjrt.initialize_multiprocess(local_rank, local_size)
         self.device = torch_xla.device()
@@ -104,9 +102,7 @@ def all_reduce_in_graph(tensor: Tensor, groups: list[list[int]] | None) -> Tenso
 
 def spawn_replicas(replica: Callable[[Callable[[], None]], None]) -> None:
     """Calls `replica(dispatch)` in one thread for each device of this process."""
-    pjrt._run_thread_per_device(
-        0, 1, lambda: replica(lambda: torch_xla.sync(wait=False)), pjrt.initialize_multiprocess
-    )
+    pjrt._run_thread_per_device(0, 1, lambda: replica(lambda: torch_xla.sync(wait=False)), pjrt.initialize_multiprocess)
 
 
 def wait_for_device() -> None:

@@ -1,0 +1,200 @@
+"""Random and malicious manifests, headers and values: a clear error, never a crash, a hang, or a path outside."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.digests import bytes_digest
+from stepmark.checkpoint.manifest import Manifest, parse_manifest
+from stepmark.checkpoint.tensorfile import parse_header
+from stepmark.checkpoint.verify import verify
+from stepmark.errors import CheckpointDamaged, CheckpointError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, state_of(0), files=lambda path: (path / "config.json").write_text("{}"), block=True)
+    return folder / "checkpoint-1"
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    module = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(module.parameters())
+    if seed == 0:
+        module(torch.ones(3)).sum().backward()
+        optimizer.step()
+    return {"model": module, "optimizer": optimizer, "nest": {"t": torch.ones(2), "x": [1, (2.5, None)]}}
+
+
+def signed(body: dict[str, Any]) -> bytes:
+    """A manifest with this body and the right digest."""
+    rest = {key: value for key, value in body.items() if key != "digest"}
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in rest.items())
+    blank = "{\n" + lines + ',\n"digest": "' + "0" * 32 + '"\n}\n'
+    return blank.replace("0" * 32 + '"\n}\n', bytes_digest(blank.encode()) + '"\n}\n').encode()
+
+
+JUNK = [None, True, -1, 0, 1, 1 << 62, 1 << 80, 1.5, "", "x", "../x", "/etc/passwd", [], [1], {}, {"a": 1}, [[0, 0, 0]]]
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """All (container, key) in a nest."""
+    found: list[tuple[Any, Any]] = []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        found.append((value, key))
+        found += places(item)
+    return found
+
+
+def mutate(value: Any, generator: random.Random) -> None:
+    container, key = generator.choice(places(value))
+    if generator.random() < 0.2:
+        del container[key]
+    else:
+        container[key] = copy.deepcopy(generator.choice(JUNK))
+
+
+def restore_or_refuse(folder: Path) -> None:
+    """Restoring what is there either works or says what is wrong."""
+    with Checkpointer(folder.parent) as checkpointer:
+        try:
+            checkpointer.restore(state_of(1), folder)
+        except CheckpointError as error:
+            assert str(error)
+    try:
+        verify(folder)
+    except CheckpointError as error:
+        assert "use a newer Stepmark" in str(error)
+
+
+def test_signing_gives_what_we_write(saved: Path) -> None:
+    data = (saved / "manifest.json").read_bytes()
+    body = json.loads(data)
+    assert parse_manifest(signed(body)) == parse_manifest(data)
+    assert isinstance(parse_manifest(data), Manifest)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_manifest_with_the_right_digest_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
+    generator = random.Random(seed)
+    folder = tmp_path / "checkpoint-1"
+    shutil.copytree(saved, folder)
+    original = (saved / "manifest.json").read_text()
+    for _ in range(40):
+        body = json.loads(original)
+        for _ in range(generator.randint(1, 3)):
+            mutate(body, generator)
+        (folder / "manifest.json").write_bytes(signed(body))
+        restore_or_refuse(folder)
+
+
+def change_file(folder: Path, name: str, data: bytes, header: int | None) -> None:
+    """Puts other bytes into a file, and their size and digest into the manifest."""
+    (folder / name).write_bytes(data)
+    body = json.loads((folder / "manifest.json").read_text())
+    for entry in body["files"]:
+        if entry["name"] == name:
+            entry["size"] = len(data)
+            entry["digest"] = bytes_digest(data if header is None else data[:header])
+            if header is not None:
+                entry["header"] = header
+    (folder / "manifest.json").write_bytes(signed(body))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_values_with_the_right_digest_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
+    generator = random.Random(seed)
+    folder = tmp_path / "checkpoint-1"
+    shutil.copytree(saved, folder)
+    original = (saved / "state.json").read_text()
+    for _ in range(40):
+        body = json.loads(original)
+        mutate(body, generator)
+        change_file(folder, "state.json", json.dumps(body).encode(), None)
+        restore_or_refuse(folder)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_header_with_the_right_digest_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
+    generator = random.Random(seed)
+    folder = tmp_path / "checkpoint-1"
+    shutil.copytree(saved, folder)
+    data = (saved / "model.safetensors").read_bytes()
+    size = 8 + struct.unpack("<Q", data[:8])[0]
+    for _ in range(40):
+        header = json.loads(data[8:size])
+        own = json.loads(header["__metadata__"]["stepmark"])
+        mutate(generator.choice([header, own]), generator)
+        if isinstance(header.get("__metadata__"), dict):
+            header["__metadata__"]["stepmark"] = json.dumps(own)
+        text = json.dumps(header).encode().ljust(size - 8)
+        changed = struct.pack("<Q", len(text)) + text + data[size:]
+        change_file(folder, "model.safetensors", changed, 8 + len(text))
+        restore_or_refuse(folder)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200), st.integers(0, 300))
+def test_any_bytes_are_refused_as_a_header(data: bytes, size: int) -> None:
+    with pytest.raises(CheckpointDamaged):
+        parse_header(data, size)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_as_a_manifest(data: bytes) -> None:
+    with pytest.raises(CheckpointDamaged):
+        parse_manifest(data)
+    digest = b'"digest": "' + b"0" * 32 + b'"\n}\n'
+    with pytest.raises(CheckpointError):
+        parse_manifest((data + digest).replace(b"0" * 32, bytes_digest(data + digest).encode()))
+
+
+OUTSIDE = ["../secret", "/etc/passwd", "a/../../secret", ".", "..", "", "a//b", "a\\b/../..", "a\0b", "./x", "a/."]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_path_leads_outside(saved: Path, name: str) -> None:
+    body = json.loads((saved / "manifest.json").read_text())
+    body["files"][0]["name"] = name
+    with pytest.raises(CheckpointDamaged, match="is not a file name inside the checkpoint"):
+        parse_manifest(signed(body))
+
+
+def link_file(folder: Path, outside: Path) -> None:
+    outside.mkdir()
+    (folder / "model.safetensors").rename(outside / "model.safetensors")
+    (folder / "model.safetensors").symlink_to(outside / "model.safetensors")
+
+
+def link_folder(folder: Path, outside: Path) -> None:
+    (folder / "optimizer").rename(outside)
+    (folder / "optimizer").symlink_to(outside)
+
+
+@pytest.mark.parametrize("link", [link_file, link_folder])
+def test_no_link_leads_outside(saved: Path, tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
+    folder = tmp_path / "checkpoint-1"
+    shutil.copytree(saved, folder)
+    link(folder, tmp_path / "outside")
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointDamaged, match="is missing"):
+        checkpointer.restore(state_of(1), 1)
+    assert verify(folder).faults
