@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,19 @@ def test_epoch_strategies_fire_at_every_end(ranks: Ranks, tmp_path: Path, device
     assert list(result["losses"]) == list(result["evaluations"]) == ["4", "8", "10"]
     saved = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert saved == {"checkpoint-4", "checkpoint-8", "checkpoint-10"}
+
+
+def test_the_best_model_is_saved_whenever_it_is_found(ranks: Ranks, tmp_path: Path) -> None:
+    """Also between two saves: at a rate that only makes things worse, the first evaluation is the best."""
+    steps = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "save_total_limit": 1,
+    }
+    options = {"device": "cpu", "output_dir": str(tmp_path), "learning_rate": 0.5, "load_best_model_at_end": True}
+    ranks.run(CELL, {**options, **steps}).check()
+    best = json.loads((tmp_path / "trainer_state.json").read_text())["best_model_checkpoint"]
+    assert best == str(tmp_path / "checkpoint-2")
+    assert Path(best, "model.safetensors").is_file()

@@ -52,7 +52,9 @@ def create_runtime(device: str, local_rank: int = 0, local_size: int = 1) -> Run
         return EagerRuntime(torch.device("cpu"))
     count = torch.accelerator.device_count()
     if local_rank >= count:
-        raise DeviceError(f"local rank {local_rank} has no {device} device of its own: this machine has {count}")
+        raise DeviceError(
+            f"local rank {local_rank} has no {device} device of its own: this machine has {count}; start as many ranks"
+        )
     torch.accelerator.set_device_index(local_rank)
     return EagerRuntime(torch.device(device, local_rank))
 

@@ -63,7 +63,6 @@ class TrainingRun:
             "means": self.means.state_dict(),
             "schedule": schedule_state(self.schedule),
             "rates": [float(group["lr"]) for group in self.optimizer.param_groups],
-            "control": {"should_training_stop": self.trainer.control.should_training_stop},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -436,7 +436,7 @@ class Trainer:
             run.schedule.step(metrics[key])
         if is_better(self.args, metrics[key], self.state.best_metric):
             self.state.best_metric, self.state.best_global_step = metrics[key], self.state.global_step
-            self.control.should_save |= self.args.save_strategy == "best"
+            self.control.should_save |= self.args.save_strategy == "best" or self.args.load_best_model_at_end
 
     # Callbacks and logs
 
