@@ -8,7 +8,7 @@ TORCH_NEWEST ?= 2.13.0
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-newest check prove fault clean
+.PHONY: demo test test-newest check prove clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
