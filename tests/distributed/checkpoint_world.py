@@ -23,6 +23,7 @@ class RankError(Exception):
 
 def start_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[int, int]]:
     """Forks `size` ranks that call `function(rank, *arguments)`; returns (process, pipe) of each."""
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # imports much of torch, here instead of in each rank
     store = Path(tempfile.mkdtemp(prefix="stepmark-store-")) / "store"
     return [_fork(rank, size, store, function, arguments) for rank in range(size)]
 

@@ -165,3 +165,146 @@ def test_all_ranks_fall_back_together(tmp_path: Path) -> None:
         file.write(b"\xff\xff\xff\xff")
     assert run_ranks(2, restore_damaged, tmp_path) == [1, 1]
     assert (tmp_path / "damaged-checkpoint-2").is_dir()
+
+
+def stages(rank: int, size: int, seed: int) -> dict[str, Any]:
+    """The layers that a pipeline stage holds, with the names they have in the whole model."""
+    torch.manual_seed(seed)
+    layers = {f"layer{i}": nn.Linear(8, 8) for i in range(4)}
+    mine = nn.ModuleDict({name: layer for i, (name, layer) in enumerate(layers.items()) if i * size // 4 == rank})
+    optimizer = torch.optim.SGD([{"params": list(mine.parameters()), "lr": 0.5}], momentum=0.9)
+    for number, parameter in enumerate(mine.parameters()):
+        parameter.grad = torch.full_like(parameter, float(number + seed))
+    if seed == 0:
+        optimizer.step()
+    return {"model": mine, "optimizer": optimizer}
+
+
+def save_stages(rank: int, size: int, folder: Path) -> dict[str, float]:
+    state = stages(rank, size, 0)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, state, block=True)
+    return sums(state)
+
+
+def sums(state: dict[str, Any]) -> dict[str, float]:
+    found = {name: float(tensor.double().sum()) for name, tensor in state["model"].state_dict().items()}
+    for name, parameter in state["model"].named_parameters():
+        found[f"{name}/m"] = float(state["optimizer"].state[parameter]["momentum_buffer"].double().sum())
+    return found
+
+
+def restore_stages(rank: int, size: int, folder: Path) -> dict[str, float]:
+    state = stages(rank, size, 1)
+    with Checkpointer(folder) as checkpointer:
+        assert checkpointer.restore(state) == 1
+    assert state["optimizer"].param_groups[0]["lr"] == 0.5
+    return sums(state)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 2), (2, 1), (1, 4)])
+def test_stages_of_a_pipeline_make_up_one_checkpoint(tmp_path: Path, writers: int, readers: int) -> None:
+    saved = run_ranks(writers, save_stages, writers, tmp_path)
+    found = run_ranks(readers, restore_stages, readers, tmp_path)
+    assert {k: v for part in found for k, v in part.items()} == {k: v for part in saved for k, v in part.items()}
+
+
+def missing_stage(rank: int, folder: Path) -> None:
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.restore(stages(0, 2, 1))
+
+
+def test_a_tensor_that_no_rank_takes_is_named(tmp_path: Path) -> None:
+    run_ranks(2, save_stages, 2, tmp_path)
+    with pytest.raises(RankError, match=r"layer2\.bias', which the state to be restored has not"):
+        run_ranks(2, missing_stage, tmp_path)
+
+
+def full_disk_on_one_rank(rank: int, folder: Path) -> str:
+    from stepmark.checkpoint import files
+    from stepmark.errors import CheckpointError
+
+    state = make(0)
+    write = files.write_at
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        if rank == 1:
+
+            def full(descriptor: int, data: memoryview, offset: int) -> None:
+                if len(data) > 1 << 20:
+                    raise OSError(28, "No space left on device")
+                write(descriptor, data, offset)
+
+            files.write_at = full
+        checkpointer.save(2, state)
+        try:
+            checkpointer.wait()
+            message = "saved"
+        except CheckpointError as error:
+            message = str(error)
+        files.write_at = write
+        checkpointer.save(3, state, block=True)
+    return message
+
+
+def test_a_disk_that_fills_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    messages = run_ranks(2, full_disk_on_one_rank, tmp_path)
+    assert messages[0].startswith("step 2 was not saved: rank 1: No space left on device")
+    assert messages[1].startswith("step 2 was not saved: No space left on device")
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1", "checkpoint-3"]
+
+
+def skipping(rank: int, folder: Path) -> bool:
+    """Rank 1 is still writing when the second save comes; rank 0 may have ended."""
+    import threading
+
+    from stepmark.checkpoint import saving
+
+    gate = threading.Event()
+    if rank == 1:
+        write = saving.write_extents
+
+        def held(*arguments: Any, **options: Any) -> Any:
+            gate.wait(20)
+            return write(*arguments, **options)
+
+        saving.write_extents = held
+    with Checkpointer(folder, when_busy="skip") as checkpointer:
+        checkpointer.save(1, make(0))
+        skipped = checkpointer.save(2, make(0)) is None
+        gate.set()
+    return skipped
+
+
+def test_ranks_agree_on_skipping_a_save(tmp_path: Path) -> None:
+    assert run_ranks(2, skipping, tmp_path) == [True, True]
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1"]
+
+
+def die_in_a_save(rank: int, folder: Path) -> str:
+    from stepmark.checkpoint import saving
+    from stepmark.errors import CheckpointError
+
+    state = make(0)
+    try:
+        with Checkpointer(folder, save_timeout=2) as checkpointer:
+            checkpointer.save(1, state, block=True)
+            if rank == 1:
+                saving.write_extents = lambda *_, **__: os.kill(os.getpid(), 9)
+            checkpointer.save(2, state, block=True)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_that_is_killed_is_named_and_the_last_checkpoint_stands(tmp_path: Path) -> None:
+    messages = run_ranks(2, die_in_a_save, tmp_path)
+    assert "waited in vain for rank 1 (writing" in messages[0]
+    (left,) = run_ranks(1, restore_newest, tmp_path)
+    assert left == 1
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1"]
+
+
+def restore_newest(rank: int, folder: Path) -> int | None:
+    with Checkpointer(folder) as checkpointer:
+        return checkpointer.restore(make(1))

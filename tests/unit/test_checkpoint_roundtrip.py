@@ -336,3 +336,16 @@ def test_a_named_object_serves_as_an_optimizer(tmp_path: Path) -> None:
     assert fresh.master is tensor
     assert fresh.master.tolist() == [2.0] * 3
     assert fresh.groups == [{"lr": 2.0, "params": ["w"]}]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on importing its compiler
+def test_wrappers_of_torch_are_seen_through(tmp_path: Path) -> None:
+    module = net(0)
+    compiled = torch.compile(net(1))
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": module})
+        checkpointer.restore({"model": compiled})
+        assert same(snapshot(compiled._orig_mod), snapshot(module))
+        checkpointer.save(2, {"model": compiled, "optimizer": optimizer}, block=True)
+        assert checkpointer.manifest(2).tensors["model"].keys() == checkpointer.manifest(1).tensors["model"].keys()

@@ -54,19 +54,20 @@ class Board:
         """Makes a value known under a topic."""
         files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
 
-    def fail(self, reason: str) -> None:
-        """Tells the others that this rank cannot go on. Where that cannot be written, they will see the deadline."""
+    def try_to_post(self, topic: str, value: Any = None) -> None:
+        """The same. Where it cannot be written, as on a full disk, the others will see the deadline at worst."""
         try:
-            self.post(_FAILED, reason)
+            self.post(topic, value)
         except OSError as error:
-            logger.warning("cannot tell the other ranks that %s: %s", reason, error)
+            logger.warning("cannot tell the other ranks of %r in %s: %s", topic, self.folder, error.strerror)
+
+    def fail(self, reason: str) -> None:
+        """Tells the others that this rank cannot go on."""
+        self.try_to_post(_FAILED, reason)
 
     def leave(self) -> None:
         """Tells that this rank reads here no more."""
-        try:
-            self.post(_DONE)
-        except OSError as error:
-            logger.warning("cannot tell the other ranks that a save has ended: %s", error)
+        self.try_to_post(_DONE)
 
     def close(self, ranks: Collection[int], deadline: float) -> None:
         """Removes the posts, when these ranks have left, or the deadline has passed: then a rank has died."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +16,7 @@ from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, Che
 from ..runtime.base import Runtime
 from ..runtime.host import HostGroup
 from ..runtime.select import runtime_for
-from .board import Board
+from .background import Background
 from .describe import describe
 from .drafting import Answer, Draft, Planner, agree, check_disk, draft, values_to_bytes
 from .handle import SaveHandle
@@ -27,20 +25,19 @@ from .loading import Accept, Loader
 from .manifest import Manifest, read_manifest
 from .meeting import Meeting
 from .membership import Membership
-from .names import checkpoint_path, checkpoints, discard, step_of, temporary_path
+from .names import checkpoint_path, checkpoints, step_of, temporary_path
 from .phases import Phases
 from .retention import KeepLast, Retention
-from .saving import Saving, describe_error
+from .saving import Saving
 from .snapshot import extents_of, plan_copies, take
 from .staging import StagingMemory
+from .telling import describe_error
 from .values import decode_plain
-from .watchdog import end_unless
 from .whole import check_whole
 
 logger = logging.getLogger("stepmark")
 
 MAX_FILE_SIZE = 5_000_000_000  # bytes, as transformers cuts its files
-FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome
 
 
 class Checkpointer:
@@ -87,13 +84,12 @@ class Checkpointer:
         self._max_file_size = max_file_size
         self._threads = threads
         policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
-        self._keeper = Keeper(self.folder, policies)
+        keeper = Keeper(self.folder, policies)
+        self._background = Background(self._group.rank, self._group.size, save_timeout, keeper)
         self._memory = StagingMemory()
         self._member: Membership | None = None
         self._planner: Planner | None = None
         self._count = 0
-        self._flying: SaveHandle | None = None
-        self._running: list[threading.Thread] = []
 
     # Saving
 
@@ -119,26 +115,30 @@ class Checkpointer:
         name = self._next_name(member)
         temporary = temporary_path(self.folder, step, name)
         handle = SaveHandle(step)
-        phases = self._phases(f"save of step {step}", member.board(name), handle)
+        phases = self._background.phases(f"save of step {step}", member.board(name), handle)
         write_files = files if self._group.rank == 0 else None
+        begun = None
         try:
             drafted, answers = self._agree(
                 phases, step, name, temporary, state, write_files, metadata, metrics, model_only
             )
-            begun = None if answers is None else self._copy(phases, drafted, answers)
+            if answers is not None:
+                begun = self._copy(phases, drafted, answers)
         except BaseException as error:
+            handle.fail(error)
             handle.collected.set()
-            phases.stop()
             phases.board.fail(describe_error(error))
-            self._spawn(self._farewell, phases.board, temporary)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"step {step} was not saved: {describe_error(error)}") from error
             raise
+        finally:
+            if begun is None:
+                phases.stop()
+                self._background.leave(phases.board, temporary, handle)
         if begun is None:
-            phases.stop()
-            self._spawn(self._farewell, phases.board, temporary)
             logger.warning("step %s is not saved: the save before is still being written", step)
             return None
-        self._flying = handle
-        self._spawn(self._finish, *begun, handle)
+        self._background.begin(*begun, handle)
         if block if block is not None else not self._async:
             self.wait()
         return handle
@@ -146,14 +146,6 @@ class Checkpointer:
     def _next_name(self, member: Membership) -> str:
         self._count += 1
         return f"{member.identity}-{self._count:06d}"
-
-    def _phases(self, what: str, board: Board, handle: SaveHandle) -> Phases:
-        def expired(error: CheckpointTimeout) -> None:
-            handle.fail(error)
-            end_unless(handle.collected, error, self._group.rank)
-            board.fail(describe_error(error))
-
-        return Phases(what, board, self._timeout, expired)
 
     def _agree(
         self,
@@ -170,8 +162,9 @@ class Checkpointer:
         """Describes the state and hears all ranks; no answers where one is busy. Raises where one cannot save."""
         drafted: Draft | None = None
         problem: BaseException | None = None
-        busy = self._when_busy == "skip" and self._flying is not None and not self._flying.done()
+        busy = self._when_busy == "skip" and self._background.busy
         try:
+            phases.board.open()
             if not busy:
                 self.wait()
                 phases.enter("joining")
@@ -209,48 +202,18 @@ class Checkpointer:
             phases=phases,
             threads=self._threads,
             lost=self._member.lost,
-            committed=self._keeper.after,
             values=values_to_bytes(values) if self._group.rank == 0 else b"",
             extra=drafted.extra,
         )
         return saving, memory.numpy().data
 
-    def _finish(self, saving: Saving, memory: memoryview, handle: SaveHandle) -> None:
-        """In the background: brings the save to its end."""
-        try:
-            handle.succeed(saving.run(memory))
-        except BaseException as error:
-            handle.fail(error)
-            if isinstance(error, CheckpointTimeout):
-                end_unless(handle.collected, error, self._group.rank)
-        self._farewell(saving.board, saving.temporary)
-
-    def _farewell(self, board: Board, temporary: Path) -> None:
-        """Leaves a save's board. When all have, rank 0 removes it, and what a save that failed has left."""
-        board.leave()
-        if self._group.rank == 0:
-            try:
-                board.close(range(1, self._group.size), time.monotonic() + min(self._timeout, FAREWELL))
-                discard(temporary)
-            except OSError as error:
-                logger.warning("cannot remove what a save has left: %s", describe_error(error))
-
-    def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
-        self._running = [thread for thread in self._running if thread.is_alive()]
-        thread = threading.Thread(target=target, args=arguments, name="stepmark-save", daemon=True)
-        self._running.append(thread)
-        thread.start()
-
     def check(self) -> None:
         """Raises the error of a save that has failed since the last call. It costs nothing: call it often."""
-        if self._flying is not None and self._flying.failed():
-            self.wait()
+        self._background.check()
 
     def wait(self) -> None:
         """Returns when no save is on its way. Raises the error of one that failed."""
-        flying, self._flying = self._flying, None
-        if flying is not None:
-            flying.result()
+        self._background.wait()
 
     # Restoring
 
@@ -267,23 +230,27 @@ class Checkpointer:
         member = self._join()
         self.wait()
         handle = SaveHandle(-1)
-        phases = self._phases("restore", member.board(self._next_name(member)), handle)
+        phases = self._background.phases("restore", member.board(self._next_name(member)), handle)
         try:
+            phases.board.open()
             phases.enter("looking")
             tensors = [entry.tensor for section in describe(state) for entry in section.entries.values()]
             threads, alone = 2 * self._threads, member.alone_on_node()
             loader = Loader(self._meeting, phases, self._runtime_of(tensors), threads, alone, accept)
             if checkpoint is None:
-                candidates = self._meeting.broadcast(checkpoints(self.folder), "looking for checkpoints")
+                candidates = self._meeting.ask_first(lambda: checkpoints(self.folder), "looking for checkpoints")
                 path = loader.newest(candidates, state)
                 return None if path is None else step_of(path)
             path = self._named(checkpoint)
             loader.named(path, state)
             return read_manifest(path).step
+        except CheckpointTimeout as error:
+            handle.fail(error)
+            raise
         finally:
             handle.collected.set()
             phases.stop()
-            self._spawn(self._farewell, phases.board, phases.board.folder)
+            self._background.leave(phases.board, None, handle)
 
     def _named(self, checkpoint: str | Path | int) -> Path:
         path = checkpoint_path(self.folder, checkpoint) if isinstance(checkpoint, int) else Path(checkpoint)
@@ -293,19 +260,19 @@ class Checkpointer:
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole, as far as can be told without reading the tensors; None without any."""
-        found = None
-        if self._group.rank == 0:
-            for path in checkpoints(self.folder):
-                try:
-                    check_whole(path, read_manifest(path))
-                except CheckpointDamaged as error:
-                    logger.warning("%s is damaged: %s", path, error)
-                    continue
-                found = path
-                break
-        found = self._meeting.broadcast(found, "looking for checkpoints")
+        found = self._meeting.ask_first(self._newest, "looking for checkpoints")
         assert found is None or isinstance(found, Path)
         return found
+
+    def _newest(self) -> Path | None:
+        for path in checkpoints(self.folder):
+            try:
+                check_whole(path, read_manifest(path))
+            except CheckpointDamaged as error:
+                logger.warning("%s is damaged: %s", path, error)
+            else:
+                return path
+        return None
 
     def manifest(self, checkpoint: str | Path | int) -> Manifest:
         """What a checkpoint holds. Raises CheckpointNotFound or CheckpointDamaged."""
@@ -326,7 +293,7 @@ class Checkpointer:
 
     def _join(self) -> Membership:
         if self._member is None:
-            self._member = Membership.join(self.folder, self._group, self._meeting, self._timeout)
+            self._member = Membership.join(self.folder, self._meeting, self._timeout)
             self._planner = Planner(self._meeting, self._member.nodes, self._max_file_size)
             atexit.register(self.close)
         return self._member
@@ -337,8 +304,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            for thread in self._running:
-                thread.join(FAREWELL + 1)
+            self._background.join()
             if self._member is not None:
                 self._member.release()
                 self._member = None

@@ -40,6 +40,10 @@ class SaveHandle:
         """Whether it has ended with an error, which `result` raises."""
         return self._ended.is_set() and self._error is not None
 
+    def timed_out(self) -> bool:
+        """Whether it has failed because a rank was late."""
+        return isinstance(self._error, CheckpointTimeout)
+
     def succeed(self, path: Path) -> None:
         """For the engine: it is committed."""
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ..errors import CheckpointError
 from .manifest import read_manifest
 from .names import checkpoint_path, checkpoints, delete
 from .retention import Retention, Saved, superfluous
-from .saving import describe_error
+from .telling import describe_error
 from .values import decode_plain
 
 logger = logging.getLogger("stepmark")
@@ -23,11 +24,15 @@ class Keeper:
         self._folder = folder
         self._policies = policies
         self._known: dict[Path, Saved] = {}
+        self._lock = threading.Lock()
 
     def after(self, newest: Path, save: str) -> None:
         """Call it when `newest` is committed; it stays. One that cannot be read or deleted is left, and logged."""
-        if not self._policies:
-            return
+        with self._lock:
+            if self._policies:
+                self._apply(newest, save)
+
+    def _apply(self, newest: Path, save: str) -> None:
         known = {}
         for path in checkpoints(self._folder):
             try:
@@ -35,10 +40,8 @@ class Keeper:
             except CheckpointError as error:
                 logger.warning("%s is left where it is: %s", path, error)
         self._known = known
-        for step in superfluous(list(known.values()), self._policies):
+        for step in superfluous(list(known.values()), self._policies, known[newest].step):
             path = checkpoint_path(self._folder, step)
-            if path == newest:
-                continue
             try:
                 delete(path, save)
             except OSError as error:

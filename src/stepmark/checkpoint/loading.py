@@ -17,7 +17,7 @@ from .names import set_aside
 from .phases import Phases
 from .reader import TensorReader
 from .restoring import Names, Restoration
-from .saving import describe_error
+from .telling import describe_error
 from .whole import check_whole, read_values
 
 logger = logging.getLogger("stepmark")

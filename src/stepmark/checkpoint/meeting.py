@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import CheckpointTimeout
+from ..errors import CheckpointError, CheckpointTimeout
 from ..runtime.host import HostGroup
 from .board import Board
+from .telling import describe_error
 from .watchdog import print_stacks
 
 
@@ -32,9 +33,24 @@ class Meeting:
         assert isinstance(result, list)
         return result
 
-    def broadcast(self, value: Any, what: str, timeout: float | None = None) -> Any:
-        """Rank 0's value."""
-        return self._bounded(lambda: self._group.broadcast(value), what, None, timeout)
+    def ask_first(self, function: Callable[[], Any], what: str, timeout: float | None = None) -> Any:
+        """What `function` gives on rank 0, on all ranks. What it raises there is raised on all."""
+        told: tuple[Any, type[CheckpointError] | None, str] = (None, None, "")
+        problem: BaseException | None = None
+        if self.rank == 0:
+            try:
+                told = (function(), None, "")
+            except (CheckpointError, OSError) as error:
+                problem = error
+                told = (
+                    None,
+                    type(error) if isinstance(error, CheckpointError) else CheckpointError,
+                    describe_error(error),
+                )
+        value, kind, message = self._bounded(lambda: self._group.broadcast(told), what, None, timeout)
+        if kind is not None:
+            raise kind(message) from problem
+        return value
 
     def _bounded(
         self, collective: Callable[[], Any], what: str, board: Board | None, timeout: float | None = None
@@ -44,7 +60,7 @@ class Meeting:
         if self._broken is not None:
             raise self._broken
         if board is not None:
-            board.post(_topic(what))
+            board.try_to_post(_topic(what))
         timeout = timeout or self._timeout
         answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import CheckpointError
-from ..runtime.host import HostGroup
 from .board import Board
 from .meeting import Meeting
 from .names import check_writable
 from .owner import STALE, Ownership, boot_id
-from .saving import describe_error
 
 
 class Membership:
@@ -23,40 +20,29 @@ class Membership:
         self._meeting = meeting
 
     @classmethod
-    def join(cls, folder: Path, group: HostGroup, meeting: Meeting, timeout: float) -> Membership:
+    def join(cls, folder: Path, meeting: Meeting, timeout: float) -> Membership:
         """Rank 0 claims the folder, and all learn how that went; collective.
 
         Raises CheckpointBusy where another live run has it, and CheckpointError where it cannot be written to.
         """
-        owner: Ownership | None = None
-        problem: CheckpointError | None = None
-        if group.rank == 0:
-            try:
-                check_writable(folder)
-                owner = Ownership.claim(folder)
-            except CheckpointError as error:
-                problem = error
-            except OSError as error:
-                problem = CheckpointError(f"{folder} cannot be claimed: {describe_error(error)}")
-        told = (
-            None
-            if owner is None and problem is None
-            else (owner and owner.identity, problem and type(problem), str(problem))
-        )
-        identity, kind, message = meeting.broadcast(told, f"claiming {folder}", max(timeout, 2 * STALE))
-        if kind is not None:
-            raise problem or kind(message)
+        own: Ownership | None = None
+
+        def claim() -> str:
+            nonlocal own
+            check_writable(folder)
+            own = Ownership.claim(folder)
+            return own.identity
+
+        identity = meeting.ask_first(claim, f"claiming {folder}", max(timeout, 2 * STALE))
         places = meeting.all_gather(boot_id(), f"claiming {folder}")
         nodes = [places.index(place) for place in places]
-        if owner is None:
-            owner = Ownership.join(folder, identity, group.rank, beat=nodes[group.rank] == group.rank)
-        return cls(owner, meeting, nodes)
+        if own is None:
+            own = Ownership.join(folder, identity, meeting.rank, beat=nodes[meeting.rank] == meeting.rank)
+        return cls(own, meeting, nodes)
 
     def board(self, name: str) -> Board:
-        """A new board for these ranks, open."""
-        board = Board(self._owner.folder / name, self._meeting.rank)
-        board.open()
-        return board
+        """A new board for these ranks; open it."""
+        return Board(self._owner.folder / name, self._meeting.rank)
 
     def alone_on_node(self) -> bool:
         """Whether no other rank is on this rank's node."""

@@ -25,8 +25,8 @@ from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, Che
 from ..runtime.base import Runtime
 from ..runtime.select import runtime_for
 from . import files
-from .saving import describe_error
 from .snapshot import GROUP_BYTES
+from .telling import describe_error
 from .watchdog import end_unless, print_stacks, watchdog
 
 

@@ -30,7 +30,8 @@ IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read st
 
 @dataclass(eq=False)
 class Target:
-    """A tensor to be filled: a live one, or (`live` None) a new one on the host. `host` has the values in the end."""
+    """A tensor to be filled: a live one, or (`live` None) a new one on the host, which `place`, if there is one, takes
+    to its device. `host` has the values in the end, of a new tensor where it is."""
 
     group: str
     name: str
@@ -38,6 +39,7 @@ class Target:
     dtype: str
     live: Tensor | None = None
     host: Tensor | None = None
+    place: Callable[[Tensor], Tensor] | None = None
 
     def local_shape(self) -> tuple[int, ...]:
         """The shape of a new local tensor."""
@@ -101,7 +103,7 @@ class TensorReader:
             size = host.nbytes
         else:
             host = torch.empty(group[0].local_shape(), dtype=torch_dtype(group[0].dtype))
-            size = 0
+            size = 0 if group[0].place is None else host.nbytes
         for target in group:
             target.host = host
         return size
@@ -116,6 +118,9 @@ class TensorReader:
                 runtime.write(target.live, target.host)
             for other in group:
                 other.host = None
+        elif target.place is not None:
+            assert target.host is not None
+            target.host = target.place(target.host)
         return size
 
     def _jobs(self, target: Target) -> Iterator[Callable[[], None]]:

@@ -7,6 +7,7 @@ it is used, into the live ones; at last plain values are set. Parameters and exi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,15 +188,18 @@ class Restoration:
             if entry is not None:
                 self._want(section.group, tensor_name, entry.tensor, entry.layout, entry.dtype)
             elif parameter is not None:
-                fresh[key] = self._want_new(
-                    section.group, tensor_name, self._layout_like(parameter, tensor_name, section)
-                )
+                layout = self._layout_like(parameter, tensor_name, section)
+                fresh[key] = self._want_new(section.group, tensor_name, layout)
+                if key != "step" or _step_is_on_device(section.value, parameter):
+                    fresh[key].place = partial(self._placed, parameter)
         if parameter is None:
             for tensor_name in live.keys() - set(direct.values()):
                 entry = live[tensor_name]
                 self._want(section.group, tensor_name, entry.tensor, entry.layout, entry.dtype)
             return
         tensors = {tensor: self._want_new(section.group, tensor) for tensor in in_values}
+        for target in tensors.values():
+            target.place = partial(self._placed, parameter)
         self._finishers.append(lambda: self._set_state(section.value, parameter, set(direct), fresh, nested, tensors))
 
     def _layout_like(self, parameter: Tensor, name: str, section: Section) -> Layout | None:
@@ -213,21 +217,17 @@ class Restoration:
         tensors: Mapping[str, Target],
     ) -> None:
         """Creates what a fresh optimizer lacks, and removes what the saved one had not."""
-        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-        on_host = not (group.get("capturable") or group.get("fused"))
         state = optimizer.state[parameter]
         for key in [key for key in state if key not in keep and key not in nested]:
             del state[key]
         for key, target in fresh.items():
-            value = target.host
-            state[key] = value if key == "step" and on_host else self._placed(value, parameter)
+            state[key] = target.host
         for key, encoded in nested.items():
-            state[key] = decode(encoded, lambda name: self._placed(tensors[name].host, parameter))
+            state[key] = decode(encoded, lambda name: tensors[name].host)
         if not state:
             del optimizer.state[parameter]
 
-    def _placed(self, value: Tensor | None, parameter: Tensor) -> Tensor:
-        assert value is not None
+    def _placed(self, parameter: Tensor, value: Tensor) -> Tensor:
         placed = value if parameter.device.type == "cpu" else self.runtime.place(value)
         assert isinstance(placed, Tensor)
         return placed
@@ -269,6 +269,12 @@ class Restoration:
             group[key] = value.item()
         else:
             group[key] = value
+
+
+def _step_is_on_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """torch's optimizers count steps on the host, unless they are fused, or run inside captured graphs."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def tensor_names(encoded: Any) -> list[str]:

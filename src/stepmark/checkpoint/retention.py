@@ -1,6 +1,6 @@
 """Which checkpoints stay. A policy sees what there is and says what it wants kept; what none wants is deleted.
 
-The newest checkpoint always stays, and nothing is deleted before its successor is committed.
+The checkpoint committed last always stays, and nothing is deleted before its successor is committed.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ class KeepBest:
         return {step for _, step in sorted(scored)[-self.count :]} if self.count > 0 else set()
 
 
-def superfluous(saved: Sequence[Saved], policies: Sequence[Retention]) -> list[int]:
-    """The steps that no policy keeps, oldest first; none where there is no policy."""
+def superfluous(saved: Sequence[Saved], policies: Sequence[Retention], newest: int) -> list[int]:
+    """The steps that no policy keeps, in order; none where there is no policy. `newest` was committed last, and stays,
+    as does the highest step."""
     if not policies or not saved:
         return []
     ordered = sorted(saved, key=lambda checkpoint: checkpoint.step)
-    kept = {ordered[-1].step}.union(*(policy.keeps(ordered) for policy in policies))
+    kept = {newest, ordered[-1].step}.union(*(policy.keeps(ordered) for policy in policies))
     return [checkpoint.step for checkpoint in ordered if checkpoint.step not in kept]

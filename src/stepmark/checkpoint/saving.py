@@ -1,8 +1,8 @@
 """One save, from the copy in host memory to the committed folder. Runs on every rank, in the background or in line.
 
-writing      each rank its share of the files, synced                     -> "written" to those who seal
-sealing      a file's first writer adds the header with all digests       -> "sealed" to rank 0
-committing   rank 0: the other files, the manifest, sync, rename, retention -> "committed"
+writing      each rank its share of the files, synced              -> "written", to those who seal
+sealing      a file's first writer adds the header with all digests -> "sealed", to rank 0
+committing   rank 0: the other files, the manifest, sync, rename    -> "committed", to all
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointBusy, CheckpointError, CheckpointTimeout, StepmarkError
+from ..errors import CheckpointBusy, CheckpointError, CheckpointTimeout
 from . import files
 from .board import Board, RankFailed
 from .digests import bytes_digest, file_digest
@@ -23,6 +23,7 @@ from .names import publish
 from .phases import Phases
 from .plan import MODEL, SavePlan
 from .snapshot import Extent
+from .telling import describe_error
 from .watchdog import print_stacks
 from .writer import Digests, write_extents, write_header
 
@@ -42,7 +43,6 @@ class Saving:
     phases: Phases
     threads: int
     lost: Callable[[], bool]
-    committed: Callable[[Path, str], None]
     values: bytes = b""
     extra: Sequence[str] = field(default_factory=tuple)
 
@@ -110,7 +110,6 @@ class Saving:
             raise CheckpointBusy(f"{self.temporary.parent} was taken over by another run; stop one of the two")
         path = publish(self.temporary, self.manifest.save)
         self.board.post("committed", str(path))
-        self.committed(path, self.manifest.save)
         return path
 
     def _write_manifest(self, sealed: Mapping[int, str]) -> None:
@@ -132,13 +131,6 @@ class Saving:
             entries.append(FileEntry(name, size, digest))
         manifest = self.manifest.with_contents(tuple(entries), tensor_entries(self.plan), time.time())
         files.write_file(self.temporary / MANIFEST, manifest.to_bytes())
-
-
-def describe_error(error: BaseException) -> str:
-    """One line for another rank, or a user, to read."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return f"{error}" if isinstance(error, StepmarkError) else f"{type(error).__name__}: {error}"
 
 
 def model_index(plan: SavePlan) -> bytes | None:

@@ -57,6 +57,8 @@ def _touched(size: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_DONTFORK"):  # a forked loader worker would have the next save copy every page anew
+        memory.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     tensor[:: mmap.PAGESIZE] = 0
     return tensor
@@ -78,12 +80,25 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_left() -> int | None:
+    """What the control groups (version 2) leave that this process is in: a container's, or a batch job's."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
+        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return None
+    folder, left = _CGROUP / own.lstrip("/"), []
+    while folder.is_relative_to(_CGROUP):
+        left.append(_left_in(folder))
+        folder = folder.parent
+    return min((bytes_left for bytes_left in left if bytes_left is not None), default=None)
+
+
+def _left_in(folder: Path) -> int | None:
+    try:
+        limit = (folder / "memory.max").read_text().strip()
         if limit == "max":
             return None
-        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        used = int((_CGROUP / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        used = int((folder / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
         return int(limit) - used
     except (OSError, ValueError):
         return None

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 from ..launch.failure import REPORTS, Failure
 
-GRACE = 5.0  # seconds that a process has to end by itself once a deadline has passed
-BACKSTOP = GRACE + 3.0
-_MARGIN = 1.0  # seconds that a wait with a deadline of its own has to raise by itself
+# Seconds. A supervisor gives the other ranks five more, and all is to be over ten after the deadline.
+GRACE = 2.5  # that a process has to end by itself once a deadline has passed
+BACKSTOP = GRACE + 1.0
+_MARGIN = 0.5  # seconds that a wait with a deadline of its own has to raise by itself
 _STDERR = 2
 
 logger = logging.getLogger("stepmark")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import files
@@ -13,6 +12,7 @@ from .digests import CELL, cell_digest
 from .plan import PlannedFile, SavePlan
 from .snapshot import Extent
 from .tensorfile import PAGE, Header
+from .workers import in_parallel
 
 BLOCK = 8 * CELL
 
@@ -57,20 +57,19 @@ def write_extents(
 ) -> Digests:
     """Writes and syncs the extents; returns the digests of the cells in them."""
     digests: Digests = {}
-    with ThreadPoolExecutor(threads, thread_name_prefix="stepmark-write") as pool:
-        for extent in extents:
-            file = plan.files[extent.file]
-            path = folder / file.name
-            files.make_folder(path.parent)
-            output = _Output(path)
-            try:
-                job = _block_writer(output, file, extent, memory)
-                for found in pool.map(job, range(extent.begin, extent.end, BLOCK)):
-                    for name, number, digest in found:
-                        digests.setdefault(extent.file, {}).setdefault(name, {})[number] = digest
-                output.sync()
-            finally:
-                output.close()
+    for extent in extents:
+        file = plan.files[extent.file]
+        path = folder / file.name
+        files.make_folder(path.parent)
+        output = _Output(path)
+        try:
+            write = _block_writer(output, file, extent, memory)
+            for found in in_parallel(write, range(extent.begin, extent.end, BLOCK), threads):
+                for name, number, digest in found:
+                    digests.setdefault(extent.file, {}).setdefault(name, {})[number] = digest
+            output.sync()
+        finally:
+            output.close()
     return digests
 
 

@@ -1,0 +1,129 @@
+"""What goes on behind the training loop: the save that is being written, and what is tidied up after it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointTimeout
+from .board import Board
+from .handle import SaveHandle
+from .keeper import Keeper
+from .names import discard
+from .phases import Phases
+from .saving import Saving
+from .telling import describe_error
+from .watchdog import end_unless
+
+FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome
+
+logger = logging.getLogger("stepmark")
+
+
+class Background:
+    """The threads of one rank, at most one of which writes a save."""
+
+    def __init__(self, rank: int, size: int, timeout: float, keeper: Keeper) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._keeper = keeper
+        self._flying: SaveHandle | None = None
+        self._aftermath: SaveHandle | None = None
+        self._threads: list[threading.Thread] = []
+
+    def phases(self, what: str, board: Board, handle: SaveHandle) -> Phases:
+        """Phases whose missed deadline makes the handle fail, and ends the process if nobody takes that up."""
+
+        def expired(error: CheckpointTimeout) -> None:
+            handle.fail(error)
+            end_unless(handle.collected, error, self._rank)
+            board.fail(describe_error(error))
+
+        return Phases(what, board, self._timeout, expired)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._flying is not None and not self._flying.done()
+
+    def begin(self, saving: Saving, memory: memoryview, handle: SaveHandle) -> None:
+        """Begins to write a save. Wait for the last one first."""
+        self._flying = handle
+        self._spawn(self._finish, saving, memory, handle)
+
+    def check(self) -> None:
+        """Raises the error of what has failed."""
+        for handle in (self._flying, self._aftermath):
+            if handle is not None and handle.failed():
+                self.wait()
+
+    def wait(self) -> None:
+        """Returns when no save is being written. Raises the error of what has failed."""
+        flying, self._flying = self._flying, None
+        if flying is not None:
+            flying.result()
+        aftermath = self._aftermath
+        if aftermath is not None and aftermath.failed():
+            self._aftermath = None
+            aftermath.result()
+
+    def join(self) -> None:
+        """Gives all that goes on a moment to end."""
+        for thread in self._threads:
+            thread.join(FAREWELL + 1)
+
+    def leave(self, board: Board, temporary: Path | None, handle: SaveHandle) -> None:
+        """Leaves the board of a save or restore that has ended; see `_farewell`."""
+        self._spawn(self._farewell, board, temporary, handle)
+
+    def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        # Not a daemon: a program that ends waits for it; if it hangs, the watchdog ends the process.
+        thread = threading.Thread(target=target, args=arguments, name="stepmark-save")
+        self._threads.append(thread)
+        thread.start()
+
+    def _finish(self, saving: Saving, memory: memoryview, handle: SaveHandle) -> None:
+        try:
+            path = saving.run(memory)
+        except BaseException as error:
+            handle.fail(error)
+            if isinstance(error, CheckpointTimeout):
+                end_unless(handle.collected, error, self._rank)
+        else:
+            handle.succeed(path)
+            if self._rank == 0:
+                self._retain(path, saving)
+        self._farewell(saving.board, saving.temporary, handle)
+
+    def _retain(self, newest: Path, saving: Saving) -> None:
+        """Deletes what need not stay, now that `newest` is committed; an error surfaces at the next call."""
+        self._aftermath = handle = SaveHandle(saving.manifest.step)
+        phases = self.phases(f"deleting old checkpoints after step {handle.step}", saving.board, handle)
+        try:
+            phases.enter("deleting")
+            self._keeper.after(newest, saving.manifest.save)
+            phases.leave()
+            handle.succeed(newest)
+        except BaseException as error:
+            handle.fail(error)
+        finally:
+            phases.stop()
+
+    def _farewell(self, board: Board, temporary: Path | None, handle: SaveHandle) -> None:
+        """Leaves a board. When all have, rank 0 removes it, and what a save that failed has left."""
+        board.leave()
+        if self._rank != 0:
+            return
+        patience = 0.0 if handle.timed_out() else min(self._timeout, FAREWELL)
+        try:
+            board.close(range(1, self._size), time.monotonic() + patience)
+            if temporary is not None:
+                discard(temporary)
+        except OSError as error:
+            logger.warning("cannot remove what a save has left: %s", describe_error(error))

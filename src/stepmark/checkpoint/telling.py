@@ -1,0 +1,12 @@
+"""Errors in one line, for another rank or a user to read."""
+
+from __future__ import annotations
+
+from ..errors import StepmarkError
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's message; of an OSError what the system says, and of which file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{error}" if isinstance(error, StepmarkError) else f"{type(error).__name__}: {error}"

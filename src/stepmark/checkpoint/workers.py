@@ -1,0 +1,41 @@
+"""Plain threads for work that may still go on while the interpreter ends, when executors take none any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
+    """`[function(item) for item in items]`, with this thread and `threads - 1` others.
+
+    After an error no item is begun any more; the first error is raised when all that have begun have ended.
+    """
+    todo = list(enumerate(items))[::-1]
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                index, item = todo.pop()
+            except IndexError:
+                return
+            try:
+                results[index] = function(item)
+            except BaseException as error:
+                errors.append(error)
+
+    helpers = [threading.Thread(target=work, name="stepmark-worker") for _ in range(min(threads, len(todo)) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(results))]

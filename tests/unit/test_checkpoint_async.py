@@ -1,0 +1,203 @@
+"""Saving behind the training loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import net, same, snapshot, train
+
+from stepmark.checkpoint import Checkpointer, saving
+from stepmark.errors import CheckpointError, CheckpointTimeout, UsageError
+
+
+class Gate:
+    """Holds the writing of saves until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        write = saving.write_extents
+
+        def held(*arguments: Any, **options: Any) -> Any:
+            assert self._open.wait(30)
+            return write(*arguments, **options)
+
+        patch.setattr(saving, "write_extents", held)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+def test_training_goes_on_while_the_copy_is_written(tmp_path: Path, gate: Gate) -> None:
+    module = net(0)
+    optimizer = torch.optim.AdamW(module.parameters())
+    train(module, optimizer, 1)
+    nest = {"list": [1, 2]}
+    state = {"model": module, "optimizer": optimizer, "nest": nest}
+    expected = snapshot(module, optimizer)
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, state)
+        assert handle is not None
+        assert not handle.done()
+        with pytest.raises(CheckpointTimeout, match="step 1 has not ended within 0.01 s"):
+            handle.result(0.01)
+        train(module, optimizer, 3)
+        nest["list"].append(3)
+        assert checkpointer.latest() is None
+        gate.open()
+        assert handle.result() == tmp_path / "checkpoint-1"
+        checkpointer.restore(state)
+    assert same(snapshot(module, optimizer), expected)
+    assert nest == {"list": [1, 2]}
+
+
+def test_the_next_save_waits_or_is_skipped(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path, when_busy="skip") as checkpointer:
+        first = checkpointer.save(1, {"nest": {}})
+        assert first is not None
+        with caplog.at_level(logging.WARNING, logger="stepmark"):
+            assert checkpointer.save(2, {"nest": {}}, files=lambda path: (path / "x").touch()) is None
+        assert "step 2 is not saved" in caplog.text
+        gate.open()
+        first.result()
+        assert checkpointer.save(3, {"nest": {}}) is not None
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_the_next_save_waits_for_the_last(tmp_path: Path, gate: Gate) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        first = checkpointer.save(1, {"nest": {}})
+        assert first is not None
+        threading.Timer(0.1, gate.open).start()
+        checkpointer.save(2, {"nest": {}})
+        assert first.done()
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left")
+
+
+def next_save(checkpointer: Checkpointer) -> None:
+    checkpointer.save(2, {"nest": {}})
+
+
+def next_restore(checkpointer: Checkpointer) -> None:
+    checkpointer.restore({"nest": {}})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Checkpointer.wait, Checkpointer.check, Checkpointer.close, next_save, next_restore],
+    ids=lambda f: f.__name__,
+)
+def test_a_failed_save_surfaces_once_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Checkpointer], None]
+) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(0, {"nest": {"t": torch.ones(3)}}, block=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_extents", full)
+        handle = checkpointer.save(1, {"nest": {"t": torch.ones(3)}})
+        assert handle is not None
+        while not handle.done():
+            pass
+    with pytest.raises(CheckpointError, match="step 1 was not saved: No space left"):
+        call(checkpointer)
+    checkpointer.check()
+    checkpointer.save(3, {"nest": {}}, block=True)
+    checkpointer.close()
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-0", "checkpoint-3"]
+
+
+def test_a_failed_save_is_logged_where_another_error_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save_and_fail() -> None:
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, {"nest": {}})
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(saving, "write_extents", full)
+    with pytest.raises(ZeroDivisionError):
+        save_and_fail()
+    assert "step 1 was not saved" in caplog.text
+
+
+def test_saving_blocks_where_it_is_asked_to(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, async_save=False) as checkpointer:
+        handle = checkpointer.save(1, {"nest": {}})
+        assert handle is not None
+        assert handle.done()
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(2, {"nest": {}}, block=True)
+        assert handle is not None
+        assert handle.done()
+
+
+def test_host_memory_is_used_again(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        state = {"nest": {"t": torch.ones(1 << 20)}}
+        checkpointer.save(1, state, block=True)
+        memory = checkpointer._memory.take(1, pinned=False).data_ptr()
+        checkpointer.save(2, state, block=True)
+        assert checkpointer._memory.take(1, pinned=False).data_ptr() == memory
+
+
+def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import sys, torch; from stepmark.checkpoint import Checkpointer\n"
+        "Checkpointer(sys.argv[1]).save(1, {'nest': {'t': torch.ones(1 << 22)}})\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
+    assert not list((tmp_path / ".stepmark").iterdir())
+
+
+def test_saving_draws_no_random_number_and_changes_nothing(tmp_path: Path) -> None:
+    def losses(folder: Path | None) -> list[float]:
+        module = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Dropout(0.5))
+        torch.manual_seed(0)
+        torch.nn.init.normal_(module[0].weight)
+        optimizer = torch.optim.AdamW(module.parameters())
+        found = []
+        checkpointer = Checkpointer(folder) if folder is not None else None
+        for step in range(4):
+            loss = module(torch.randn(4, 30)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+            if checkpointer is not None:
+                checkpointer.save(step, {"model": module, "optimizer": optimizer})
+        if checkpointer is not None:
+            checkpointer.close()
+        return found
+
+    torch.manual_seed(1)
+    expected = losses(None)
+    torch.manual_seed(1)
+    assert losses(tmp_path) == expected
+
+
+def test_a_wrong_option_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="when_busy: 'drop'"):
+        Checkpointer(tmp_path, when_busy="drop")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="save_timeout"):
+        Checkpointer(tmp_path, save_timeout=0)
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="step: -1"):
+        checkpointer.save(-1, {})

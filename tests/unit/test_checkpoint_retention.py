@@ -1,0 +1,113 @@
+"""Which checkpoints stay."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepmark.checkpoint import Checkpointer, KeepBest, KeepEachInterval, KeepEvery, KeepLast, files
+from stepmark.checkpoint.retention import Retention, Saved, superfluous
+from stepmark.errors import UsageError
+
+
+def run(steps: list[int], policies: list[Retention], losses: dict[int, float] | None = None) -> list[int]:
+    """The steps that are left when these have been saved one after the other, a minute apart."""
+    there: list[Saved] = []
+    for minute, step in enumerate(steps):
+        metrics = {"loss": losses[step]} if losses and step in losses else {}
+        there = [saved for saved in there if saved.step != step] + [Saved(step, 60.0 * minute, metrics)]
+        gone = set(superfluous(there, policies, step))
+        there = [saved for saved in there if saved.step not in gone]
+    return [saved.step for saved in there]
+
+
+def test_policies_keep_what_they_say() -> None:
+    steps = list(range(10, 130, 10))
+    assert run(steps, []) == steps
+    assert run(steps, [KeepLast(1)]) == [120]
+    assert run(steps, [KeepLast(3)]) == [100, 110, 120]
+    assert run(steps, [KeepEvery(50)]) == [50, 100, 120]
+    assert run(steps, [KeepLast(2), KeepEvery(40)]) == [40, 80, 110, 120]
+    assert run(steps, [KeepEachInterval(4 / 60)]) == [10, 50, 90, 120]
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 5.0, 60: float("nan")}
+    assert run(steps[:6], [KeepBest("loss")], losses) == [40, 60]
+    assert run(steps[:6], [KeepBest("loss", greater_is_better=True, count=2)], losses) == [10, 50, 60]
+    assert run(steps[:6], [KeepLast(1), KeepBest("loss")], losses) == [40, 60]
+    assert run(steps[:6], [KeepBest("other")], losses) == [60]
+
+
+def test_a_save_of_an_earlier_step_stays() -> None:
+    assert run([10, 20, 30, 15], [KeepLast(1)]) == [30, 15]
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1),
+    st.lists(st.builds(KeepLast, st.integers(0, 3)) | st.builds(KeepEvery, st.integers(1, 9)), min_size=1),
+)
+def test_the_newest_always_stays(steps: list[int], policies: list[Retention]) -> None:
+    left = run(steps, policies)
+    assert steps[-1] in left
+    assert max(left) >= steps[-1]
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if "checkpoint" in entry.name)
+
+
+def test_the_engine_deletes_what_is_superfluous(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=1, keep=[KeepBest("loss")]) as checkpointer:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+            checkpointer.save(step, {"nest": {}}, metrics={"loss": loss})
+    assert folders(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    with Checkpointer(tmp_path, keep_last=1, keep=[KeepBest("loss")]) as checkpointer:
+        checkpointer.save(4, {"nest": {}}, metrics={"loss": 0.5})
+    assert folders(tmp_path) == ["checkpoint-4"]
+
+
+def test_nothing_is_deleted_before_its_successor_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    remove = files.remove_tree
+
+    def remove_and_look(path: Path) -> None:
+        seen.append(folders(tmp_path))
+        remove(path)
+
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(1, {"nest": {}}, block=True)
+        monkeypatch.setattr(files, "remove_tree", remove_and_look)
+        checkpointer.save(2, {"nest": {}}, block=True)
+    assert all("checkpoint-2" in names for names in seen if "checkpoint-1" not in names)
+
+
+def test_a_checkpoint_that_cannot_be_read_or_deleted_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "checkpoint-7").mkdir()
+    with caplog.at_level(logging.WARNING, logger="stepmark"):
+        save(tmp_path, 8)
+        assert "checkpoint-7 is left where it is" in caplog.text
+        with monkeypatch.context() as patch:
+            patch.setattr("stepmark.checkpoint.names.discard", refuse)
+            save(tmp_path, 9)
+        assert "checkpoint-8 could not be deleted: Permission denied" in caplog.text
+        assert (tmp_path / "checkpoint-9").is_dir()
+        save(tmp_path, 10)
+    assert folders(tmp_path) == ["checkpoint-10", "checkpoint-7"]
+
+
+def save(folder: Path, step: int) -> None:
+    with Checkpointer(folder, keep_last=1) as checkpointer:
+        checkpointer.save(step, {"nest": {}})
+
+
+def test_a_policy_that_keeps_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="keep_last: 0"):
+        Checkpointer(tmp_path, keep_last=0)
