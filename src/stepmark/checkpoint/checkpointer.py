@@ -190,7 +190,7 @@ class Checkpointer:
         memory = self._memory.take(size, pinned=runtime.device.type == "cuda")
         phases.enter("copying")
         runtime.step_boundary(wait=True)
-        take(plan_copies(plan, extents, entries), memory, runtime)
+        take(plan_copies(plan, extents, entries), memory, runtime, threads=self._threads)
         phases.leave()
         kinds = {name: section["kind"] for name, section in values.items()}
         saving = Saving(

@@ -1,10 +1,12 @@
 """Every call that changes something in a file system goes through here: one place to count, and to make fail.
 
-Nothing here decides anything; an OSError goes to the caller.
+Nothing here decides anything; an OSError goes to the caller. Each call of the system that changes something is one of
+this module's `os` or `_renameat2`, which the fault tests replace.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -18,7 +20,24 @@ _RENAME_EXCHANGE = 2
 
 def make_folder(path: Path) -> None:
     """Makes a folder and its parents; one that exists is left."""
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        os.mkdir(path)
+    except FileNotFoundError:
+        if path.parent == path:
+            raise
+        make_folder(path.parent)
+        make_folder(path)
+    except OSError:
+        if not path.is_dir():
+            raise
+
+
+def make_durable_folder(path: Path) -> None:
+    """The same; the folder is there after a crash of the machine too."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    make_folder(path)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)
 
 
 def open_for_writing(path: Path, *, truncate: bool = False, exclusive: bool = False) -> int:
@@ -106,24 +125,35 @@ def rename(source: Path, target: Path) -> None:
 
 def exchange(one: Path, other: Path) -> bool:
     """Exchanges two names in one step. False where the system or file system has no such call."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
+    code = _renameat2(one, other)
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
-    raise OSError(code, os.strerror(code), str(one))
+    if code:
+        raise OSError(code, os.strerror(code), str(one))
+    return True
+
+
+def _renameat2(one: Path, other: Path) -> int:
+    """0, or the number of the error; Python has no such call."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return errno.ENOSYS
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return 0
+    return ctypes.get_errno()
 
 
 def remove_file(path: Path) -> None:
     """Removes a file; one that is gone is fine, since another rank may have removed it."""
-    path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and all in it; what is gone already is fine. Follows no link."""
+    """Removes a folder and all in it, or a file; what is gone already is fine. Follows no link."""
+    if path.is_symlink() or path.is_file():
+        remove_file(path)
+        return
     try:
         with os.scandir(path) as entries:
             children = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in entries]
@@ -134,10 +164,8 @@ def remove_tree(path: Path) -> None:
             remove_tree(child)
         else:
             remove_file(child)
-    try:
-        path.rmdir()
-    except FileNotFoundError:
-        return
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(path)
 
 
 def regular_files(folder: Path, prefix: str = "") -> Iterator[str]:

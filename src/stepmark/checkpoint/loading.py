@@ -138,7 +138,12 @@ class Loader:
         if self._meeting.rank != 0:
             return
         for path, _ in damaged:
-            logger.error("set the damaged %s aside as %s; using %s instead", path.name, set_aside(path).name, used.name)
+            try:
+                aside = set_aside(path).name
+            except OSError as error:  # what has been restored is right all the same
+                logger.error("the damaged %s could not be set aside: %s", path, describe_error(error))
+            else:
+                logger.error("set the damaged %s aside as %s; using %s instead", path.name, aside, used.name)
 
 
 def _no_names(function: Callable[..., None], *arguments: Any) -> Callable[[], Names]:

@@ -22,12 +22,12 @@ class Meeting:
         self.size = group.size
         self._group = group
         self._timeout = timeout
-        self._broken: CheckpointTimeout | None = None
+        self._broken: CheckpointError | None = None
 
     def all_gather(self, value: Any, what: str, board: Board | None = None) -> list[Any]:
         """The values of all ranks; `what` is for, said in the error. The board, if there is one, tells who came.
 
-        Raises CheckpointTimeout, naming the ranks that did not come.
+        Raises CheckpointTimeout, naming the ranks that did not come, and CheckpointError where one is gone.
         """
         result = self._bounded(lambda: self._group.all_gather(value), what, board)
         assert isinstance(result, list)
@@ -79,6 +79,9 @@ class Meeting:
             )
             print_stacks(str(self._broken))
             raise self._broken from None
+        if isinstance(error, RuntimeError):  # what gloo raises when the connection to another rank is gone
+            self._broken = CheckpointError(f"{what}: {self._missing(what, board)}; the connection has broken: {error}")
+            raise self._broken from error
         if error is not None:
             raise error
         return result

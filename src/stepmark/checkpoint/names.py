@@ -63,32 +63,34 @@ def publish(temporary: Path, save: str) -> Path:
     folder, step = temporary.parent, int(match[2])
     final = checkpoint_path(folder, step)
     sync_tree(temporary)
-    if not final.exists():
+    if not os.path.lexists(final):
         files.rename(temporary, final)
         files.sync_folder(folder)
     elif files.exchange(temporary, final):
-        files.sync_folder(folder)
         discard(temporary)
     else:
         replaced = folder / f".replaced-checkpoint-{step}.{save}"
         files.rename(final, replaced)
         files.rename(temporary, final)
-        files.sync_folder(folder)
         discard(replaced)
     return final
 
 
 def discard(path: Path) -> None:
-    """Deletes a folder whose name is no checkpoint's."""
+    """Deletes a folder whose name is no checkpoint's.
+
+    The names are synced before: on the disk, this folder may still have been a checkpoint until then.
+    """
     assert step_of(path) is None
-    files.remove_tree(path)
+    if os.path.lexists(path):
+        files.sync_folder(path.parent)
+        files.remove_tree(path)
 
 
 def delete(path: Path, save: str) -> None:
     """Deletes a checkpoint: it loses its name in one step, and then its contents."""
     hidden = path.with_name(f".deleted-{path.name}.{save}")
     files.rename(path, hidden)
-    files.sync_folder(path.parent)
     discard(hidden)
 
 
@@ -97,7 +99,7 @@ def set_aside(path: Path) -> Path:
     number = 0
     while True:
         target = path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))
-        if not target.exists():
+        if not os.path.lexists(target):
             break
         number += 1
     files.rename(path, target)
@@ -114,7 +116,7 @@ def recover(folder: Path) -> list[Path]:
         if match is None or not path.is_dir():
             continue
         final = checkpoint_path(folder, int(match[2]))
-        if match[1] == "replaced-" and not final.exists():
+        if match[1] == "replaced-" and not os.path.lexists(final):
             files.rename(path, final)
             files.sync_folder(folder)
         else:
@@ -126,7 +128,7 @@ def recover(folder: Path) -> list[Path]:
 def check_writable(folder: Path) -> None:
     """Makes the folder. Raises CheckpointError where that cannot be, or nothing can be written in it."""
     try:
-        files.make_folder(folder)
+        files.make_durable_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "permission denied")
     except OSError as error:

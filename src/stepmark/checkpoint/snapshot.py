@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..runtime.base import Runtime
@@ -19,8 +21,10 @@ from .describe import Entry
 from .dtypes import item_size, torch_dtype
 from .plan import SavePlan
 from .tensorfile import PAGE
+from .workers import in_parallel
 
 GROUP_BYTES = 64 << 20
+_CHUNK = 8 << 20  # bytes that a thread copies at a time
 
 
 @dataclass(frozen=True)
@@ -79,19 +83,18 @@ def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tupl
 
 
 @torch.no_grad()
-def take(copies: Sequence[Copy], memory: Tensor, runtime: Runtime) -> None:
+def take(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, threads: int) -> None:
     """Makes the copies. Call the runtime's `step_boundary(wait=True)` first."""
     if not runtime.lazy:
-        for copy in copies:
-            _copy(copy, copy.entry.tensor.detach(), memory)
+        _copy_all([(copy, copy.entry.tensor.detach()) for copy in copies], memory, threads)
         runtime.step_boundary(wait=True)
         return
     for group in _groups(copies):
         tensors = {id(copy.entry.tensor): copy.entry.tensor for copy in group}
         on_device = [tensor for tensor in tensors.values() if tensor.device.type != "cpu"]
         hosts = dict(zip(map(id, on_device), runtime.to_host(on_device, copy=False), strict=True))
-        for copy in group:
-            _copy(copy, hosts.get(id(copy.entry.tensor), copy.entry.tensor.detach()), memory)
+        found = [(copy, hosts.get(id(copy.entry.tensor), copy.entry.tensor.detach())) for copy in group]
+        _copy_all(found, memory, threads)
 
 
 def _groups(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
@@ -108,6 +111,29 @@ def _groups(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
         group.append(copy)
     if group:
         yield group
+
+
+def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int) -> None:
+    """Runs of bytes of host memory by threads of our own, since torch's may be one per process; the rest by torch."""
+    target = memory.numpy()
+    runs: list[tuple[int, NDArray[np.uint8]]] = []
+    for copy, source in found:
+        if isinstance(copy.part.at, int) and source.device.type == "cpu":
+            data = _run(copy, copy.part.at, source)
+            runs += [(copy.at + begin, data[begin : begin + _CHUNK]) for begin in range(0, len(data), _CHUNK)]
+        else:
+            _copy(copy, source, memory)
+
+    def copy_run(run: tuple[int, NDArray[np.uint8]]) -> None:
+        at, data = run
+        np.copyto(target[at : at + len(data)], data)
+
+    in_parallel(copy_run, runs, threads)
+
+
+def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
+    flat = _flat(source.resolve_conj().resolve_neg())[at + copy.start : at + copy.stop]
+    return flat.view(torch.uint8).numpy()
 
 
 def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:

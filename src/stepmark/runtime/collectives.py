@@ -6,26 +6,44 @@
 | `GraphCollectives`    | XLA with collectives in PJRT: Neuron, TPU, CPU threads  | yes          |
 | `BridgeCollectives`   | XLA's CPU client, one process per rank (host_bridge.py) | cuts it      |
 
-Buffers belong to the caller; a result may share memory with its input, which is not to be used again.
+Buffers belong to the caller; a result may share memory with its input, which is not to be used again. None of the
+operations is differentiable: parallel/functional.py gives them gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepmark.runtime.base import Runtime
+
+Reduction = Literal["sum", "max"]
+
 
 class Collectives(Protocol):
-    """One axis of the mesh, seen from one rank: its coordinate and its size."""
+    """One axis of the mesh, seen from one rank: its coordinate and its size.
+
+    Every rank of the axis calls the same operations in the same order, with tensors of the same shapes and dtypes.
+    """
 
     rank: int
     size: int
 
-    def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sums over the ranks of the axis, tensor by tensor, same shapes and dtypes on every rank."""
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
+        """Sums, or maxima, over the ranks of the axis, tensor by tensor."""
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        """Each tensor's parts from all ranks, one after the other along `dim`."""
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        """Of each tensor's sum over the ranks this rank's part, of as many equal parts along `dim` as ranks."""
+
+    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part, of as many equal parts along `dim` as ranks. Nothing is sent."""
 
 
 class NoCollectives:
@@ -34,8 +52,17 @@ class NoCollectives:
     rank = 0
     size = 1
 
-    def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         return list(tensors)
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return list(tensors)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return list(tensors)
+
+    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return tensor
 
 
 class GroupCollectives:
@@ -46,22 +73,80 @@ class GroupCollectives:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        works = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
-        for work in works:
-            work.wait()
-        return list(tensors)
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
+        kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        whole = [tensor.contiguous() for tensor in tensors]
+        _wait(dist.all_reduce(tensor, kind, group=self._group, async_op=True) for tensor in whole)
+        return whole
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        parts = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
+        whole = [part.new_empty(self.size * part.shape[0], *part.shape[1:]) for part in parts]
+        _wait(
+            dist.all_gather_into_tensor(target, part, group=self._group, async_op=True)
+            for target, part in zip(whole, parts, strict=True)
+        )
+        return [target.movedim(0, dim) for target in whole]
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        whole = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
+        parts = [tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:]) for tensor in whole]
+        _wait(
+            dist.reduce_scatter_tensor(target, tensor, group=self._group, async_op=True)
+            for target, tensor in zip(parts, whole, strict=True)
+        )
+        return [target.movedim(0, dim) for target in parts]
+
+    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        length = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self.rank * length, length)
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in list(works):
+        work.wait()
 
 
 class GraphCollectives:
-    """An axis of XLA replicas. Every replica records the same operations, with the groups of the whole axis."""
+    """An axis of XLA replicas. Every replica records the same operations, with the groups of the whole axis; that it is
+    this rank and no other is device data, never a constant of the graph."""
 
-    def __init__(self, rank: int, size: int, groups: list[list[int]] | None = None) -> None:
+    def __init__(self, runtime: Runtime, rank: int, size: int, groups: list[list[int]] | None = None) -> None:
+        self._own = OwnPart(runtime, rank, size)
         self.rank = rank
         self.size = size
         self._groups = groups
 
-    def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         from stepmark.runtime.xla import all_reduce_in_graph
 
-        return [all_reduce_in_graph(tensor, self._groups) for tensor in tensors]
+        return [all_reduce_in_graph(tensor, op, self._groups) for tensor in tensors]
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        from stepmark.runtime.xla import all_gather_in_graph
+
+        return [all_gather_in_graph(tensor, dim, self._groups) for tensor in tensors]
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        from stepmark.runtime.xla import reduce_scatter_in_graph
+
+        return [reduce_scatter_in_graph(tensor, dim, self.size, self._groups) for tensor in tensors]
+
+    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return self._own(tensor, dim)
+
+
+class OwnPart:
+    """`own_part` on a lazy device, by an index that is device data: a slice would be a constant of the rank's graph."""
+
+    def __init__(self, runtime: Runtime, rank: int, size: int) -> None:
+        self._runtime = runtime
+        self._rank = rank
+        self._size = size
+        self._indices: dict[int, Tensor] = {}
+
+    def __call__(self, tensor: Tensor, dim: int) -> Tensor:
+        length = tensor.shape[dim] // self._size
+        if length not in self._indices:
+            self._indices[length] = self._runtime.place(torch.arange(length) + self._rank * length)
+        return tensor.index_select(dim, self._indices[length])

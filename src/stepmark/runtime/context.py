@@ -158,4 +158,4 @@ def _data_parallel(world: World, runtime: Runtime) -> Collectives:
     rank, size = graph_world()
     if size != world.size:
         raise LaunchError(f"PJRT sees {size} devices and the launcher started {world.size} ranks; start one per device")
-    return GraphCollectives(rank, size) if size > 1 else NoCollectives()
+    return GraphCollectives(runtime, rank, size) if size > 1 else NoCollectives()

@@ -1,6 +1,6 @@
 """Collectives of lazy tensors across processes where PJRT has none (XLA's CPU client): through the host.
 
-Each call runs what is pending, copies the operands to the host, reduces them with gloo and gives back new device
+Each call runs what is pending, copies the operands to the host, lets gloo work on them there and gives back new device
 buffers, so it cuts the graph in two. All tensors of a call share one cut.
 """
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.collectives import GroupCollectives, OwnPart, Reduction
 
 
 class BridgeCollectives:
@@ -19,13 +20,26 @@ class BridgeCollectives:
 
     def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None = None) -> None:
         self._runtime = runtime
-        self._group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self._on_host = GroupCollectives(group)
+        self.rank = self._on_host.rank
+        self.size = self._on_host.size
+        self._own = OwnPart(runtime, self.rank, self.size)
 
-    def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
+        return self._back(self._on_host.all_reduce(self._fetch(tensors), op))
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return self._back(self._on_host.all_gather(self._fetch(tensors), dim))
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return self._back(self._on_host.reduce_scatter(self._fetch(tensors), dim))
+
+    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return self._own(tensor, dim)
+
+    def _fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self._runtime.step_boundary()
-        on_host = self._runtime.to_host(tensors)
-        for tensor in on_host:
-            dist.all_reduce(tensor, group=self._group)
-        return list(self._runtime.place(on_host))
+        return self._runtime.to_host(tensors)
+
+    def _back(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(self._runtime.place([tensor.contiguous() for tensor in tensors]))

@@ -54,7 +54,7 @@ def run_replicas(function: Callable[[Context], Any], replicas: int) -> list[Any]
 
         runtime = XlaRuntime(dispatch=take_turns)
         host = ThreadGroup(rank, slots, barrier)
-        context = Context(World(rank, size, rank, size), runtime, host, GraphCollectives(rank, size))
+        context = Context(World(rank, size, rank, size), runtime, host, GraphCollectives(runtime, rank, size))
         try:
             results[rank] = function(context)
         except BaseException:

@@ -93,11 +93,38 @@ def _samples(metric: str) -> int:
     return 0 if data is None else data[0]
 
 
-def all_reduce_in_graph(tensor: Tensor, groups: list[list[int]] | None) -> Tensor:
-    """The sum over the replicas of each group (all replicas without groups), as an operation of the graph."""
-    reduced = xm.all_reduce(xm.REDUCE_SUM, tensor, groups=groups, pin_layout=False)
-    assert isinstance(reduced, Tensor)
-    return reduced
+Groups = list[list[int]] | None  # replica numbers of each group; None: one group of all
+
+
+def all_reduce_in_graph(tensor: Tensor, op: str, groups: Groups) -> Tensor:
+    """The sum ("sum") or maximum ("max") over the replicas of each group, as an operation of the graph."""
+    kind = xm.REDUCE_SUM if op == "sum" else xm.REDUCE_MAX
+    return _one(xm.all_reduce(kind, tensor, groups=groups, pin_layout=False))
+
+
+def all_gather_in_graph(tensor: Tensor, dim: int, groups: Groups) -> Tensor:
+    """The replicas' tensors one after the other along `dim`."""
+    return _one(xm.all_gather(tensor, dim % tensor.dim(), groups=groups, pin_layout=False))
+
+
+def reduce_scatter_in_graph(tensor: Tensor, dim: int, size: int, groups: Groups) -> Tensor:
+    """This replica's part along `dim` of the sum; `size` is that of a group."""
+    return _one(
+        xm.reduce_scatter(
+            xm.REDUCE_SUM,
+            tensor,
+            scale=1.0,
+            scatter_dim=dim % tensor.dim(),
+            shard_count=size,
+            groups=groups,
+            pin_layout=False,
+        )
+    )
+
+
+def _one(result: Any) -> Tensor:
+    assert isinstance(result, Tensor)
+    return result
 
 
 def spawn_replicas(replica: Callable[[Callable[[], None]], None]) -> None:

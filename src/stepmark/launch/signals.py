@@ -1,0 +1,63 @@
+"""Hearing of a signal at once, whatever the main thread is doing.
+
+Python runs signal handlers in the main thread between bytecodes: not while a graph is compiled or a collective waits. The
+interpreter's wake-up descriptor is written from the C handler itself, and a thread that reads its other end knows at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+from types import FrameType
+from typing import Any
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)  # spot instances, Slurm and launchers send these
+INTERRUPTED = 75  # exit code: ended by a signal, and can be resumed
+
+
+class SignalNotice:
+    """While it is open, SIGTERM and SIGUSR1 to this process are noted and do nothing else."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        for end in (self._reader, self._writer):
+            end.setblocking(False)
+        self._handlers: dict[int, Any] = {}
+        self._wakeup = -1
+
+    def open(self) -> bool:
+        """Begins to listen; False where that cannot be done, because this is not the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, _nothing) for number in STOPPING}
+        return True
+
+    def wait(self, seconds: float) -> str | None:
+        """The name of a signal that came, waiting at most so long for one. For one thread of the program's."""
+        if not select.select([self._reader], [], [], seconds)[0]:
+            return None
+        try:
+            came = self._reader.recv(4096)
+        except BlockingIOError:
+            return None
+        if self._wakeup != -1:
+            os.write(self._wakeup, came)
+        return next((number.name for number in STOPPING if number in came), None)
+
+    def close(self) -> None:
+        """Gives the signals back to whoever had them. In the main thread, when nobody waits any more."""
+        if self._handlers:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers = {}
+            signal.set_wakeup_fd(self._wakeup)
+        self._reader.close()
+        self._writer.close()
+
+
+def _nothing(_: int, __: FrameType | None) -> None:
+    pass
