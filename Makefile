@@ -8,7 +8,7 @@ TORCH_NEWEST ?= 2.13.0
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-newest check prove clean
+.PHONY: demo test test-newest check fault prove clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -24,6 +24,10 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every call of a save that changes the file system fails once, in every way; prints how many points were tried.
+fault: $(INSTALLED)
+	$(BIN)/python -m pytest -m "prove or not prove" tests/fault/test_faults.py
 
 # The large matrices, whole; the result is kept in docs/proof.md. Takes hours.
 prove: $(INSTALLED)

@@ -8,13 +8,12 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from stepmark import Checkpointer, DataLoader
+from stepmark import Checkpointer, DataLoader, Mesh
 from stepmark.data.config import DataConfig
 from stepmark.data.feed import DeviceFeed
 from stepmark.data.prepared import prepare
 from stepmark.data.tokenizer import load_tokenizer
 from stepmark.evaluation.evaluator import Evaluator
-from stepmark.runtime.context import start
 from stepmark.runtime.module import place_module
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import build_optimizer
@@ -23,8 +22,8 @@ from stepmark.training.step import TrainStep
 
 
 def main(folder: str, device: str, steps: int, every: int) -> None:
-    context = start(device)  # who am I among the ranks, and what can the device do
-    runtime, axis = context.runtime, context.data_parallel
+    mesh = Mesh.create(device=device)  # who am I among the ranks, and what can the device do
+    context, runtime, axis = mesh.context, mesh.runtime, mesh.data_parallel
     with context.leader_first("preparing data"):
         config = DataConfig(dataset_name="python-stdlib", block_size=32, max_eval_samples=64)
         data = prepare(config, load_tokenizer("bytes"))
@@ -42,7 +41,7 @@ def main(folder: str, device: str, steps: int, every: int) -> None:
     loader = DataLoader(data.train, 8 // axis.size, seed=0, **ranks)
     held_out = DataLoader(data.validation, 16, shuffle=False, **ranks)
     loss = MicroBatchLoss(model, lazy=runtime.lazy)
-    train_step = TrainStep(model, optimizer, loss, runtime, axis)
+    train_step = TrainStep(model, optimizer, loss, mesh)
     evaluate = Evaluator(model, loss, runtime, context.host)
 
     with Checkpointer(folder, keep_last=2, group=context.host) as checkpointer:

@@ -7,21 +7,40 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepmark.checkpoint import Checkpointer
+    from stepmark.checkpoint.plain import load, save
     from stepmark.data.collate import PadTo
     from stepmark.data.loader import DataLoader
+    from stepmark.parallel.load import load_for_parallelism
+    from stepmark.runtime.mesh import Mesh
     from stepmark.trainer.arguments import TrainingArguments
     from stepmark.trainer.trainer import Trainer
+    from stepmark.training.zero_redundancy import ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"
-__all__ = ["Checkpointer", "DataLoader", "PadTo", "Trainer", "TrainingArguments"]
+__all__ = [
+    "Checkpointer",
+    "DataLoader",
+    "Mesh",
+    "PadTo",
+    "Trainer",
+    "TrainingArguments",
+    "ZeroRedundancyOptimizer",
+    "load",
+    "save",
+]
 
 # Names are loaded when they are first used, so that importing stepmark costs nothing.
 _HOMES = {
     "Checkpointer": "stepmark.checkpoint",
     "DataLoader": "stepmark.data.loader",
+    "Mesh": "stepmark.runtime.mesh",
     "PadTo": "stepmark.data.collate",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.trainer.arguments",
+    "load_for_parallelism": "stepmark.parallel.load",
+    "ZeroRedundancyOptimizer": "stepmark.training.zero_redundancy",
+    "load": "stepmark.checkpoint.plain",
+    "save": "stepmark.checkpoint.plain",
 }
 
 

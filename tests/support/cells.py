@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,27 @@ class KillAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class SignalAt(TrainerCallback):
+    """Sends signals to this process at an event, once `step` steps are done, and then blocks for `block` seconds."""
+
+    def __init__(
+        self,
+        event: str,
+        step: int,
+        ranks: list[int],
+        numbers: Sequence[int] = (signal.SIGTERM,),
+        block: float = 0.0,
+    ) -> None:
+        self.step, self.ranks, self.numbers, self.block = step, ranks, numbers, block
+        setattr(self, event, self.send)
+
+    def send(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step and int(os.environ.get("RANK", "0")) in self.ranks:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+            time.sleep(self.block)
+
+
 class KillAtEvent(TrainerCallback):
     """Ends the process with SIGKILL at the first event of a name."""
 
@@ -90,8 +113,9 @@ class CountGraphs(TrainerCallback):
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains the tiny model and tells what happened. `options` are TrainingArguments and, beside them: samples,
-    eval_samples, ragged, dropout, model_seed (a list: one a rank), kill_at, kill_ranks, kill_at_event, noise (draw
-    random numbers from every generator between steps), counted (count graphs after every step)."""
+    eval_samples, ragged, dropout, model_seed (a list: one a rank), kill_at, kill_ranks, kill_at_event, signal_at (what
+    SignalAt is made with), noise (draw random numbers from every generator between steps), counted (count graphs after
+    every step)."""
     options = dict(options)
     samples, eval_samples = options.pop("samples", 30), options.pop("eval_samples", 7)
     dropout, kill_at = options.pop("dropout", 0.1), options.pop("kill_at", None)
@@ -101,6 +125,8 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         callbacks.append(DrawRandomNumbers())
     if "kill_at_event" in options:
         callbacks.append(KillAtEvent(options.pop("kill_at_event")))
+    if "signal_at" in options:
+        callbacks.append(SignalAt(**options.pop("signal_at")))
     count = CountGraphs()
     if options.pop("counted", False):
         callbacks.append(count)
@@ -175,18 +201,29 @@ def step_losses(context: Any, options: dict[str, Any]) -> list[list[float]]:
     """Loss, tokens and gradient norm of 6 steps, with the parts of the system and no Trainer."""
     from stepmark.data.feed import DeviceFeed
     from stepmark.data.loader import DataLoader
+    from stepmark.runtime.mesh import Mesh
     from stepmark.runtime.module import place_module
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.optimizer import build_optimizer
     from stepmark.training.step import TrainStep
 
     model = MODELS.pop() if MODELS else tiny_model(dropout=0.0)
-    runtime, axis = context.runtime, context.data_parallel
+    model.to(getattr(torch, options.get("dtype", "float32")))
+    mesh = Mesh.create(context=context)
+    runtime, axis = mesh.runtime, mesh.data_parallel
     place_module(model, runtime)
     loss = MicroBatchLoss(model, lazy=runtime.lazy)
-    optimizer = build_optimizer("adamw_torch", list(model.named_parameters()), runtime, learning_rate=1e-3)
+    optimizer = build_optimizer(
+        options.get("optim", "adamw_torch"),
+        list(model.named_parameters()),
+        runtime,
+        decay=lambda name: "bias" not in name,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        sharded_over=mesh if options.get("zero_1") else None,
+    )
     accumulation = options["accumulation"]
-    step = TrainStep(model, optimizer, loss, runtime, axis, accumulation=accumulation)
+    step = TrainStep(model, optimizer, loss, mesh, accumulation=accumulation)
     loader = DataLoader(
         Blocks(30),
         8 // axis.size // accumulation,
@@ -196,11 +233,12 @@ def step_losses(context: Any, options: dict[str, Any]) -> list[list[float]]:
         fixed_shape=True,
     )
     found: list[list[float]] = []
-    while len(found) < 6:
+    steps = options.get("steps", 6)
+    while len(found) < steps:
         for batch in DeviceFeed(loader, runtime):
             statistics = step(len(found), batch)
             found += [values.tolist() for values in runtime.to_host([statistics.values])]
-            if len(found) == 6:
+            if len(found) == steps:
                 break
     return found
 

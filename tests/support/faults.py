@@ -25,8 +25,9 @@ TAKES_SPACE = ("creat", "pwrite", "mkdir", "rename", "fsync")
 class Faults:
     """The system's calls, counted; call number `at` (from 1 on; 0: none) fails as `kind` says.
 
-    full: it and all later ones that take space. io-error: this one. short-write: it writes half. power-loss: it happens,
-    and then every process that shares the journal ends at once. `journal`, if there is one, gets every change, in order.
+    full: it and all later ones that take space. io-error: this one. short-write: it writes half. power-loss: it
+    happens, and then every process that shares the journal ends at once. `journal`, if there is one, gets every
+    change, in order.
     """
 
     def __init__(self, kind: str = "", at: int = 0, journal: Path | None = None, *, exchange: bool = True) -> None:

@@ -133,3 +133,23 @@ def test_a_save_that_hangs_ends(tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
     assert "a.pt: writing has not ended within 0.5 s" in (tmp_path / "log").read_text()
+
+
+def test_a_view_brings_no_more_of_its_storage_than_is_saved(tmp_path: Path) -> None:
+    large = torch.arange(1_000_000.0)
+    state = {"row": large[10:20], "again": large[10:20], "weight": nn.Parameter(large[5:7])}
+    save(state, tmp_path / "small.pt")
+    assert (tmp_path / "small.pt").stat().st_size < 10_000
+    loaded = load(tmp_path / "small.pt")
+    assert torch.equal(loaded["row"], large[10:20])
+    assert torch.equal(loaded["weight"], large[5:7])
+    assert loaded["row"].data_ptr() == loaded["again"].data_ptr()
+    tied = {"one": large, "other": large.detach(), "part": large[:3]}
+    save(tied, tmp_path / "tied.pt")
+    assert (tmp_path / "tied.pt").stat().st_size < 4_100_000
+
+
+def test_the_package_has_them() -> None:
+    import stepmark
+
+    assert (stepmark.save, stepmark.load) == (save, load)

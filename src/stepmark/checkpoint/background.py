@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointTimeout
+from ..errors import CheckpointError, CheckpointTimeout
 from .board import Board
 from .handle import SaveHandle
 from .keeper import Keeper
@@ -110,6 +110,10 @@ class Background:
             self._keeper.after(newest, saving.manifest.save)
             phases.leave()
             handle.succeed(newest)
+        except OSError as error:
+            problem = CheckpointError(f"{phases.what} has failed: {describe_error(error)}")
+            problem.__cause__ = error
+            handle.fail(problem)
         except BaseException as error:
             handle.fail(error)
         finally:

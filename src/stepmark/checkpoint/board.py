@@ -42,7 +42,12 @@ class Board:
         self._phase = ""
 
     def open(self) -> None:
-        """Makes the folder; every rank may."""
+        """Makes the folder; every rank may. Raises CheckpointError where the run's own folder, which it lies in, is
+        gone."""
+        if not self.folder.parent.is_dir():
+            raise CheckpointError(
+                f"{self.folder.parent} is gone: the folder was removed, or another run has taken it over"
+            )
         files.make_folder(self.folder)
 
     def enter(self, phase: str) -> None:

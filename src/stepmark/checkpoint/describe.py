@@ -143,7 +143,7 @@ def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> Section:
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, torch.optim.Optimizer) and not hasattr(value, "named_state"):
         section = Section(name, "optimizer", f"{OPTIMIZER}/{name}", value)
         names = parameter_names(modules)
         state, groups = optimizer_state(name, value, names)

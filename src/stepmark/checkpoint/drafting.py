@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -149,10 +151,24 @@ class Planner:
         key = [{name: digest for name, digest in one.items() if name} for one in digests]
         values = gather_values(draft.tables, digests, self._meeting, board)
         if self._last is None or self._last[0] != key:
-            holdings = gather_rows(draft.tables, digests, self._meeting, board)
-            plan = plan_save(holdings, self._nodes, draft.save, max_file_size=self._max_file_size)
+            with _no_collection():
+                holdings = gather_rows(draft.tables, digests, self._meeting, board)
+                plan = plan_save(holdings, self._nodes, draft.save, max_file_size=self._max_file_size)
             self._last = (key, plan)
         return self._last[1], values
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Planning for many ranks makes hundreds of thousands of objects that all stay, and no cycles: looking through them
+    for garbage again and again takes as long as planning does."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def values_to_bytes(values: Mapping[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 from ..errors import CheckpointTimeout
@@ -17,6 +18,8 @@ class SaveHandle:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._path: Path | None = None
+        self._began = time.monotonic()
+        self.seconds: float | None = None  # from the call of `save` until it was durable
         self._error: BaseException | None = None
 
     def done(self) -> bool:
@@ -49,6 +52,7 @@ class SaveHandle:
         with self._lock:
             if not self._ended.is_set():
                 self._path = path
+                self.seconds = time.monotonic() - self._began
                 self._ended.set()
 
     def fail(self, error: BaseException) -> None:

@@ -91,6 +91,9 @@ class Loader:
                 check_whole(path, manifest)
             reader = TensorReader(path, manifest, threads=self._threads, alone=self._alone)
             restoration = Restoration(manifest, read_values(path, manifest), self._runtime, str(path))
+            for value in state.values():
+                if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
+                    value.ensure_state()
             sections: list[Section] = describe(state)
             restoration.compare(state, sections)
             return restoration.unexpected()

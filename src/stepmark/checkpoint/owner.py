@@ -5,6 +5,7 @@ seconds. Another run judges by these files only:
 
 - its time of change is older than STALE seconds, by the file system's own clock: the run is dead;
 - it changes while one looks: the run is alive;
+- it does not change for STALE seconds while one looks, whatever its time, since a clock may have been set back: dead;
 - on the same machine (same boot id), the kernel's lock on the file says at once whether the process still exists.
 
 What a dead run has left is removed by the next owner.
@@ -145,6 +146,7 @@ class Ownership:
 
     def _alive(self, other: Path) -> bool:
         said = False
+        begun_to_look = time.monotonic()
         first = _last_signs(other)
         while True:
             signs = _last_signs(other)
@@ -155,10 +157,12 @@ class Ownership:
                 return True
             files.touch(self.folder / "alive.0")
             now = os.stat(self.folder / "alive.0").st_mtime
+            watched = time.monotonic() - begun_to_look > STALE
             silent = [
-                verdict is False or now - sign > STALE for verdict, sign in zip(locks, signs.values(), strict=True)
+                verdict is False or now - sign > STALE or watched
+                for verdict, sign in zip(locks, signs.values(), strict=True)
             ]
-            begun = not signs and other.name.startswith(".") and other.exists() and now - other.stat().st_mtime < STALE
+            begun = not signs and other.name.startswith(".") and _is_young(other, now) and not watched
             if all(silent) and not begun:
                 return False
             if not said:
@@ -185,6 +189,13 @@ def _claimed(owner: Path) -> int:
         return os.stat(owner / "claimed").st_mtime_ns
     except FileNotFoundError:
         return 0
+
+
+def _is_young(owner: Path, now: float) -> bool:
+    try:
+        return now - owner.stat().st_mtime < STALE
+    except FileNotFoundError:
+        return False
 
 
 def _last_signs(owner: Path) -> dict[Path, float]:

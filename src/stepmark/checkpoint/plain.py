@@ -100,18 +100,46 @@ def _rank() -> int:
 
 
 def _to_host(state: Any) -> Any:
-    """The same nest with copies of all tensors that are on a device; tensors that are the same stay the same."""
+    """The same nest with copies of all tensors that are on a device; tensors that are the same stay the same, and
+    views bring no more of their storage than is in the nest."""
 
     def to_host(tensors: list[Tensor]) -> list[Tensor]:
         on_device = next((tensor for tensor in tensors if tensor.device.type != "cpu"), None)
         if on_device is None:
-            return tensors
+            return _compact(tensors)
         runtime = runtime_for(on_device.device)
         runtime.step_boundary(wait=True)
         copies = dict(_copies([tensor for tensor in tensors if tensor.device.type != "cpu"], runtime))
         return [_like(tensor, copies[id(tensor)]) if id(tensor) in copies else tensor for tensor in tensors]
 
     return _map_tensors(state, to_host)
+
+
+def _compact(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of those host tensors whose storages have more bytes than these tensors use, which torch.save would all
+    write; equal views have one copy."""
+    views: dict[int, dict[tuple[Any, ...], Tensor]] = {}
+    for tensor in filter(_is_plain, tensors):
+        views.setdefault(tensor.untyped_storage().data_ptr(), {})[_view_of(tensor)] = tensor
+    copies: dict[int, dict[tuple[Any, ...], Tensor]] = {}
+    for address, found in views.items():
+        used = sum(tensor.nbytes for tensor in found.values())
+        if used < next(iter(found.values())).untyped_storage().nbytes():
+            copies[address] = {key: tensor.detach().clone() for key, tensor in found.items()}
+
+    def compact(tensor: Tensor) -> Tensor:
+        found = copies.get(tensor.untyped_storage().data_ptr()) if _is_plain(tensor) else None
+        return tensor if found is None else _like(tensor, found[_view_of(tensor)].detach())
+
+    return [compact(tensor) for tensor in tensors]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _view_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _copies(tensors: list[Tensor], runtime: Runtime) -> Iterator[tuple[int, Tensor]]:

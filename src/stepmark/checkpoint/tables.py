@@ -35,9 +35,14 @@ def tabulate(sections: Sequence[Section]) -> Tables:
     for section in sections:
         listed = [row for entry in section.entries.values() for row in entry.rows()]
         if listed:
-            rows[section.group] = json.dumps([_row_to_json(row) for row in listed]).encode()
+            rows[section.group] = encode_rows(listed)
     values = {section.name: {"kind": section.kind, **section.values} for section in sections}
     return Tables(rows, json.dumps(values).encode())
+
+
+def encode_rows(rows: Sequence[Row]) -> bytes:
+    """A table of rows of one group in portable form."""
+    return json.dumps([_row_to_json(row) for row in rows]).encode()
 
 
 def _row_to_json(row: Row) -> list[Any]:
@@ -47,15 +52,22 @@ def _row_to_json(row: Row) -> list[Any]:
 
 
 def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
+    """The rows. Those that follow each other with the same shape and place, as an optimizer's states do, share both."""
     rows = []
+    last: Any = None
+    shape: tuple[int, ...] = ()
+    piece = Piece.whole(())
     for name, dtype, raw_shape, place in json.loads(data):
-        shape = tuple(raw_shape)
-        if place is None:
-            piece = Piece.whole(shape)
-        else:
-            piece = Piece(Box(tuple(place[0]), tuple(place[1])), place[2], place[3])
+        if (raw_shape, place) != last:
+            last, shape = (raw_shape, place), tuple(raw_shape)
+            piece = Piece.whole(shape) if place is None else _piece_from_json(place)
         rows.append(Row(group, name, dtype, shape, piece))
     return tuple(rows)
+
+
+def _piece_from_json(place: list[Any]) -> Piece:
+    offsets, lengths, start, stop = place
+    return Piece(Box(tuple(offsets), tuple(lengths)), start, stop)
 
 
 Digests = Sequence[dict[str, str]]  # each rank's `Tables.digests()`

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import stepmark
+from stepmark.cli import consolidate as consolidate_command
 from stepmark.cli import inspect as inspect_command
 from stepmark.cli import train as train_command
 from stepmark.cli import verify as verify_command
@@ -20,7 +21,12 @@ from stepmark.errors import LaunchError, UsageError
 from stepmark.launch.failure import REPORTS, Failure
 from stepmark.launch.world import World
 
-COMMANDS: dict[str, Any] = {"train": train_command, "inspect": inspect_command, "verify": verify_command}
+COMMANDS: dict[str, Any] = {
+    "train": train_command,
+    "consolidate": consolidate_command,
+    "inspect": inspect_command,
+    "verify": verify_command,
+}
 
 
 class _Parser(argparse.ArgumentParser):

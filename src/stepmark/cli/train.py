@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+from types import FrameType
 from typing import Any
 
 from stepmark.errors import UsageError
@@ -41,11 +43,11 @@ def run(parsed: argparse.Namespace) -> int:
     flags = {name: value for name in all_fields() if (value := getattr(parsed, name)) is not None}
     recipe = read_recipe(parsed.recipe, flags)
     if parsed.nproc is not None:
-        return _start_ranks(parsed)
+        return _start_ranks(parsed, recipe.training.signal_grace)
     return _train(recipe)
 
 
-def _start_ranks(parsed: argparse.Namespace) -> int:
+def _start_ranks(parsed: argparse.Namespace, signal_grace: float) -> int:
     from stepmark.launch.supervisor import supervise
     from stepmark.launch.world import World
 
@@ -53,7 +55,8 @@ def _start_ranks(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--nproc: should be at least 1, and is {parsed.nproc}")
     if World.from_environment().size > 1:
         raise UsageError("--nproc: this process is already one of several ranks; leave --nproc out under a launcher")
-    return supervise(_rank_command(parsed.arguments), parsed.nproc, show_traceback=parsed.traceback)
+    command = _rank_command(parsed.arguments)
+    return supervise(command, parsed.nproc, signal_grace=signal_grace, show_traceback=parsed.traceback)
 
 
 def _rank_command(arguments: list[str]) -> list[str]:
@@ -74,7 +77,21 @@ def _train(recipe: Recipe) -> int:
     from stepmark.launch.supervisor import follow_supervisor
 
     follow_supervisor()
+    if recipe.training.save_on_signal:
+        _end_at_signals()
     from stepmark.recipe.train import train
 
     train(recipe)
     return 0
+
+
+def _end_at_signals() -> None:
+    """Before training and after it there is nothing to save: a signal ends the process, and the run can be resumed."""
+    from stepmark.launch.signals import INTERRUPTED, STOPPING
+
+    def end(number: int, _: FrameType | None) -> None:
+        print(f"interrupted by {signal.Signals(number).name}: not training", file=sys.stderr, flush=True)
+        raise SystemExit(INTERRUPTED)
+
+    for number in STOPPING:
+        signal.signal(number, end)

@@ -1,11 +1,13 @@
 """Hearing of a signal at once, whatever the main thread is doing.
 
-Python runs signal handlers in the main thread between bytecodes: not while a graph is compiled or a collective waits. The
-interpreter's wake-up descriptor is written from the C handler itself, and a thread that reads its other end knows at once.
+Python runs signal handlers in the main thread between bytecodes: not while a graph is compiled or a collective waits.
+The interpreter's wake-up descriptor is written from the C handler itself, and a thread that reads its other end knows
+at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -45,7 +47,8 @@ class SignalNotice:
         except BlockingIOError:
             return None
         if self._wakeup != -1:
-            os.write(self._wakeup, came)
+            with contextlib.suppress(OSError):  # whoever listened before may be gone, or have enough to read
+                os.write(self._wakeup, came)
         return next((number.name for number in STOPPING if number in came), None)
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 The ranks get the variables that torchrun sets. The supervisor holds the listening socket of the ranks' store, so no two
 jobs can take the same port. When a rank fails, the others have a moment to end by themselves and are then ended; when
-the supervisor dies, the kernel ends the ranks.
+the supervisor dies, the kernel ends the ranks. SIGTERM and SIGUSR1 are passed on, and the ranks have `signal_grace`
+seconds to save and end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from stepmark.launch.failure import REPORTS, Failure, read_failures
+from stepmark.launch.signals import INTERRUPTED, STOPPING
 
 STORE_FD = "STEPMARK_STORE_FD"
 SUPERVISOR = "STEPMARK_SUPERVISOR"
@@ -27,18 +29,24 @@ GRACE_SECONDS = 5.0
 POLL_SECONDS = 0.05
 
 
-def supervise(command: Sequence[str], nproc: int, *, show_traceback: bool = False) -> int:
-    """Runs `command` as `nproc` ranks and returns the exit code of the whole: 0 if all ranks ended with 0, else that of
-    the first failure, which is printed on stderr as one line (and its traceback with `show_traceback`)."""
+def supervise(
+    command: Sequence[str], nproc: int, *, signal_grace: float = GRACE_SECONDS, show_traceback: bool = False
+) -> int:
+    """Runs `command` as `nproc` ranks and returns the exit code of the whole: 0 if all ranks ended with 0, 75 if a
+    signal ended them, else that of the first failure, which is printed on stderr as one line (and its traceback with
+    `show_traceback`)."""
     with tempfile.TemporaryDirectory(prefix="stepmark-") as reports, socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks = _Ranks(command, nproc, reports, listener)
+        ranks = _Ranks(command, nproc, reports, listener, signal_grace)
         with _forwarded_signals(ranks):
             ranks.start()
             listener.close()
             ranks.wait()
         if not ranks.failed:
             return 0
-        failure = ranks.first_failure(read_failures(reports))
+        reported = read_failures(reports)
+        if ranks.interrupted(reported):
+            return INTERRUPTED
+        failure = ranks.first_failure(reported)
         if show_traceback and failure.details:
             print(failure.details, file=sys.stderr, end="")
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
@@ -58,11 +66,15 @@ def follow_supervisor() -> None:
 
 
 class _Ranks:
-    def __init__(self, command: Sequence[str], nproc: int, reports: str, listener: socket.socket) -> None:
+    def __init__(
+        self, command: Sequence[str], nproc: int, reports: str, listener: socket.socket, signal_grace: float
+    ) -> None:
         self._command = list(command)
         self._nproc = nproc
         self._reports = reports
         self._listener = listener
+        self._signal_grace = signal_grace
+        self._signal_deadline: float | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first_exit: tuple[int, int] | None = None
 
@@ -98,17 +110,31 @@ class _Ranks:
         return environment
 
     def wait(self) -> None:
-        """Returns when all ranks have ended; after a first failure the others have GRACE_SECONDS."""
+        """Returns when all ranks have ended; after a first failure the others have GRACE_SECONDS, after a signal
+        `signal_grace` and GRACE_SECONDS."""
         deadline = None
         while any(process.poll() is None for process in self._processes):
             if self._first_exit is None:
                 self._first_exit = self._find_failed()
-            if self._first_exit is not None and deadline is None:
+            if self._first_exit is not None and self._first_exit[1] == INTERRUPTED:
+                self.expect_end()
+            elif self._first_exit is not None and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
+            deadline = deadline or self._signal_deadline
             if deadline is not None and time.monotonic() > deadline:
                 self.send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         self._first_exit = self._first_exit or self._find_failed()
+
+    def expect_end(self) -> None:
+        """A signal has been sent to ranks: they end by themselves, each in its time."""
+        if self._signal_deadline is None:
+            self._signal_deadline = time.monotonic() + self._signal_grace + GRACE_SECONDS
+
+    def interrupted(self, reported: list[Failure]) -> bool:
+        """Whether a signal ended the run: some ranks ended as such, and no other has a failure of its own."""
+        codes = {process.returncode for process in self._processes}
+        return INTERRUPTED in codes and all(failure.secondary for failure in reported)
 
     def _find_failed(self) -> tuple[int, int] | None:
         for rank, process in enumerate(self._processes):
@@ -152,12 +178,14 @@ def _describe(code: int) -> str:
 
 @contextlib.contextmanager
 def _forwarded_signals(ranks: _Ranks):  # type: ignore[no-untyped-def]
-    """SIGINT and SIGTERM to the supervisor reach every rank."""
+    """SIGINT, SIGTERM and SIGUSR1 to the supervisor reach every rank."""
 
     def forward(number: int, _: FrameType | None) -> None:
         ranks.send(number)
+        if number in STOPPING:
+            ranks.expect_end()
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, *STOPPING)}
     try:
         yield
     finally:

@@ -53,5 +53,8 @@ class Runtime(Protocol):
     def seed(self, value: int) -> None:
         """Sets the generator that the device's random operations draw from (dropout). `value` is in [0, 2**63)."""
 
+    def current_seed(self) -> int:
+        """The seed in force, on the host: what `seed` set, where nothing was drawn since."""
+
     def counters(self) -> GraphCounters | None:
         """Graphs so far, None on an eager device. Drains the device first."""

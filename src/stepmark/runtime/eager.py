@@ -41,5 +41,8 @@ class EagerRuntime:
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
 
+    def current_seed(self) -> int:
+        return torch.initial_seed() % 2**63
+
     def counters(self) -> GraphCounters | None:
         return None

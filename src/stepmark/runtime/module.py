@@ -22,6 +22,7 @@ def place_module(module: nn.Module, runtime: Runtime) -> None:
         placed = runtime.place(tensor.detach())
         if isinstance(tensor, nn.Parameter):
             placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
+            placed.__dict__.update(tensor.__dict__)  # what is known of it: its layout, its copies
         torch.utils.swap_tensors(tensor, placed)
 
 

@@ -76,6 +76,9 @@ class XlaRuntime:
     def seed(self, value: int) -> None:
         xm.set_rng_state(value, str(self.device))
 
+    def current_seed(self) -> int:
+        return int(xm.get_rng_state(str(self.device))) % 2**63
+
     def counters(self) -> GraphCounters | None:
         xm.wait_device_ops()
         return GraphCounters(_samples("CompileTime"), _samples("ExecuteTime"))

@@ -27,6 +27,12 @@ class TrainingArguments:
     Relative paths are meant from the folder the process was started in. `device` is auto, xla, cuda, neuron or cpu;
     `dtype` is the parameters' own: float32, or bfloat16, which the optimizer follows with fp32 master weights.
 
+    `async_save`: training goes on while a checkpoint is written. `save_timeout`: seconds that each phase of a save or
+    restore may take before the run ends and names the rank that is late. `save_on_signal`: SIGTERM or SIGUSR1 stops the
+    run after the step it is in, saves, and ends with exit code 75; None means true, but false where `save_strategy` is
+    no or with `save_only_model`, because such a run is not meant to be resumed. `signal_grace`: seconds from the signal
+    by which the run has ended; a save that cannot be done by then is not begun.
+
     Raises UsageError for a value of the wrong type or range and for fields that contradict each other.
     """
 
@@ -58,6 +64,10 @@ class TrainingArguments:
     save_steps: float = 500
     save_total_limit: int | None = None
     save_only_model: bool = False
+    async_save: bool = True
+    save_timeout: float = 1800.0
+    save_on_signal: bool | None = None
+    signal_grace: float = 120.0
     eval_strategy: str = "no"
     eval_steps: float | None = None
     eval_on_start: bool = False
@@ -86,6 +96,8 @@ class TrainingArguments:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        if self.save_on_signal is None:
+            self.save_on_signal = self.save_strategy != "no" and not self.save_only_model
         if self.eval_strategy == "steps" and self.eval_steps is None:
             self.eval_steps = self.logging_steps
 
@@ -163,6 +175,9 @@ def _check_ranges(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value is not None and not value >= least:
             raise UsageError(f"{name}: should be at least {least}, and is {value}")
+    for name in ("save_timeout", "signal_grace"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise UsageError(f"{name}: should be a number of seconds above 0, and is {getattr(args, name)}")
     for name in ("learning_rate", "weight_decay", "warmup_steps", "num_train_epochs"):
         if not math.isfinite(getattr(args, name)):
             raise UsageError(f"{name}: should be a finite number, and is {getattr(args, name)}")
@@ -194,6 +209,11 @@ def _check_agreement(args: TrainingArguments) -> None:
     if args.bf16 and args.dtype == "bfloat16":
         raise UsageError(
             "bf16 and dtype: bf16 is autocast over float32 parameters, and dtype asks for bfloat16 ones; set one of "
+            "them"
+        )
+    if args.save_on_signal and args.save_only_model:
+        raise UsageError(
+            "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "
             "them"
         )
     if args.warmup_steps and args.warmup_ratio:

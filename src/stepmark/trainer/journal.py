@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ class Journal:
     def __init__(self, folder: Path, *, writes: bool) -> None:
         self._folder = folder
         self._writes = writes
+        self._lock = threading.Lock()  # a thread that ends the process tells the status as well
+        self._stopping: str | None = None
 
     def metrics(self, values: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, flushed to the system. Floats keep full precision."""
@@ -43,9 +46,19 @@ class Journal:
 
     def status(self, state: str, step: int, reason: str | None = None) -> None:
         """`state` is running, done, interrupted or failed."""
-        if self._writes:
+        if not self._writes:
+            return
+        with self._lock:
+            if state == "running" and self._stopping is not None:
+                state, reason = "interrupted", self._stopping
             content = {"state": state, "step": step, "time": time.time(), "reason": reason}
             replace_json(self._folder / STATUS, content)
+
+    def stopping(self, step: int, reason: str) -> None:
+        """The run is asked to stop. From now on its status is interrupted, unless it gets done: whoever started it may
+        end it before it has stopped by itself."""
+        self._stopping = reason
+        self.status("running", step)
 
     def results(self, split: str, values: dict[str, Any]) -> None:
         """`<split>_results.json`, and the same values in all_results.json, as transformers writes them."""

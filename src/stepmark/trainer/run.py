@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from stepmark.checkpoint import Checkpointer, Manifest
+from stepmark.checkpoint import Checkpointer, Manifest, SaveHandle
 from stepmark.checkpoint.manifest import MANIFEST
 from stepmark.checkpoint.names import checkpoint_path, checkpoints
 from stepmark.data.batch import StepBatch
@@ -18,6 +19,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNot
 from stepmark.trainer.display import Display
 from stepmark.trainer.identity import check_same_run
 from stepmark.trainer.running import RunningMeans, Stopwatch
+from stepmark.trainer.stopping import RunInterrupted, Stopper, stopper_of
 from stepmark.training.schedule import advance, restore_schedule, schedule_state
 from stepmark.training.step import StepHooks
 
@@ -41,6 +43,8 @@ class TrainingRun:
         self.identity = trainer.identity()
         self._loader_state: dict[str, Any] = self.loader.state_dict()
         self._epoch_open = False
+        self._stopper: Stopper | None = None
+        self._saved_step = 0  # 0: there is nothing to save yet
 
     def _count_steps(self) -> int:
         if self.args.max_steps > 0:
@@ -92,6 +96,7 @@ class TrainingRun:
             raise CheckpointDamaged(f"resume_from_checkpoint: {error}{remedy}") from error
         assert step is not None
         path = checkpoint or checkpoint_path(folder, step)
+        self._saved_step = step
         self._restore_trainer_state(path)
         return path
 
@@ -130,6 +135,8 @@ class TrainingRun:
         trainer = self.trainer
         if self._epoch_open and self._loader_state["samples"] == 0:
             self._end_epoch()
+        if trainer.state.global_step < self.total_steps:
+            self._stop_if_asked()
         while trainer.state.global_step < self.total_steps and not trainer.control.should_training_stop:
             trainer.event("on_epoch_begin")
             self._epoch_open = True
@@ -142,7 +149,10 @@ class TrainingRun:
             for batch in batches:
                 self._one_step(batch)
                 control = self.trainer.control
-                if control.should_training_stop or control.should_epoch_stop:
+                if control.should_training_stop:
+                    return
+                self._stop_if_asked()
+                if control.should_epoch_stop:
                     return
 
     def _end_epoch(self) -> None:
@@ -160,12 +170,58 @@ class TrainingRun:
         )
         self.means.add(self.step(trainer.state.global_step, batch, hooks))
         advance(self.schedule)
+        if self._stopper is not None:
+            self._stopper.ended()
         trainer.state.global_step += 1
         trainer.state.epoch = batch.epoch
         self._loader_state = batch.state
         self._show_progress()
         trainer.event("on_step_end")
         self._follow_control()
+        self.checkpointer.check()
+
+    # Signals
+
+    @contextlib.contextmanager
+    def stopping_at_signals(self) -> Iterator[None]:
+        """In it, a signal stops the run, as `save_on_signal` says."""
+        if not self.args.save_on_signal:
+            yield
+            return
+        with stopper_of(self.trainer) as self._stopper:
+            try:
+                yield
+            except Exception as error:
+                if self._stopper.explains(error):
+                    reason = f"{self._stopper.signal}: another rank has ended; the last checkpoint stands"
+                    raise RunInterrupted(reason) from error
+                raise
+
+    def _stop_if_asked(self) -> None:
+        """Before a step: where the run is to stop here, saves what is not saved, and raises RunInterrupted."""
+        step, stopper = self.trainer.state.global_step, self._stopper
+        if stopper is None or stopper.may_begin(step + 1):
+            return
+        if step != self._saved_step:
+            self.trainer.context.runtime.step_boundary(wait=True)
+            if not stopper.may_save():
+                stopper.wait_for_end()
+            self.trainer.save_checkpoint(self)
+        self.checkpointer.wait()
+        saved = f"checkpoint-{step} is saved" if step else "nothing was trained yet"
+        raise RunInterrupted(f"{stopper.signal}: stopped after step {step}, {saved}")
+
+    def note_save(self, handle: SaveHandle | None) -> None:
+        """A checkpoint of the present step has been begun."""
+        self._saved_step = self.trainer.state.global_step
+        if self._stopper is not None and handle is not None:
+            self._stopper.pace.add_save(handle)
+
+    def end(self) -> None:
+        """Returns when all ranks have trained the last step, and all saves are on disk."""
+        self.checkpointer.wait()
+        if self._stopper is not None:  # one that waits for the others' answer must get it
+            self.trainer.context.host.barrier()
 
     def _show_progress(self) -> None:
         step = self.trainer.state.global_step

@@ -3,8 +3,8 @@
 A thread of each rank listens for signals and looks at the ranks' key-value store, so that neither a compilation nor a
 collective that the main thread is in keeps a rank from answering; nothing is added to a step or to a graph.
 
-1. request   A rank that gets a signal says so in the store. Every thread sees that, notes which step its main thread has
-             begun, promises by it that no later one is begun before the decision is known, and posts its number.
+1. request   A rank that gets a signal says so in the store. Every thread sees that, notes which step its main thread
+             has begun, promises that no later one is begun before the decision is known, and posts its number.
 2. decision  Rank 0 posts the largest of these: a step that nobody is past and everybody can still finish. No rank waits
              for another's main thread to get there, so a rank in a collective with one that has stopped cannot be.
 3. verdict   Having finished that step, rank 0 says whether the time left can hold a save, and all save, or none. Where
@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
@@ -35,10 +35,14 @@ from stepmark.launch.failure import Failure
 from stepmark.launch.signals import INTERRUPTED, SignalNotice
 from stepmark.runtime.context import Context
 
+if TYPE_CHECKING:
+    from stepmark.trainer.trainer import Trainer
+
 POLL_SECONDS = 0.1
 FIRST = 3  # steps, from which on their length is known
 LEAVE, SAVE = "leave", "save"
 _ALL_POSTED = "decision"
+_STDERR = 2
 
 logger = logging.getLogger("stepmark")
 _runs = 0
@@ -74,16 +78,19 @@ class Pace:
         """The longest that one of the last saves took to be durable."""
         return max((handle.seconds or 0.0 for handle in list(self._saves)), default=0.0)
 
+    def saving(self) -> bool:
+        """Whether a save is on its way."""
+        return not all(handle.done() for handle in list(self._saves))
+
 
 class Stopper:
-    """One run's answer to signals. `grace`, in seconds, is counted from the signal; `saving` tells whether a save is on
-    its way; `announce(reason)` is told of the request, and `ending(reason)` before the thread ends the process."""
+    """One run's answer to signals. `grace`, in seconds, is counted from the signal. `announce(reason)` is told of the
+    request, and `ending(reason)` before the thread ends the process."""
 
     def __init__(
         self,
         context: Context,
         grace: float,
-        saving: Callable[[], bool],
         announce: Callable[[str], None],
         ending: Callable[[str], None],
     ) -> None:
@@ -93,7 +100,7 @@ class Stopper:
         self._store = dist.PrefixStore(f"stop/{_runs}", context.store or dist.HashStore())
         self._rank, self._size = context.host.rank, context.host.size
         self._grace = grace
-        self._saving, self._announce, self._ending = saving, announce, ending
+        self._announce, self._ending = announce, ending
         self._notice = SignalNotice()
         self._changed = threading.Condition()
         self._begun = 0
@@ -143,6 +150,11 @@ class Stopper:
                 self._changed.wait()
             return self._verdict == SAVE
 
+    def wait_for_end(self) -> NoReturn:
+        """Where there is no time for a save: the thread ends the process."""
+        self._thread.join()
+        raise RunInterrupted(f"{self._signal}: there was no time for a save; the last checkpoint stands")
+
     @property
     def signal(self) -> str | None:
         """The name of the signal that asked the run to stop."""
@@ -184,7 +196,7 @@ class Stopper:
                 self._decide()
             if self._verdict is None and self._step is not None:
                 self._watch_time()
-            if self._verdict == LEAVE and not self._saving():
+            if self._verdict == LEAVE and not self.pace.saving():
                 self._end("there was no time for a save")
             if self._left() <= 0:
                 self._end(f"the {self._grace:g} s of signal_grace are over")
@@ -193,7 +205,7 @@ class Stopper:
     def _decide(self) -> None:
         posts = [f"begun/{rank}" for rank in range(self._size)]
         if self._rank == 0 and self._store.check(posts):
-            begun = [int(value) for value in self._store.multi_get(posts)]
+            begun = [int(self._store.get(post)) for post in posts]
             self._store.set(_ALL_POSTED, json.dumps(max(begun)))
         if self._store.check([_ALL_POSTED]):
             with self._changed:
@@ -227,3 +239,23 @@ class Stopper:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(INTERRUPTED)
+
+
+def stopper_of(trainer: Trainer) -> Stopper:
+    """A Stopper that tells the run's status and, on rank 0, the user."""
+
+    def tell(kind: str, reason: str) -> None:
+        try:
+            if kind == "stopping":
+                trainer.journal.stopping(trainer.state.global_step, reason)
+            else:
+                trainer.journal.status("interrupted", trainer.state.global_step, reason)
+        except OSError as error:
+            logger.warning("cannot write the run's status: %s", error)
+        if trainer.is_world_process_zero():
+            os.write(_STDERR, f"interrupted by {reason}\n".encode())
+
+    args = trainer.args
+    return Stopper(
+        trainer.context, args.signal_grace, lambda reason: tell("stopping", reason), lambda reason: tell("end", reason)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,9 @@ from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator, perplexity
+from stepmark.parallel.zero1 import ShardedOptimizer
 from stepmark.runtime.context import Context, start
+from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module import agree_on_weights, place_module
 from stepmark.trainer.arguments import TrainingArguments, set_log_level
 from stepmark.trainer.display import Display
@@ -35,6 +38,7 @@ from stepmark.trainer.identity import identity
 from stepmark.trainer.journal import Journal
 from stepmark.trainer.output import check_room, prepare_output, write_model_files
 from stepmark.trainer.run import TrainingRun
+from stepmark.trainer.stopping import RunInterrupted
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.model import check_bf16, enable_gradient_checkpointing
 from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
@@ -86,6 +90,7 @@ class Trainer:
         self.args = args or TrainingArguments()
         set_log_level(self.args)
         self.context: Context = start(self.args.device)
+        self.mesh = Mesh.create(context=self.context)
         self.model = model
         self.data_collator = data_collator
         self.train_dataset = train_dataset
@@ -176,7 +181,7 @@ class Trainer:
             **options,
         )
 
-    def make_optimizer(self) -> ParameterOptimizer:
+    def make_optimizer(self) -> ParameterOptimizer | ShardedOptimizer:
         """The optimizer that the user gave, or the one that the arguments name."""
         given, runtime = self._optimizers[0], self.context.runtime
         if given is not None:
@@ -195,7 +200,7 @@ class Trainer:
             options=args.optimizer_options,
         )
 
-    def make_schedule(self, optimizer: ParameterOptimizer, total_steps: int) -> Any:
+    def make_schedule(self, optimizer: ParameterOptimizer | ShardedOptimizer, total_steps: int) -> Any:
         """The schedule that the user gave, or the one that the arguments name."""
         if self._optimizers[1] is not None:
             return self._optimizers[1]
@@ -203,13 +208,12 @@ class Trainer:
         options = self.args.scheduler_options
         return build_schedule(self.args.lr_scheduler_type, optimizer.inner, total_steps, warmup, options)
 
-    def make_step(self, optimizer: ParameterOptimizer) -> TrainStep:
+    def make_step(self, optimizer: ParameterOptimizer | ShardedOptimizer) -> TrainStep:
         return TrainStep(
             self.model,
             optimizer,
             self.loss,
-            self.context.runtime,
-            self.context.data_parallel,
+            self.mesh,
             accumulation=self.args.gradient_accumulation_steps,
             max_grad_norm=self.args.max_grad_norm,
             autocast=self._autocast_dtype,
@@ -236,16 +240,24 @@ class Trainer:
             run = TrainingRun(self, checkpointer)
             self._check_start(folder, run, resume)
             self._begin(run)
-            restored = run.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
             try:
-                return self._train(run, restored)
+                with run.stopping_at_signals():
+                    restored = run.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
+                    return self._train(run, restored)
             except BaseException as error:
-                interrupted = isinstance(error, KeyboardInterrupt)
-                state = "interrupted" if interrupted else "failed"
-                self.journal.status(state, self.state.global_step, f"{type(error).__name__}: {error}")
+                self._tell_end(error)
                 raise
             finally:
                 self.display.close()
+
+    def _tell_end(self, error: BaseException) -> None:
+        if isinstance(error, RunInterrupted):
+            self.journal.status("interrupted", self.state.global_step, error.reason)
+            if self.is_world_process_zero():
+                print(f"interrupted by {error.reason}", file=sys.stderr, flush=True)
+            return
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self.journal.status(state, self.state.global_step, f"{type(error).__name__}: {error}")
 
     def _checkpointer(self, folder: Path) -> Checkpointer:
         keep: list[Retention] = []
@@ -258,7 +270,8 @@ class Trainer:
             keep=keep,
             group=self.context.host,
             runtime=self.context.runtime,
-            async_save=False,
+            async_save=self.args.async_save,
+            save_timeout=self.args.save_timeout,
             mesh={"dp": self.context.data_parallel.size},
         )
 
@@ -293,7 +306,7 @@ class Trainer:
         if self.args.eval_on_start and restored is None:
             self.evaluate_in_run(run)
         run.loop(self.display)
-        run.checkpointer.wait()
+        run.end()
         return self._finish(run, time.perf_counter() - started, self.state.global_step - first)
 
     def _begin(self, run: TrainingRun) -> None:
@@ -334,7 +347,7 @@ class Trainer:
         metric = self.args.best_metric_key
         evaluated, values = self._last_evaluation or (-1, {})
         last = values.get(metric) if metric is not None and evaluated == step else None
-        run.checkpointer.save(
+        handle = run.checkpointer.save(
             step,
             {"model": self.model} if self.args.save_only_model else run.sections(),
             files=self._write_files,
@@ -342,7 +355,8 @@ class Trainer:
             model_only=self.args.save_only_model,
             metrics={metric: last} if metric is not None and last is not None else None,
         )
-        self.display.line(f"saved checkpoint-{step}")
+        run.note_save(handle)
+        self.display.line(f"{'saving' if self.args.async_save else 'saved'} checkpoint-{step}")
         self.event("on_save")
 
     def save_model(self, output_dir: str | None = None) -> None:

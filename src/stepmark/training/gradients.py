@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import Collectives
+from stepmark.parallel.reduced import Reduced, add_partial, squares
+from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.copies import copies_of
 
 BUCKET_ELEMENTS = 32 * 2**20  # 128 MiB of fp32: large enough for full bandwidth, small beside the model
 
@@ -22,11 +23,11 @@ BUCKET_ELEMENTS = 32 * 2**20  # 128 MiB of fp32: large enough for full bandwidth
 class Gradients:
     """The gradients of `parameters` over one step of `accumulation` micro-steps."""
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], collectives: Collectives, runtime: Runtime, *, accumulation: int
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, accumulation: int) -> None:
         self._parameters = list(parameters)
-        self._collectives = collectives
+        self._mesh = mesh
+        self._copies = [copies_of(parameter, mesh.tensor_parallel.size) for parameter in self._parameters]
+        runtime = mesh.runtime
         in_fp32 = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         self._sums: list[Tensor] | None = None
         if not in_fp32 or (runtime.lazy and accumulation > 1):
@@ -44,12 +45,19 @@ class Gradients:
                 parameter.grad = None
 
     @torch.no_grad()
-    def reduce(self, loss: Tensor, tokens: Tensor) -> tuple[list[Tensor | None], Tensor, Tensor]:
+    def reduce(self, loss: Tensor, tokens: Tensor) -> Reduced:
         """The mean gradients (fp32, None where a parameter took no part on a single rank), loss and token count over
         all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32)."""
-        gradients = self._sums if self._sums is not None else [parameter.grad for parameter in self._parameters]
-        if self._collectives.size == 1:
-            return list(gradients), loss, tokens
+        found = self._sums if self._sums is not None else [parameter.grad for parameter in self._parameters]
+        gradients = add_partial(found, self._copies, self._mesh)
+        if self._mesh.data_parallel.size > 1:
+            gradients, loss, tokens = self._mean(gradients, loss, tokens)
+        return Reduced(gradients, loss, tokens, self._norm(gradients))
+
+    def _mean(
+        self, gradients: Sequence[Tensor | None], loss: Tensor, tokens: Tensor
+    ) -> tuple[list[Tensor | None], Tensor, Tensor]:
+        """Over the data parallel ranks, weighted by their tokens."""
         whole = [
             torch.zeros_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
@@ -60,10 +68,21 @@ class Gradients:
         flat[0][2:] *= tokens  # the bucket's head, loss and tokens, is weighted already
         for bucket in flat[1:]:
             bucket *= tokens
-        reduced = self._collectives.all_reduce(flat)
+        reduced = self._mesh.data_parallel.all_reduce(flat)
         total = reduced[0][1]
         pieces = [piece for bucket, values in zip(buckets, reduced, strict=True) for piece in _split(values, bucket)]
         return [piece / total for piece in pieces[2:]], pieces[0] / total, total
+
+    def _norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The 2-norm of the whole model's gradient: every element counts once, however many ranks hold it."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            return torch.zeros(())
+        if self._mesh.tensor_parallel.size == 1:
+            return nn.utils.get_total_norm(present)
+        counts = [copy.count for copy, g in zip(self._copies, gradients, strict=True) if g is not None]
+        (square,) = self._mesh.tensor_parallel.all_reduce([squares(present, counts)])
+        return square.reshape(()).sqrt()
 
     @torch.no_grad()
     def reset(self) -> None:

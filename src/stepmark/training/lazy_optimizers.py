@@ -109,3 +109,8 @@ class LazySGD(torch.optim.SGD):
             buffer.mul_(group["momentum"]).add_(gradient)
             gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
         parameter.sub_(rate * gradient)
+
+
+def lazy_class(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The class to use on a lazy device in place of torch's; others are used as they are."""
+    return {torch.optim.AdamW: LazyAdamW, torch.optim.SGD: LazySGD}.get(kind, kind)

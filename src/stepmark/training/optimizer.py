@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
+from stepmark.parallel.zero1 import MASTER, ShardedOptimizer
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.mesh import Mesh
+from stepmark.training.gradients import Gradients
 from stepmark.training.lazy_optimizers import LazyAdamW, LazySGD
-
-MASTER = "master"
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 OPTIMIZERS = (*ADAMW, "sgd")
@@ -79,6 +80,10 @@ class ParameterOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
+
+    def gradients(self, mesh: Mesh, *, accumulation: int) -> Gradients:
+        """What gathers the gradients that `set_gradients` takes."""
+        return Gradients(self.parameters, mesh, accumulation=accumulation)
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Gives each parameter, in the order of `parameters`, its gradient, or None."""
@@ -159,11 +164,13 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
     options: Mapping[str, Any] | None = None,
-) -> ParameterOptimizer:
+    sharded_over: Mesh | None = None,
+) -> ParameterOptimizer | ShardedOptimizer:
     """One of OPTIMIZERS over the parameters that train; weight decay for those whose name `decay` accepts.
 
     `options` are the optimizer's own further arguments (`momentum` and `nesterov` of SGD, `amsgrad` of AdamW).
-    Raises UsageError for a name or an option that is unknown.
+    `sharded_over`: a mesh over whose data parallel ranks the state is divided (ZeRO-1). Raises UsageError for a name or
+    an option that is unknown.
     """
     check_optimizer(name)
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
@@ -182,6 +189,8 @@ def build_optimizer(
             raise UsageError(f"optim_args: {name} refuses {dict(options or {})}: {error}") from error
 
     used = [group for group in groups if group["params"]]
+    if sharded_over is not None:
+        return ShardedOptimizer(used, make, sharded_over)
     return ParameterOptimizer(used, make, runtime, order=[key for key, _ in named_parameters])
 
 

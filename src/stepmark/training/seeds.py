@@ -1,14 +1,11 @@
-"""Where random numbers come from: each micro-step's are set before it, so that nothing else can shift them."""
+"""Where random numbers come from: each micro-step's are set before it, so that nothing else can shift them.
+
+The micro-step's dropout takes (seed, step, micro-step, data parallel coordinate); regions of a tensor parallel model
+derive theirs from that (parallel/dropout.py).
+"""
 
 from __future__ import annotations
 
-import hashlib
+from stepmark.runtime.seeds import derive_seed
 
-
-def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) that depends on every part and on nothing else.
-
-    The micro-step's dropout takes (seed, step, micro-step, data parallel coordinate).
-    """
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+__all__ = ["derive_seed"]

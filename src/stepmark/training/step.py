@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.parallel.reduced import scale_to
+from stepmark.parallel.zero1 import ShardedOptimizer
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import Collectives
-from stepmark.training.gradients import Gradients
+from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.seeds import derive_seed
@@ -47,10 +48,9 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: ParameterOptimizer,
+        optimizer: ParameterOptimizer | ShardedOptimizer,
         loss: MicroBatchLoss,
-        runtime: Runtime,
-        collectives: Collectives,
+        mesh: Mesh,
         *,
         accumulation: int = 1,
         max_grad_norm: float = 1.0,
@@ -60,9 +60,9 @@ class TrainStep:
         self.model = model
         self.optimizer = optimizer
         self._loss = loss
-        self._runtime = runtime
-        self._collectives = collectives
-        self._gradients = Gradients(optimizer.parameters, collectives, runtime, accumulation=accumulation)
+        self._runtime = mesh.runtime
+        self._rank = mesh.data_parallel.rank
+        self._gradients = optimizer.gradients(mesh, accumulation=accumulation)
         self._max_grad_norm = max_grad_norm
         self._autocast = autocast
         self._seed = seed
@@ -71,15 +71,15 @@ class TrainStep:
         """Trains one step; `step` counts from 0. `batch` holds this rank's micro-batches, on the device."""
         hooks = hooks or StepHooks()
         loss, tokens = self._accumulate(step, batch, hooks)
-        gradients, loss, tokens = self._gradients.reduce(loss, tokens)
-        norm = clip(gradients, self._max_grad_norm)
-        self.optimizer.set_gradients(gradients)
+        reduced = self._gradients.reduce(loss, tokens)
+        scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
+        self.optimizer.set_gradients(reduced.gradients)
         hooks.before_update()
         self.optimizer.step()
         hooks.after_update()
-        self.optimizer.set_gradients([None] * len(gradients))
+        self.optimizer.set_gradients([None] * len(reduced.gradients))
         self._gradients.reset()
-        statistics = torch.stack([loss.float(), tokens, norm.float()])
+        statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
         self._runtime.step_boundary()
         return StepStatistics(step, statistics)
 
@@ -88,7 +88,7 @@ class TrainStep:
         last = len(batch.micro_batches) - 1
         for index, (micro_batch, count) in enumerate(zip(batch.micro_batches, counts, strict=True)):
             weight = Weight(count.reshape(()), divisor.reshape(()))
-            self._runtime.seed(derive_seed(self._seed, step, index, self._collectives.rank))
+            self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
             with autocast(self._runtime, self._autocast):
                 loss = self._loss(self.model, micro_batch.inputs, weight)[0]
             loss.backward()
@@ -119,14 +119,3 @@ def autocast(runtime: Runtime, dtype: torch.dtype | None) -> torch.autocast:
     """Matrix products in `dtype` (bfloat16); does nothing where it is None."""
     kind = runtime.device.type
     return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-
-
-def clip(gradients: Sequence[Tensor | None], max_norm: float) -> Tensor:
-    """The gradients' total 2-norm; scales them in place to `max_norm` where it is larger (0 or less: never)."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return torch.zeros(())
-    norm = nn.utils.get_total_norm(present)
-    if max_norm > 0:
-        torch._foreach_mul_(present, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm

@@ -1,0 +1,251 @@
+"""Ways to bring a dict of tensors to disk and back, each as its own documentation says.
+
+A contestant saves the state into a folder that is given to it (`save` returns when training may go on, `finish` when
+the bytes are on the disk) and restores it into the tensors of the state, every byte. `warm` ones are measured at their
+second save: what they allocate once is there then. Threads are those of the whole benchmark.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from stepmark import Checkpointer
+
+State = dict[str, Tensor]
+BLOCK = 8 << 20  # bytes that the raw contestants write, read and copy at a time
+
+
+def sync_tree(folder: Path) -> None:
+    """Returns when all files below the folder, and their names, are on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def huge_memory(size: int) -> mmap.mmap:
+    """Page-aligned memory, touched."""
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    for begin in range(0, size, mmap.PAGESIZE):
+        memory[begin] = 1
+    return memory
+
+
+def copy_blocks(pairs: Iterable[tuple[int, int, int]], threads: int) -> None:
+    """memcpy of (target, source, bytes), in blocks, by so many threads."""
+    blocks = [(t + at, s + at, min(BLOCK, n - at)) for t, s, n in pairs for at in range(0, n, BLOCK)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda block: ctypes.memmove(*block), blocks))
+
+
+class Contestant:
+    """`state` is what is saved and restored into."""
+
+    warm = False
+    asynchronous = False
+
+    def __init__(self, state: State, threads: int, base: Path) -> None:
+        self.state = state
+        self.threads = threads
+        self.base = base
+
+    def save(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def finish(self, folder: Path) -> None:
+        sync_tree(folder)
+
+    def restore(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends what goes on."""
+
+
+class Memcpy(Contestant):
+    """The same bytes copied to touched memory."""
+
+    warm = True
+
+    def __init__(self, state: State, threads: int, base: Path) -> None:
+        super().__init__(state, threads, base)
+        self.memory = huge_memory(sum(tensor.nbytes for tensor in state.values()))
+
+    def save(self, folder: Path) -> None:
+        at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        pairs = []
+        for tensor in self.state.values():
+            pairs.append((at, tensor.data_ptr(), tensor.nbytes))
+            at += tensor.nbytes
+        copy_blocks(pairs, self.threads)
+
+    def finish(self, folder: Path) -> None:
+        pass
+
+
+class Raw(Contestant):
+    """One file, through the page cache; the bytes are where they should be in memory already."""
+
+    flag = 0
+
+    def __init__(self, state: State, threads: int, base: Path) -> None:
+        super().__init__(state, threads, base)
+        self.size = sum(tensor.nbytes for tensor in state.values())
+        self.buffer = huge_memory(BLOCK)
+
+    def save(self, folder: Path) -> None:
+        descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | self.flag)
+        with memoryview(self.buffer) as block:
+            for at in range(0, self.size, BLOCK):
+                assert os.pwrite(descriptor, block, at) == BLOCK
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def restore(self, folder: Path) -> None:
+        descriptor = os.open(folder / "raw", os.O_RDONLY | self.flag)
+        with memoryview(self.buffer) as block:
+            for at in range(0, self.size, BLOCK):
+                assert os.preadv(descriptor, [block], at) == BLOCK
+        os.close(descriptor)
+
+
+class RawDirect(Raw):
+    """The same, past the page cache."""
+
+    flag = os.O_DIRECT
+
+
+class Stepmark(Contestant):
+    warm = True
+    asynchronous = True
+
+    def __init__(self, state: State, threads: int, base: Path) -> None:
+        super().__init__(state, threads, base)
+        self.step = 0
+        self.checkpointer = Checkpointer(base / "stepmark", threads=threads)
+
+    def save(self, folder: Path) -> None:
+        self.step += 1
+        self.handle = self.checkpointer.save(self.step, {"state": self.state})
+
+    def finish(self, folder: Path) -> None:
+        assert self.handle is not None
+        self.handle.result()
+
+    def restore(self, folder: Path) -> None:
+        assert self.checkpointer.restore({"state": self.state}) == self.step
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+
+class TorchSave(Contestant):
+    def save(self, folder: Path) -> None:
+        torch.save(self.state, folder / "state.pt")
+
+    def restore(self, folder: Path) -> None:
+        loaded = torch.load(folder / "state.pt", weights_only=True)
+        for name, tensor in self.state.items():
+            tensor.copy_(loaded.pop(name))
+
+
+class Safetensors(Contestant):
+    def save(self, folder: Path) -> None:
+        safetensors.torch.save_file(self.state, folder / "state.safetensors")
+
+    def restore(self, folder: Path) -> None:
+        with safetensors.safe_open(folder / "state.safetensors", framework="pt") as file:
+            for name, tensor in self.state.items():
+                tensor.copy_(file.get_tensor(name))
+
+
+class Dcp(Contestant):
+    def save(self, folder: Path) -> None:
+        writer = dcp.FileSystemWriter(folder, thread_count=self.threads)  # it syncs its files
+        dcp.save(dict(self.state), storage_writer=writer, no_dist=True)
+
+    def restore(self, folder: Path) -> None:
+        dcp.load(dict(self.state), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+
+
+class DcpAsync(Dcp):
+    """With the staging that it does by itself."""
+
+    warm = True
+    asynchronous = True
+
+    def stager(self) -> Any:
+        return None
+
+    def __init__(self, state: State, threads: int, base: Path) -> None:
+        super().__init__(state, threads, base)
+        self._stager = self.stager()
+        self._writer: Any = None
+
+    def save(self, folder: Path) -> None:
+        if self._writer is None:
+            self._writer = dcp.FileSystemWriter(folder, thread_count=self.threads)
+        more = {} if self._stager is None else {"async_stager": self._stager}
+        result = dcp.async_save(
+            dict(self.state), checkpoint_id=folder, storage_writer=self._writer, no_dist=True, **more
+        )
+        self.future: Any = getattr(result, "upload_completion", result)
+
+    def finish(self, folder: Path) -> None:
+        self.future.result()
+        sync_tree(folder)
+
+
+class DcpAsyncStager(DcpAsync):
+    """Into memory that its newer stager keeps. (The writer's own `cache_staged_state_dict` pins, which needs CUDA.)"""
+
+    def stager(self) -> Any:
+        # What its options would do beyond this needs CUDA, or is for a process of its own.
+        return DefaultStager(StagingOptions(False, False, False, False))
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class XmSave(Contestant):
+    """torch_xla's own, of tensors of the device."""
+
+    def save(self, folder: Path) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.save(self.state, folder / "state.pt")
+
+    def restore(self, folder: Path) -> None:
+        import torch_xla
+
+        loaded = torch.load(folder / "state.pt", weights_only=True)
+        for name, tensor in self.state.items():
+            tensor.copy_(loaded.pop(name))
+        torch_xla.sync(wait=True)
+
+
+CONTESTANTS: dict[str, Callable[[State, int, Path], Contestant]] = {
+    "memcpy": Memcpy,
+    "raw": Raw,
+    "raw, direct": RawDirect,
+    "stepmark": Stepmark,
+    "torch.save": TorchSave,
+    "safetensors": Safetensors,
+    "DCP save": Dcp,
+    "DCP async_save": DcpAsync,
+    "DCP async_save, stager": DcpAsyncStager,
+}
+ON_XLA: dict[str, Callable[[State, int, Path], Contestant]] = {"stepmark": Stepmark, "xm.save": XmSave}

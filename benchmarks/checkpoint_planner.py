@@ -1,0 +1,236 @@
+"""What planning a save, its manifest, and planning a restore cost in a large world, without any data.
+
+    .venv/bin/python benchmarks/checkpoint_planner.py
+
+A model of 1000 tensors and its AdamW states (master, exp_avg, exp_avg_sq) on 4096 ranks, 32 to a node, on several
+meshes: data parallel ranks hold the same pieces of the model, tensor parallel ranks each a slice of every tensor, and
+the optimizer states are ranges over the data parallel ranks (ZeRO-1). The planner is the real one, fed with the tables
+that the ranks would send each other; what is measured is what one rank does, in a process of its own: decode all
+tables, plan, and find its own share. Restoring is planned for ranks of another mesh, from the parsed manifest: the byte
+ranges of every file that the rank has to read. Printed are seconds, and the growth of the process's peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import resource
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from keeping import machine, write_results
+
+from stepmark.checkpoint.checkpointer import MAX_FILE_SIZE
+from stepmark.checkpoint.digests import bytes_digest
+from stepmark.checkpoint.drafting import Answer, Draft, Planner
+from stepmark.checkpoint.manifest import FileEntry, Manifest, TensorEntry, parse_manifest
+from stepmark.checkpoint.plan import Row, SavePlan
+from stepmark.checkpoint.saving import tensor_entries
+from stepmark.checkpoint.snapshot import extents_of
+from stepmark.checkpoint.tables import Tables, encode_rows
+from stepmark.sharding.overlap import overlaps
+from stepmark.sharding.spec import Piece
+
+SAVE = "0123abcd-000001"
+RANKS_PER_NODE = 32
+SHAPE = (4096, 1024)
+STATES = ("master", "exp_avg", "exp_avg_sq")
+MODEL, OPTIMIZER = "model", "optimizer/optimizer"
+BARS = {"plan s": 2.0, "plan MB": 500.0, "manifest MB": 20.0, "restore plan s": 5.0}
+
+
+@dataclass(frozen=True)
+class World:
+    """A mesh, and what its ranks hold. Ranks next to each other are of one tensor parallel group."""
+
+    ranks: int
+    tensors: int
+    tensor_parallel: int
+
+    @property
+    def data_parallel(self) -> int:
+        return self.ranks // self.tensor_parallel
+
+    def name(self) -> str:
+        return f"dp {self.data_parallel} x tp {self.tensor_parallel}"
+
+    def _slice(self, rank: int) -> Piece:
+        rows = SHAPE[0] // self.tensor_parallel
+        return Piece.of_box((rank % self.tensor_parallel * rows, 0), (rows, SHAPE[1]))
+
+    def model(self, rank: int) -> list[Row]:
+        """What the rank holds of the model."""
+        piece = self._slice(rank)
+        return [Row(MODEL, f"layers.{i}.weight", "BF16", SHAPE, piece) for i in range(self.tensors)]
+
+    def optimizer(self, rank: int) -> list[Row]:
+        """What the rank holds of the optimizer's states: its range over the concatenated slices."""
+        piece = self._slice(rank)
+        total, each = piece.numel * self.tensors, piece.numel
+        place = rank // self.tensor_parallel
+        first, last = total * place // self.data_parallel, total * (place + 1) // self.data_parallel
+        rows = []
+        for i in range(first // each, -(-last // each)):
+            part = Piece(piece.box, max(0, first - i * each), min(each, last - i * each))
+            rows += [Row(OPTIMIZER, f"layers.{i}.weight/{key}", "F32", SHAPE, part) for key in STATES]
+        return rows
+
+    def tables(self) -> Iterator[Tables]:
+        """What each rank sends."""
+        models = [encode_rows(self.model(rank)) for rank in range(self.tensor_parallel)]
+        for rank in range(self.ranks):
+            rows = {MODEL: models[rank % self.tensor_parallel], OPTIMIZER: encode_rows(self.optimizer(rank))}
+            yield Tables(rows, b"{}")
+
+
+class Everyone:
+    """Stands for the meeting of all ranks: gives each rank what all have sent."""
+
+    rank = 0
+
+    def __init__(self, sent: list[dict[tuple[str, str], bytes]]) -> None:
+        self._sent = sent
+
+    def all_gather(self, value: Any, what: str, board: Any = None) -> list[Any]:
+        return self._sent
+
+
+def packed_tables(world: World) -> tuple[list[dict[str, str]], list[dict[tuple[str, str], bytes]]]:
+    """All ranks' digests, and each distinct table, compressed, with the first rank that holds it."""
+    digests, sent, seen = [], [], set()
+    for tables in world.tables():
+        own = {group: bytes_digest(data) for group, data in tables.rows.items()}
+        digests.append(own)
+        new = {(group, digest): tables.rows[group] for group, digest in own.items() if (group, digest) not in seen}
+        seen |= new.keys()
+        sent.append({key: zlib.compress(data, 1) for key, data in new.items()})
+    return digests, sent
+
+
+def plan_of(world: World, digests: list[dict[str, str]], sent: list[dict[tuple[str, str], bytes]]) -> SavePlan:
+    """What one rank does before it copies."""
+    tables = Tables({}, b"{}")
+    draft = Draft(1, SAVE, Path(), [], tables, {}, {}, False)
+    meeting: Any = Everyone(sent)
+    nodes = [rank // RANKS_PER_NODE for rank in range(world.ranks)]
+    answers = [Answer(1, False, None, {**own, "": bytes_digest(tables.values)}) for own in digests]
+    plan, _ = Planner(meeting, nodes, MAX_FILE_SIZE).plan(draft, answers)
+    extents_of(plan, world.ranks // 2)
+    return plan
+
+
+def manifest_of(world: World, plan: SavePlan) -> bytes:
+    """What rank 0 writes."""
+    files = tuple(
+        FileEntry(file.name, file.size, "0" * 32, file.header_size, tuple((s.rank, s.end) for s in file.shares))
+        for file in plan.files
+    )
+    mesh = {"dp": world.data_parallel, "tp": world.tensor_parallel}
+    return Manifest(1, SAVE, 0.0, {}, world.ranks, mesh, False, {}, files, tensor_entries(plan)).to_bytes()
+
+
+def restore_plan(data: bytes, world: World, rank: int) -> int:
+    """Parses the manifest and finds all that a rank of `world` reads; the number of elements, for a check."""
+    manifest = parse_manifest(data)
+    elements = 0
+    for row in [*world.model(rank), *world.optimizer(rank)]:
+        entry: TensorEntry = manifest.tensors[row.group][row.name]
+        found = sum(pair.box.numel for _, stored in entry.pieces for pair in overlaps(stored, row.piece))
+        assert found == row.piece.numel, f"{row.name}: {found} of {row.piece.numel} elements"
+        elements += found
+    return elements
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    """Seconds and megabytes that a call takes in a process of its own."""
+
+    def run(sender: Any) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        started = time.perf_counter()
+        function(*arguments)
+        seconds = time.perf_counter() - started
+        sender.send((seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6))
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(sender,))
+    process.start()
+    sender.close()
+    seconds, megabytes = receiver.recv()
+    process.join()
+    return {"s": seconds, "MB": megabytes}
+
+
+def measure(world: World, other: World) -> dict[str, Any]:
+    """One row of the table: a save on `world`, restored on `other`."""
+    digests, sent = packed_tables(world)
+    planning = apart(plan_of, world, digests, sent)
+    plan = plan_of(world, digests, sent)
+    data = manifest_of(world, plan)
+    restoring = apart(restore_plan, data, other, other.ranks // 2 + 1)
+    return {
+        "mesh": world.name(),
+        "plan s": planning["s"],
+        "plan MB": planning["MB"],
+        "files": len(plan.files),
+        "pieces": sum(len(file.tensors) for file in plan.files),
+        "manifest MB": len(data) / 1e6,
+        "manifest s": apart(manifest_of, world, plan)["s"],
+        "restored on": other.name(),
+        "restore plan s": restoring["s"],
+        "restore plan MB": restoring["MB"],
+    }
+
+
+def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+    names = list(rows[0])
+    elements = options.tensors * math.prod(SHAPE) / 1e9
+    lines = [
+        machine(),
+        f"{options.ranks} ranks, {RANKS_PER_NODE} to a node, {options.tensors} tensors of {list(SHAPE)} "
+        f"({elements:.1f} billion elements), {len(STATES)} optimizer states each as ranges over dp",
+        "",
+        f"| {' | '.join(names)} |",
+        f"| {' | '.join('---' for _ in names)} |",
+        *(f"| {' | '.join(f'{v:.2f}' if isinstance(v, float) else str(v) for v in row.values())} |" for row in rows),
+        "",
+        "bars: " + ", ".join(f"{name} below {bar:g}" for name, bar in BARS.items()),
+        *(
+            f"missed: {row['mesh']}: {name} {row[name]:.2f}"
+            for row in rows
+            for name, bar in BARS.items()
+            if row[name] >= bar
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4096)
+    parser.add_argument("--tensors", type=int, default=1000)
+    parser.add_argument("--save", action="store_true", help="keep the table under benchmarks/results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    degrees = [1, 8, 32]
+    worlds = [World(options.ranks, options.tensors, degree) for degree in degrees]
+    others = [World(options.ranks // 2, options.tensors, degree) for degree in (16, 1, 2)]
+    rows = []
+    for world, other in zip(worlds, others, strict=True):
+        rows.append(measure(world, other))
+        print(json.dumps(rows[-1]), flush=True)
+    table = report(options, rows)
+    print(f"\n{table}")
+    if options.save:
+        write_results("checkpoint_planner", table, {"rows": rows}, folder=Path(__file__).parent / "results")
+
+
+if __name__ == "__main__":
+    main()

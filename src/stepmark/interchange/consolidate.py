@@ -1,0 +1,205 @@
+"""The model of a checkpoint, however it is cut, as a plain Hugging Face model folder.
+
+The folder is written under a hidden name beside the final one, synced, and renamed: it is there whole or not at all.
+Memory is bounded by the threads, not by the model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from ..checkpoint import files
+from ..checkpoint.checked import CheckedFile
+from ..checkpoint.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
+from ..checkpoint.names import checkpoints, step_of, sync_tree
+from ..checkpoint.plan import MODEL
+from ..checkpoint.whole import check_size, check_whole
+from ..errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
+from .containers import MAKERS
+from .gather import Job, Source, Target, jobs
+from .shards import Shard, cut, index_of
+
+THREADS = 4
+AHEAD = 4 * THREADS  # jobs that are given to the threads at a time
+_OF_A_RUN = {VALUES, "trainer_state.json"}  # files that say how training went on, and nothing of the model
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """What was written: from which checkpoint, where, the model's files, and bytes of tensors."""
+
+    checkpoint: Path
+    folder: Path
+    shards: tuple[str, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Whom to tell: `begin` the bytes that there are to write, `advance` how many more are, `warn` what is wrong."""
+
+    begin: Callable[[int], None]
+    advance: Callable[[int], None]
+    warn: Callable[[str], None]
+
+
+def consolidate(source: Path, out: Path, form: str, max_shard_size: int, listener: Listener) -> Consolidated:
+    """Writes the model of the checkpoint `source`, or of the newest whole one of the run `source`, to the folder `out`.
+
+    `form` is a key of FORMATS; `max_shard_size` is in bytes. Raises UsageError where `out` is in use,
+    CheckpointNotFound, CheckpointDamaged and CheckpointMismatch for the source, CheckpointError where `out` cannot be
+    written; `out` is untouched then.
+    """
+    candidates = [source] if (source / MANIFEST).exists() or step_of(source) is not None else []
+    candidates = candidates or checkpoints(source)
+    if not candidates or not source.is_dir():
+        raise CheckpointNotFound(f"{source} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
+    final = _check_out(out, candidates)
+    problems: list[str] = []
+    for checkpoint in candidates:
+        try:
+            return _consolidate_one(checkpoint, final, form, max_shard_size, listener)
+        except CheckpointDamaged as error:
+            if len(candidates) == 1:
+                raise
+            listener.warn(f"{checkpoint.name} is damaged, an older checkpoint may do: {error}")
+            problems.append(str(error))
+        except OSError as error:
+            raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
+    raise CheckpointDamaged(
+        f"none of the {len(candidates)} checkpoints in {source} is whole; the newest: {problems[0]}"
+    )
+
+
+def _check_out(out: Path, candidates: list[Path]) -> Path:
+    """The path that is to be made. Raises UsageError where something is there, or where it would harm a checkpoint."""
+    final = out.resolve()
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise UsageError(f"{out} exists and is not an empty folder; name another one, or move it away")
+    for checkpoint in candidates:
+        if final.is_relative_to(checkpoint.resolve()):
+            raise UsageError(f"{out} is inside {checkpoint}, which would no longer be whole; name another folder")
+    return final
+
+
+def _consolidate_one(checkpoint: Path, final: Path, form: str, max_size: int, listener: Listener) -> Consolidated:
+    manifest = read_manifest(checkpoint)
+    if not manifest.tensors.get(MODEL):
+        held = ", ".join(manifest.sections) or "nothing"
+        raise CheckpointMismatch(f"{checkpoint} has no section {MODEL!r} with tensors to consolidate; it holds {held}")
+    sources = _sources(checkpoint, manifest)
+    check_whole(checkpoint, manifest)
+    shards = cut(manifest.tensors[MODEL], form, max_size)
+    others = [entry for entry in manifest.files if _belongs_to_model(entry)]
+    if not any(entry.name == "config.json" for entry in others):
+        listener.warn(f"{checkpoint} has no config.json; transformers needs one beside the weights")
+    size = sum(shard.size for shard in shards)
+    files.make_folder(final.parent)
+    _check_room(final.parent, size + sum(entry.size for entry in others))
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}")
+    temporary.mkdir()
+    try:
+        listener.begin(size)
+        for entry in others:
+            _copy_file(checkpoint, entry, temporary)
+        _write_shards(temporary, shards, form, sources, listener)
+        if len(shards) > 1:
+            name, data = index_of(shards, form)
+            files.write_file(temporary / name, data)
+        sync_tree(temporary)
+        files.rename(temporary, final)
+    except BaseException:
+        files.remove_tree(temporary)
+        raise
+    files.sync_folder(final.parent)
+    return Consolidated(checkpoint, final, tuple(shard.name for shard in shards), size)
+
+
+def _sources(checkpoint: Path, manifest: Manifest) -> dict[str, list[Source]]:
+    """Where the pieces of each tensor are. Raises CheckpointDamaged, naming file and tensor."""
+    opened: dict[int, CheckedFile] = {}
+    found: dict[str, list[Source]] = {}
+    for name, tensor in manifest.tensors[MODEL].items():
+        found[name] = []
+        for number, piece in tensor.pieces:
+            try:
+                if number not in opened:
+                    opened[number] = CheckedFile(checkpoint, manifest, manifest.files[number], past_cache=True)
+            except CheckpointDamaged as error:
+                raise CheckpointDamaged(f"{error}; tensor {name!r} is in this file") from error
+            found[name].append(Source(opened[number], opened[number].tensor(name, tensor.dtype, piece)))
+    return found
+
+
+def _belongs_to_model(entry: FileEntry) -> bool:
+    """Config, generation config, tokenizer: files without tensors that are not about the run or the old shards."""
+    return entry.header is None and entry.name not in _OF_A_RUN and not entry.name.endswith(".index.json")
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder} has {free / 1e9:.2f} GB free and the model needs {needed / 1e9:.2f} GB; free some space or name "
+            "another folder"
+        )
+
+
+def _copy_file(checkpoint: Path, entry: FileEntry, folder: Path) -> None:
+    """Copies a file without tensors. Raises CheckpointDamaged where it is not as it was written."""
+    path, target = check_size(checkpoint, entry), folder / entry.name
+    files.make_folder(target.parent)
+    hasher = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as source, target.open("wb", buffering=0) as copy:
+        while block := source.read(1 << 22):
+            hasher.update(block)
+            files.write_at(copy.fileno(), memoryview(block), copy.tell())
+            copy.seek(len(block), os.SEEK_CUR)
+        files.sync(copy.fileno())
+    if hasher.hexdigest() != entry.digest:
+        raise CheckpointDamaged(f"{path} differs from its digest")
+
+
+def _write_shards(
+    folder: Path, shards: list[Shard], form: str, sources: dict[str, list[Source]], listener: Listener
+) -> None:
+    """Fills the files one after the other, while those before are brought to the disk."""
+    open_files: list[int] = []
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-consolidate")
+    syncs: list[Future[None]] = []
+    try:
+        for shard in shards:
+            places = MAKERS[form](folder / shard.name, shard.tensors)
+            descriptor = files.open_for_writing(folder / shard.name)
+            open_files.append(descriptor)
+            targets = [Target(name, tensor, descriptor, places[name]) for name, tensor in shard.tensors.items()]
+            _do(pool, (job for target in targets for job in jobs(target, sources[target.name])), listener)
+            syncs.append(pool.submit(files.sync, descriptor))
+        for sync in syncs:
+            sync.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        for descriptor in open_files:
+            files.close(descriptor)
+
+
+def _do(pool: ThreadPoolExecutor, work: Iterable[Job], listener: Listener) -> None:
+    """Does all jobs, a few ahead of those that are done."""
+    remaining: Iterator[Job] = iter(work)
+    pending: set[Future[int]] = set()
+    while True:
+        while len(pending) < AHEAD and (job := next(remaining, None)) is not None:
+            pending.add(pool.submit(job))
+        if not pending:
+            return
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for future in done:
+            listener.advance(future.result())

@@ -1,0 +1,80 @@
+"""Attention heads, divided among ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from stepmark.errors import UsageError
+
+KEYS_AND_VALUES = ("k_proj", "v_proj", "key_proj", "value_proj", "key", "value", "k", "v")
+QUERIES = ("q_proj", "query_proj", "query", "q")
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+WIDTHS = ("split_size", "embed_dim", "hidden_size", "all_head_size", "inner_dim")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query and key/value heads of an attention module, whole, and the number of ranks they are divided among. Where
+    there are fewer key/value heads than ranks, neighbours whose queries need the same one hold it together."""
+
+    queries: int
+    keys_and_values: int
+    ranks: int
+
+    def groups(self, child: str) -> int | None:
+        """Into how many parts a projection's heads fall; None: as many as ranks."""
+        return min(self.keys_and_values, self.ranks) if child in KEYS_AND_VALUES else None
+
+    def adapt(self, module: Any) -> None:
+        """Lets the module reckon with this rank's heads."""
+        queries = self.queries // self.ranks
+        keys_and_values = max(self.keys_and_values // self.ranks, 1)
+        if hasattr(module, "num_key_value_groups"):
+            module.num_key_value_groups = queries // keys_and_values
+        for name in QUERY_COUNTS:
+            if getattr(module, name, None) == self.queries:
+                setattr(module, name, queries)
+        for name in KEY_VALUE_COUNTS:
+            if getattr(module, name, None) == self.keys_and_values:
+                setattr(module, name, keys_and_values)
+        for name in WIDTHS:
+            if isinstance(getattr(module, name, None), int):
+                setattr(module, name, getattr(module, name) // self.ranks)
+
+
+def heads_of(name: str, module: nn.Module, config: Any, ranks: int) -> Heads | None:
+    """The heads of an attention module; None for a module that has none. Raises UsageError where they cannot be divided
+    among `ranks`."""
+    width = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
+    if not isinstance(width, int):
+        return None
+    config = getattr(module, "config", config)
+    children = dict(module.named_children())
+    keys = next((children[child] for child in KEYS_AND_VALUES if child in children), None)
+    queries = _first(module, QUERY_COUNTS) or _first(config, QUERY_COUNTS)
+    keys_and_values = _first(config, KEY_VALUE_COUNTS) or queries
+    if isinstance(keys, nn.Linear):
+        keys_and_values = keys.out_features // width
+        groups = getattr(module, "num_key_value_groups", None)
+        queries = keys_and_values * groups if isinstance(groups, int) else queries
+    if not queries or not keys_and_values:
+        return None
+    if queries % ranks or (keys_and_values % ranks and ranks % keys_and_values):
+        raise UsageError(
+            f"tensor_parallel_size: {name} has {queries} heads and {keys_and_values} key/value heads, which {ranks} "
+            "ranks cannot share equally; choose a divisor of the heads that divides the key/value heads or is a multiple "
+            "of them"
+        )
+    return Heads(queries, keys_and_values, ranks)
+
+
+def _first(owner: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int):
+            return value
+    return None

@@ -1,0 +1,69 @@
+"""Whichever call of a save fails, the old state or the new one is restored, bit for bit, and the next save works.
+
+`make fault` tries every call; the default run a sample. What is tried is in tests/support/scenarios.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.faults import KINDS
+from tests.support.scenarios import RANKS, SCENARIOS, Point, prepare_all, run_points
+
+MOST_CALLS = 400  # of one rank in one scenario; reached by none
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # imports much of torch, here instead of in each rank
+    folder = tmp_path_factory.mktemp("faults")
+    prepare_all(folder / "prepared", list(SCENARIOS))
+    return folder
+
+
+def try_points(points: Iterator[Point], folder: Path, at_once: int = 8) -> int:
+    """Runs them; how many of them came to their call."""
+    tried, problems = 0, []
+    for _, reached, problem in run_points(points, folder, at_once):
+        tried += reached
+        problems += [problem] if problem else []
+    assert not problems, f"{len(problems)} of {tried}:\n" + "\n".join(problems[:10])
+    return tried
+
+
+def sample() -> list[Point]:
+    generator = random.Random(os.environ.get("STEPMARK_FAULT_SEED", "1"))
+    return [
+        Point(scenario, kind, generator.randrange(RANKS), generator.randrange(1, 70), alone=generator.random() < 0.1)
+        for scenario, kind in itertools.product(SCENARIOS, KINDS)
+    ]
+
+
+def test_a_sample_of_all_faults(prepared: Path) -> None:
+    assert try_points(iter(sample()), prepared) > len(SCENARIOS) * len(KINDS) // 2
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_call_fails_once(prepared: Path, capsys: pytest.CaptureFixture[str], scenario: str, kind: str) -> None:
+    """Goes on, for each rank, until the number is beyond the last call."""
+    tried = 0
+    for rank in range(RANKS):
+        for first in range(1, MOST_CALLS, 16):
+            points = (Point(scenario, kind, rank, at, alone=at % 10 == 0) for at in range(first, first + 16))
+            reached = try_points(points, prepared)
+            tried += reached
+            if reached < 16 and (kind != "short-write" or not reached):
+                break
+        else:
+            pytest.fail(f"rank {rank} makes more than {MOST_CALLS} calls")
+    with capsys.disabled():
+        print(f"\n{scenario}, {kind}: {tried} points")

@@ -1,0 +1,152 @@
+"""A signal stops all ranks after the same step, with a checkpoint where there is time, and the run can be resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.checkpoint import saving
+from tests.support import cells
+from tests.support.ranks import Ranks
+
+CELL = "tests.support.cells:train"
+TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
+UNDISTURBED: dict[tuple[str, int], Any] = {}
+
+
+def options(folder: Path, device: str, nproc: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "device": device,
+        "per_device_train_batch_size": 4 // nproc,
+        "samples": 25,
+        "max_steps": 12,
+        "logging_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "eval_strategy": "epoch",
+        "signal_grace": 60,
+        "resume_from_checkpoint": True,
+    }
+
+
+def undisturbed(ranks: Ranks, folder: Path, device: str, nproc: int) -> Any:
+    if (device, nproc) not in UNDISTURBED:
+        UNDISTURBED[device, nproc] = ranks.run(CELL, options(folder / "whole", device, nproc), nproc=nproc).check()
+    return UNDISTURBED[device, nproc]
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "status.json").read_text()))
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*"))
+
+
+def case(device: str, nproc: int, *marks: Any, prove: bool = False, **signalled: Any) -> Any:
+    marks = (*marks, *([pytest.mark.xla] if device == "xla" else []), *([pytest.mark.prove] if prove else []))
+    return pytest.param(device, nproc, signalled, marks=marks, id=f"{device}-{nproc}-{signalled}")
+
+
+@pytest.mark.parametrize(
+    ("device", "nproc", "signalled"),
+    [
+        case("cpu", 1, event="on_step_begin", step=5, ranks=[0]),
+        case("cpu", 2, event="on_step_begin", step=5, ranks=[0]),
+        case("cpu", 2, event="on_step_end", step=6, ranks=[1], numbers=[USR1]),
+        case("cpu", 2, event="on_step_end", step=7, ranks=[1]),  # the epoch's last step
+        case("cpu", 2, event="on_pre_optimizer_step", step=5, ranks=[0, 1], numbers=[TERM, TERM, USR1]),
+        case("cpu", 2, event="on_save", step=4, ranks=[0]),
+        case("cpu", 2, event="on_save", step=4, ranks=[1], numbers=[TERM, TERM]),
+        case("xla", 1, event="on_step_end", step=5, ranks=[0], prove=True),
+        case("xla", 2, event="on_step_begin", step=5, ranks=[1]),
+        case("xla", 2, event="on_save", step=4, ranks=[0], prove=True),
+        case("xla", 2, event="on_pre_optimizer_step", step=6, ranks=[0, 1], prove=True),
+    ],
+)
+def test_a_signal_saves_and_the_resumed_run_is_the_undisturbed_one(
+    ranks: Ranks, tmp_path: Path, device: str, nproc: int, signalled: dict[str, Any]
+) -> None:
+    folder = tmp_path / "signalled"
+    stopped = ranks.run(CELL, {**options(folder, device, nproc), "signal_at": signalled}, nproc=nproc)
+    assert stopped.codes == [75] * nproc, stopped.logs
+    told = status(folder)
+    name = signal.Signals(signalled.get("numbers", [TERM])[0]).name
+    assert (told["state"], told["reason"].split(":")[0]) == ("interrupted", name), told
+    assert signalled["step"] <= told["step"] <= signalled["step"] + 2
+    assert steps_saved(folder)[-1] == told["step"]
+    resumed = ranks.run(CELL, options(folder, device, nproc), nproc=nproc).check()
+    whole = undisturbed(ranks, tmp_path, device, nproc)
+    assert resumed[0]["resumed"] == [told["step"]]
+    assert resumed[0]["losses"] == whole[0]["losses"]
+    assert resumed[0]["evaluations"] == whole[0]["evaluations"]
+    assert [each["weights"] for each in resumed] == [each["weights"] for each in whole]
+    assert status(folder)["state"] == "done"
+
+
+def train_with_slow_saves(seconds: float, settings: dict[str, Any]) -> Any:
+    write = saving.write_extents
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return write(*arguments, **named)
+
+    saving.write_extents = slow
+    return cells.train(settings)
+
+
+def test_a_save_that_cannot_fit_is_not_begun(ranks: Ranks, tmp_path: Path) -> None:
+    """A save takes longer than the grace, as the first one has shown."""
+    settings = {**options(tmp_path, "cpu", 2), "signal_grace": 3, "async_save": False}
+    settings["signal_at"] = {"event": "on_step_begin", "step": 5, "ranks": [1]}
+    stopped = ranks.run("tests.fault.test_signals:train_with_slow_saves", 4.0, settings, nproc=2)
+    assert stopped.codes == [75, 75], stopped.logs
+    assert steps_saved(tmp_path) == [4]
+    assert status(tmp_path)["state"] == "interrupted"
+    assert "no time for a save; the last checkpoint stands" in stopped.logs[0]
+
+
+def test_a_save_that_is_on_its_way_may_end(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {**options(tmp_path, "cpu", 2), "signal_at": {"event": "on_save", "step": 4, "ranks": [0]}}
+    stopped = ranks.run("tests.fault.test_signals:train_with_slow_saves", 1.5, settings, nproc=2)
+    assert stopped.codes == [75, 75], stopped.logs
+    assert 4 in steps_saved(tmp_path)
+
+
+def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """One rank is where no signal handler of Python's can run, and the other waits for it in a collective."""
+    settings = {**options(tmp_path, "cpu", 2), "signal_grace": 2}
+    settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 5, "ranks": [0], "block": 60}
+    began = time.monotonic()
+    stopped = ranks.run(CELL, settings, nproc=2)
+    assert time.monotonic() - began < 40
+    assert stopped.codes == [75, 75], stopped.logs
+    assert steps_saved(tmp_path) == [4]
+    assert status(tmp_path)["state"] == "interrupted"
+    assert "the last checkpoint stands" in stopped.logs[0]
+
+
+@pytest.mark.xla
+def test_a_signal_during_the_first_compilation(ranks: Ranks, tmp_path: Path) -> None:
+    first = {**options(tmp_path / "run", "xla", 2), "kill_at": 5}
+    assert -9 in ranks.run(CELL, first, nproc=2).codes
+    settings = {**options(tmp_path / "run", "xla", 2), "signal_grace": 0.2}
+    settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 4, "ranks": [0]}
+    assert ranks.run(CELL, settings, nproc=2).codes == [75, 75]
+    assert steps_saved(tmp_path / "run") == [4]
+    assert status(tmp_path / "run")["state"] == "interrupted"
+    resumed = ranks.run(CELL, options(tmp_path / "run", "xla", 2), nproc=2).check()
+    assert resumed[0]["losses"] == undisturbed(ranks, tmp_path, "xla", 2)[0]["losses"]
+
+
+def test_without_save_on_signal_a_signal_is_a_signal(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {**options(tmp_path, "cpu", 1), "save_on_signal": False}
+    settings["signal_at"] = {"event": "on_step_begin", "step": 5, "ranks": [0]}
+    assert ranks.run(CELL, settings).codes == [-TERM]
+    assert steps_saved(tmp_path) == [4]

@@ -1,0 +1,114 @@
+"""Small transformers models for tests of parallelism, and what their training gives on a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from stepmark.parallel.apply import parallelize
+from stepmark.runtime.context import Context, start
+from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.module import place_module
+from tests.support.cells import LENGTH, VOCABULARY, Blocks
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
+    """`kind` is gpt2, llama or qwen3. Two layers, 4 heads (2 key/value heads), a vocabulary of 67 that divides by
+    nothing."""
+    if kind == "gpt2":
+        drop = changes.pop("dropout", 0.0)
+        drops = {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop}
+        return GPT2Config(
+            n_layer=2, n_embd=32, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
+            **drops, **changes,
+        )  # fmt: skip
+    changes.setdefault("num_key_value_heads", 2)
+    if "dropout" in changes:
+        changes["attention_dropout"] = changes.pop("dropout")
+    if kind == "qwen3":
+        changes.setdefault("head_dim", 8)
+    make = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
+    return make(**SHAPE, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **changes)
+
+
+def build(kind: str, **changes: Any) -> Any:
+    """The model of that configuration, always with the same weights; norms and biases are not the ones and zeros that
+    would hide mistakes."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(configuration(kind, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+MODELS: list[Any] = []  # made before replica threads start: they share the generator that draws weights
+
+
+def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
+    """Loss, tokens and gradient norm of each step. `options`: model (kind and changes), steps, tp, sequence,
+    embedding, accumulation, bf16 (parameters), checkpointing, zero_1, learning_rate."""
+    from stepmark.data.feed import DeviceFeed
+    from stepmark.data.loader import DataLoader
+    from stepmark.training.loss import MicroBatchLoss
+    from stepmark.training.model import enable_gradient_checkpointing
+    from stepmark.training.optimizer import build_optimizer
+    from stepmark.training.step import TrainStep
+
+    tp, accumulation = options.get("tp", 1), options.get("accumulation", 1)
+    mesh = Mesh.create(tensor_parallel_size=tp, context=context)
+    runtime, axis = mesh.runtime, mesh.data_parallel
+    model = MODELS.pop() if MODELS else build(**options["model"])
+    if options.get("bf16"):
+        model.to(torch.bfloat16)
+    model.train()
+    parallelize(
+        model,
+        mesh,
+        sequence_parallel=options.get("sequence", False),
+        parallelize_embedding=options.get("embedding", True),
+    )
+    if options.get("checkpointing"):
+        enable_gradient_checkpointing(model, runtime)
+    place_module(model, runtime)
+    loss = MicroBatchLoss(model, lazy=runtime.lazy, label_smoothing=options.get("smoothing", 0.0))
+    optimizer = build_optimizer("adamw_torch", list(model.named_parameters()), runtime, learning_rate=1e-3)
+    step = TrainStep(model, optimizer, loss, mesh, accumulation=accumulation)
+    loader = DataLoader(
+        Blocks(30),
+        4 // axis.size // accumulation,
+        rank=axis.rank,
+        world_size=axis.size,
+        accumulation=accumulation,
+        fixed_shape=True,
+    )
+    found: list[list[float]] = []
+    while len(found) < options.get("steps", 20):
+        for batch in DeviceFeed(loader, runtime):
+            statistics = step(len(found), batch)
+            found += [values.tolist() for values in runtime.to_host([statistics.values])]
+            if len(found) == options.get("steps", 20):
+                break
+    return found
+
+
+def cells(device: str, options: list[dict[str, Any]]) -> list[list[list[float]]]:
+    """Several trainings, one after the other, in one launch."""
+    context = start(device)
+    return [train_on(context, each) for each in options]
+
+
+def in_replica_threads(replicas: int, options: list[dict[str, Any]]) -> list[list[list[list[float]]]]:
+    """The same in replica threads; by rank, then by cell."""
+    from stepmark.runtime.replicas import run_replicas
+
+    results = []
+    for each in options:
+        MODELS.extend(build(**each["model"]) for _ in range(replicas))
+        results.append(run_replicas(lambda context, each=each: train_on(context, each), replicas))
+    return [[cell[rank] for cell in results] for rank in range(replicas)]

@@ -1,0 +1,108 @@
+"""Folders that are not as one expects: links, removed under a run, of a run whose clock is wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepmark.checkpoint import Checkpointer, files, owner
+from stepmark.errors import CheckpointError
+
+
+def save(checkpointer: Checkpointer, step: int) -> None:
+    checkpointer.save(step, {"nest": {"t": torch.full((9,), float(step))}}, block=True)
+
+
+def restored(folder: Path) -> tuple[int | None, float]:
+    state = {"nest": {"t": torch.zeros(9)}}
+    with Checkpointer(folder) as checkpointer:
+        return checkpointer.restore(state), float(state["nest"]["t"][0])
+
+
+def test_a_checkpoint_that_is_a_link_is_read_and_what_it_leads_to_is_never_deleted(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    with Checkpointer(run) as checkpointer:
+        save(checkpointer, 1)
+        save(checkpointer, 2)
+    for step in (1, 2):
+        (run / f"checkpoint-{step}").rename(elsewhere.with_name(f"elsewhere-{step}"))
+        (run / f"checkpoint-{step}").symlink_to(elsewhere.with_name(f"elsewhere-{step}"))
+    assert restored(run) == (2, 2.0)
+    with Checkpointer(run, keep_last=1) as checkpointer:
+        save(checkpointer, 2)  # takes the link's place; 1 is deleted
+    assert not (run / "checkpoint-2").is_symlink()
+    assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-2"]
+    assert not list(run.glob(".*checkpoint*"))
+    assert (tmp_path / "elsewhere-1" / "manifest.json").exists()
+    assert (tmp_path / "elsewhere-2" / "manifest.json").exists()
+
+
+def test_a_link_without_a_target_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").symlink_to(tmp_path / "nowhere")
+    with Checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, 1)
+    assert restored(tmp_path) == (1, 1.0)
+
+
+def test_what_cannot_be_set_aside_does_not_stop_restoring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, 1)
+        save(checkpointer, 2)
+    (tmp_path / "checkpoint-2" / "manifest.json").unlink()
+
+    def refuse(path: Path) -> Path:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("stepmark.checkpoint.loading.set_aside", refuse)
+    with caplog.at_level(logging.ERROR, logger="stepmark"):
+        assert restored(tmp_path) == (1, 1.0)
+    assert "could not be set aside: Input/output error" in caplog.text
+
+
+def test_a_folder_that_is_removed_under_a_run_is_said_to_be_gone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpointer = Checkpointer(run, save_timeout=5)
+    save(checkpointer, 1)
+    checkpointer._background.join()
+    run.rename(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="removed"):
+        save(checkpointer, 2)
+    checkpointer.close()
+    assert not (run / "checkpoint-2").exists()
+
+
+def test_a_dead_run_whose_clock_was_ahead_does_not_hold_the_folder_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "STALE", 1.0)
+    dead = tmp_path / ".stepmark" / "dead"
+    dead.mkdir(parents=True)
+    (dead / "claimed").touch()
+    (dead / "alive.0").write_text(json.dumps({"boot": "another machine", "host": "far"}))
+    future = time.time() + 3600
+    os.utime(dead / "alive.0", (future, future))
+    begun = time.monotonic()
+    with Checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, 1)
+    assert time.monotonic() - begun < 60
+    assert not dead.exists()
+
+
+def test_a_crash_of_the_machine_does_not_take_the_folder_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    sync_folder = files.sync_folder
+    monkeypatch.setattr(files, "sync_folder", lambda path: (synced.append(path), sync_folder(path)))
+    with Checkpointer(tmp_path / "a" / "b"):
+        pass
+    assert synced == []
+    with Checkpointer(tmp_path / "a" / "b") as checkpointer:
+        checkpointer.claim()
+    assert synced[:2] == [tmp_path, tmp_path / "a"]
