@@ -8,14 +8,15 @@ everything and holds the state (64 tensors, fp32) in memory that all of them sha
 save are measured at their second. Before each measurement the disk is left to rest; before restoring, the files' pages
 are dropped from the page cache. Printed are medians: seconds until training may go on and until the bytes are on the
 disk, seconds to restore into the existing tensors, the peak of extra resident memory of saving and restoring, and
-processor seconds of a save; and for Stepmark the medians of the ratios within a round, beside their bars. "Raw" is the faster of two in each
-round: one thread through the page cache with fsync, and one past it. Stepmark checks digests of every byte; of the
-others, only torch.save's files have any (a CRC, which torch.load does not check).
+processor seconds of a save; and for Stepmark the medians of the ratios within a round, beside their bars. "Raw" is the
+faster of two in each round: one thread through the page cache with fsync, and one past it. Stepmark checks digests of
+every byte; of the others, only torch.save's files have any (a CRC, which torch.load does not check).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import mmap
 import os
 import statistics
@@ -23,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +55,12 @@ def shared_state(size: int) -> State:
 def drop_cache(folder: Path) -> None:
     """Leaves nothing of the files in the page cache."""
     os.sync()
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_size > 1 << 16:  # small ones may go away meanwhile
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+    for name, _, files in os.walk(folder):
+        for path in (Path(name, file) for file in files):
+            with contextlib.suppress(FileNotFoundError):  # what a save tells the other ranks goes away by itself
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
 
 
 def timed(function: Callable[..., None], *arguments: Any) -> float:
@@ -111,16 +114,16 @@ def measure(gib: float, options: argparse.Namespace) -> list[dict[str, Result]]:
     state = shared_state(int(gib * (1 << 30)))
     contestants = {"memcpy": CONTESTANTS["memcpy"], **ON_XLA} if options.xla else CONTESTANTS
     rounds: list[dict[str, Result]] = []
+    on_host = argparse.Namespace(**{**vars(options), "xla": False})
+
+    def one(name: str) -> Result:
+        return run(contestants[name], state, on_host if name == "memcpy" else options)
+
     for _ in range(options.rounds if gib <= 1 else min(options.rounds, options.large_rounds)):
-        on_host = argparse.Namespace(**{**vars(options), "xla": False})
-        rounds.append(
-            {
-                name: apart(lambda n=name, m=make: run(m, state, on_host if n == "memcpy" else options))
-                for name, make in contestants.items()
-            }
-        )
+        rounds.append({name: apart(partial(one, name)) for name in contestants})
         times = [
-            f"{name} {e['go on']:.2f} {e['durable']:.2f} {e.get('restore', 0):.2f}" for name, e in rounds[-1].items()
+            f"{name} {each['go on']:.2f} {each['durable']:.2f} {each.get('restore', 0):.2f}"
+            for name, each in rounds[-1].items()
         ]
         print(f"{gib:g} GiB, round {len(rounds)}: {'; '.join(times)}", flush=True)
     return rounds

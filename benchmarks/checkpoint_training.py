@@ -133,9 +133,11 @@ def report(options: argparse.Namespace, found: dict[str, Any]) -> str:
             "",
             f"- {'holds' if ratio >= 0.97 else 'MISSED'}: throughput with saves beside without (at least 0.97): "
             f"{ratio:.3f}",
-            f"- a save becomes durable in {found['durable alone']:.2f} s alone, and {found['durable beside training']:.2f} "
-            f"s beside training ({100 * found['durable beside training'] / period:.0f} % of the time between saves)",
-            f"- processor seconds of a save: {found['copying cpu']:.2f} in the loop, {found['background cpu']:.2f} behind",
+            f"- a save becomes durable in {found['durable alone']:.2f} s alone, and in "
+            f"{found['durable beside training']:.2f} s beside training "
+            f"({100 * found['durable beside training'] / period:.0f} % of the time between saves)",
+            f"- processor seconds of a save: {found['copying cpu']:.2f} in the loop, {found['background cpu']:.2f} "
+            "behind it",
         ]
     )
 

@@ -26,6 +26,7 @@ __all__ = [
     "TrainingArguments",
     "ZeroRedundancyOptimizer",
     "load",
+    "load_for_parallelism",
     "save",
 ]
 

@@ -40,7 +40,7 @@ def check_trained(folder: Path) -> None:
     lines = [line for line in read_metrics(folder / "out") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2]
     manifest = json.loads((folder / "out" / "checkpoint-2" / "manifest.json").read_text())
-    assert manifest["mesh"] == {"dp": 2}
+    assert manifest["mesh"] == {"dp": 2, "tp": 1}
     assert json.loads((folder / "out" / "status.json").read_text())["state"] == "done"
 
 

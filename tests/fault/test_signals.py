@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from stepmark.checkpoint import saving
 from tests.support import cells
 from tests.support.ranks import Ranks
+from tests.support.recipes import write_recipe
 
 CELL = "tests.support.cells:train"
 TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
@@ -146,7 +150,30 @@ def test_a_signal_during_the_first_compilation(ranks: Ranks, tmp_path: Path) -> 
 
 
 def test_without_save_on_signal_a_signal_is_a_signal(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {**options(tmp_path, "cpu", 1), "save_on_signal": False}
+    settings = {**options(tmp_path, "cpu", 1), "save_on_signal": False, "async_save": False}
     settings["signal_at"] = {"event": "on_step_begin", "step": 5, "ranks": [0]}
     assert ranks.run(CELL, settings).codes == [-TERM]
     assert steps_saved(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
+def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
+    """Both pass it on. torchrun has an exit code of its own; the word is in status.json."""
+    out = tmp_path / "out"
+    recipe = write_recipe(tmp_path, max_steps=100000, save_steps=100000, logging_steps=1)
+    train = ["-m", "stepmark", "train", str(recipe)]
+    command = [sys.executable, *train, "--nproc", "2"]
+    if launcher == "torchrun":
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, *torchrun, *train]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(TERM)
+        told = process.communicate(timeout=120)[1]
+    assert process.returncode == 75 if launcher == "nproc" else process.returncode != 0, told
+    assert status(out)["state"] == "interrupted", told
+    assert steps_saved(out) == [status(out)["step"]], told
+    assert launcher == "torchrun" or "error" not in told

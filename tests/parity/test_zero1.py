@@ -11,6 +11,7 @@ import pytest
 from stepmark.checkpoint.checked import CheckedFile
 from stepmark.checkpoint.manifest import read_manifest
 from stepmark.runtime.replicas import replica_environment
+from tests.support.cells import logged
 from tests.support.ranks import Ranks
 
 CELLS = [
@@ -127,3 +128,22 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
                 data = bytes(file.read(stored, stored.begin, stored.end))
                 found.setdefault(f"{group}/{name}", {})[piece.start] = data
     return {name: b"".join(parts[start] for start in sorted(parts)) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
+def test_the_trainer_shards_and_resumes(ranks: Ranks, tmp_path: Path, device: str) -> None:
+    """Killed and resumed it is bit for bit the same run, and close to the one that does not shard."""
+    options = {"device": device, "save_strategy": "steps", "save_steps": 2, "dropout": 0.0, "zero_1": True}
+
+    def run(name: str, **more: Any) -> dict[str, Any]:
+        told = {**options, **more, "output_dir": str(tmp_path / name)}
+        ranks.run("tests.support.cells:train", told, nproc=2)
+        return logged(tmp_path / name)["losses"]
+
+    whole = run("whole", zero_1=False)
+    undisturbed = run("undisturbed")
+    run("killed", kill_at=5)
+    assert run("killed", resume_from_checkpoint=True) == undisturbed
+    assert len(undisturbed) == 8
+    for step, values in whole.items():
+        assert undisturbed[step] == pytest.approx(values, rel=1e-5 if device == "cpu" else 1e-4)

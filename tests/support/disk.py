@@ -1,7 +1,7 @@
 """What a disk may hold after a machine has crashed: all that was synced, and of the rest as much as chance wants.
 
-A model of a file system. It hears of every change, in order, from `Faults` (faults.py): a file's bytes are safe once the
-file is synced, a folder's entries once the folder is; entries that are not become so in the order they were made.
+A model of a file system. It hears of every change, in order, from `Faults` (faults.py): a file's bytes are safe once
+the file is synced, a folder's entries once the folder is; entries that are not become so in the order they were made.
 """
 
 from __future__ import annotations

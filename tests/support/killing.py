@@ -71,6 +71,7 @@ def supervise_and_kill(options: dict[str, Any], seed: int, longest: float) -> di
         return started[-1]
 
     supervisor.subprocess.Popen = start  # type: ignore[attr-defined]
+    supervisor.GRACE_SECONDS = 1.0  # the rank that is left waits for the other in vain
     chance = random.Random(seed)
     killer = threading.Thread(target=_kill, args=(started, Path(options["output_dir"]), chance, longest), daemon=True)
     killer.start()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import Checkpointer, owner
 from stepmark.checkpoint.names import checkpoints, step_of
 from stepmark.checkpoint.verify import verify
 from stepmark.errors import CheckpointError
@@ -182,6 +182,7 @@ class Point:
 def run_point(point: Point, prepared: Path, folder: Path) -> tuple[bool, str]:
     """Whether the process came to that call, and what was wrong afterwards ("" for nothing)."""
     logging.disable(logging.CRITICAL)
+    owner.STALE = 2.0  # a claim that was killed when it had just begun is waited for
     scenario = SCENARIOS[point.scenario]
     world, journal = folder / "world", folder / "journal"
     shutil.copytree(prepared, world)

@@ -17,7 +17,8 @@ from stepmark.checkpoint.plan import Holding, Row, SavePlan, plan_save
 from stepmark.checkpoint.saving import tensor_entries
 from stepmark.checkpoint.tensorfile import Header, parse_header
 from stepmark.errors import UsageError
-from stepmark.sharding.spec import Piece
+from stepmark.sharding.overlap import disjoint
+from stepmark.sharding.spec import Box, Piece
 
 SAVE = "0123abcd-000001"
 
@@ -184,6 +185,48 @@ def test_the_manifest_grows_with_tensors_and_files(ranks: int, tensors: int, ten
     assert len(data) < 300 * (len(files) + rows)
     assert parse_manifest(data).tensors == manifest.tensors
     assert json.loads(data)["step"] == 1
+
+
+def test_planning_looks_at_each_row_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the ranks with twice the rows are twice the work: counted, not timed."""
+
+    def work(ranks: int, tensors: int) -> tuple[int, int]:
+        held = large_world(ranks, tensors, 4)
+        rows = sum(len(holding.rows) for holding in held)
+        count = 0
+        numel = Piece.numel.fget
+        assert numel is not None
+
+        def counted(piece: Piece) -> int:
+            nonlocal count
+            count += 1
+            return int(numel(piece))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Piece, "numel", property(counted))
+            plan_save(held, [rank // 8 for rank in range(ranks)], SAVE)
+        return count, rows
+
+    for ranks, tensors in [(32, 50), (64, 100), (128, 200)]:
+        count, rows = work(ranks, tensors)
+        assert count < 8 * rows
+
+
+def test_ranges_of_thousands_of_ranks_are_compared_with_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = 4000
+    boxes = [Box((i, 0), (1, 8)) for i in range(ranges)]
+    count = 0
+    intersect = Box.intersect
+
+    def counted(one: Box, other: Box) -> Box | None:
+        nonlocal count
+        count += 1
+        return intersect(one, other)
+
+    monkeypatch.setattr(Box, "intersect", counted)
+    assert disjoint(boxes)
+    assert count <= 2 * ranges
+    assert not disjoint([*boxes, Box((17, 3), (2, 2))])
 
 
 def test_loads_are_level_over_groups_of_any_size() -> None:

@@ -247,6 +247,8 @@ class Checkpointer:
         except CheckpointTimeout as error:
             handle.fail(error)
             raise
+        except OSError as error:
+            raise CheckpointError(f"nothing was restored from {self.folder}: {describe_error(error)}") from error
         finally:
             handle.collected.set()
             phases.stop()

@@ -29,7 +29,7 @@ from stepmark.sharding.plans import (
     cut_vocabulary,
     plan_of,
 )
-from stepmark.sharding.spec import annotate, layout_of
+from stepmark.sharding.spec import Layout, Shape, annotate, layout_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -204,19 +204,23 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-@torch.no_grad()
 def _replace(parameter: nn.Parameter, placement: Placement) -> None:
     """Gives the parameter this rank's part as its value."""
     if parameter.is_meta:
         parameter.data = torch.empty(placement.shape, dtype=parameter.dtype, device="meta")
         return
-    whole = parameter.detach().cpu()
-    part = torch.zeros(placement.shape, dtype=parameter.dtype)
-    for each in placement.layout.parts:
+    part = local_part(parameter.detach().cpu(), placement.layout, placement.shape)
+    parameter.data = part.to(parameter.device)
+    parameter.grad = None
+
+
+def local_part(whole: Tensor, layout: Layout, shape: Shape) -> Tensor:
+    """The local tensor of `shape` that `layout` describes, taken from the whole one, on the host; padding is zero."""
+    part = torch.zeros(shape, dtype=whole.dtype)
+    for each in layout.parts:
         box = each.piece.box
         at = each.at if isinstance(each.at, tuple) else (0,) * part.dim()
         target = tuple(slice(start, start + length) for start, length in zip(at, box.lengths, strict=True))
         source = tuple(slice(start, start + length) for start, length in zip(box.offsets, box.lengths, strict=True))
         part[target] = whole[source]
-    parameter.data = part.to(parameter.device)
-    parameter.grad = None
+    return part

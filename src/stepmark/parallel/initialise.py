@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 from stepmark.errors import UsageError
-from stepmark.parallel.source import Source, narrow, part_of
+from stepmark.parallel.source import Source, narrow, part_of, passing
 from stepmark.sharding.spec import Layout, Shape
 
 SMALL = 32 << 10  # bytes: smaller tensors are not deferred
@@ -92,7 +92,7 @@ class _Tape:
 
     def play(self) -> Tensor:
         """The storage's elements, in one dim. What nothing has written is 0. The generator stays as it is."""
-        flat = torch.zeros(self.numel, dtype=self.dtype)
+        flat = passing(self.numel, self.dtype)
         generator = torch.default_generator
         before = generator.get_state()
         with torch.no_grad():
@@ -158,8 +158,9 @@ class Deferral(TorchDispatchMode):
         if not tree_any(self._is_deferred, (arguments, keywords)):
             return function(*arguments, **keywords)
         schema = function._schema
-        if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
-            return function(*arguments, **keywords)  # a view
+        view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        if view or torch.Tag.inplace_view in function.tags:
+            return function(*arguments, **keywords)
         if not schema.is_mutable:
             return self._compute(function, arguments, keywords)
         written = [each for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
@@ -221,7 +222,8 @@ class Deferral(TorchDispatchMode):
             if keywords.get("generator") is not None:
                 raise UsageError("the model draws its weights from a generator of its own; make it whole and save it")
             state = torch.default_generator.get_state()
-            scratch = torch.empty_strided(view.size, view.stride, dtype=target.dtype)
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
+            scratch = passing(reach, target.dtype).as_strided(view.size, view.stride)
             function(scratch, *tree_map_only(Tensor, self._real, others), **keywords)
         if function in _OVERWRITES and target.numel() == tape.numel:
             tape.operations.clear()

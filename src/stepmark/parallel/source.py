@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,16 @@ class Reads:
 READS = Reads()
 
 
+def passing(numel: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros, in one dim, for a short time: its memory goes back to the system when it is dropped.
+
+    The C library would keep large pieces, and among smaller ones that stay they would soon add up to a model's size.
+    """
+    if numel == 0:
+        return torch.zeros(0, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype, count=numel)
+
+
 def part_of(local: Tensor, part: Part) -> Tensor:
     """The view of `local` (contiguous) that holds a part, of the shape of its box."""
     assert part.piece.is_box, "parameters are cut in boxes"
@@ -105,7 +116,7 @@ class StoredTensor:
         """Slabs of the box of at most `BUFFER` bytes (one element along all dims but the last, at least)."""
         for slab in _slabs(box, BUFFER // self.dtype.itemsize):
             if slab.numel:
-                buffer = torch.empty(slab.numel * self.dtype.itemsize, dtype=torch.uint8)
+                buffer = passing(slab.numel * self.dtype.itemsize, torch.uint8)
                 data: Any = buffer.numpy()
                 self._read_runs(descriptor, slab, memoryview(data))
                 narrow(target, slab.relative_to(box.offsets)).copy_(buffer.view(self.dtype).view(slab.lengths))

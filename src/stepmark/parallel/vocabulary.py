@@ -118,9 +118,7 @@ class CutLoss:
         **options: Any,
     ) -> Tensor:
         if not self._head.keep_cut:
-            return self._on_whole(
-                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options
-            )
+            return self._on_whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         counted = shift_labels != ignore_index

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from stepmark.data.tokenizer import load_tokenizer
-from stepmark.errors import UsageError
+from stepmark.errors import StepmarkError, UsageError
+from stepmark.parallel.load import Maker, load_model, new_model
 from stepmark.recipe.recipe import ModelConfig
 from stepmark.trainer.arguments import parse_options
 
@@ -60,20 +61,39 @@ def build_config(config: ModelConfig, tokenizer: Any) -> Any:
         raise UsageError(f"config_overrides: {type(made).__name__} refuses {overrides}: {message}") from error
 
 
-def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> torch.nn.Module:
-    """The causal language model, fp32 on the host: new with weights drawn by `seed`, or from a local folder."""
+def build_model(config: ModelConfig, tokenizer: Any, seed: int, make: Maker | None = None) -> torch.nn.Module:
+    """The causal language model, fp32: new with weights drawn by `seed`, or from a local folder.
+
+    Whole and on the host; or by `make` (stepmark.parallel.load), cut and on the device, of the same values.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     if config.model_name_or_path is None:
         model_config = build_config(config, tokenizer)
         try:
+            if make is not None:
+                return new_model(make, model_config, dtype=torch.float32)
             return AutoModelForCausalLM.from_config(model_config).float()
+        except StepmarkError:
+            raise
         except Exception as error:  # models check their numbers each in their own way, by ValueError, KeyError and more
             raise UsageError(
                 f"config_name and config_overrides: no model can be made of them: {_first_line(error)}"
             ) from error
+    if make is not None:
+        return _load_cut(make, config.model_name_or_path)
     return _load(config.model_name_or_path)
+
+
+def _load_cut(make: Maker, name: str) -> torch.nn.Module:
+    try:
+        model: torch.nn.Module = load_model(make, name, dtype=torch.float32)
+    except StepmarkError:
+        raise
+    except Exception as error:  # as in _load
+        raise UsageError(f"model_name_or_path: no model can be loaded from {name}: {_first_line(error)}") from error
+    return model
 
 
 def _load(name: str) -> torch.nn.Module:

@@ -35,6 +35,18 @@ PLANS: dict[str, dict[str, str]] = {
 }
 """Plans of ours, by model type, for models that have none; names as seen from the base model."""
 
+ADDED: dict[str, dict[str, str]] = {
+    # An activation function with parameters, between columns and rows, which its plan does not speak of.
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+}
+"""What transformers' plan of a model type leaves out; names as seen from the base model."""
+
+REFUSED = {
+    "doge": "its attention's mask has parameters for whole heads, which its plan cuts along other lines",
+    "youtu": "its plan leaves out the rotary part that all heads share (multi-head latent attention)",
+}
+"""Model types whose plan in transformers does not give the unsharded model's results, and why."""
+
 
 @dataclass(frozen=True)
 class Style:
@@ -99,13 +111,13 @@ def parse_style(text: str) -> Style:
 
 
 def _own_plan(model: Any) -> dict[str, str]:
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    if kind in REFUSED:
+        raise UsageError(f"tensor_parallel_size: {type(model).__name__} is not supported: {REFUSED[kind]}")
     own = dict(getattr(model, "_tp_plan", None) or {})
-    if own:
-        return own
-    base = getattr(model, "base_model", model)
-    ours = PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), {})
-    prefix = "" if base is model else f"{model.base_model_prefix}."
-    return {prefix + name: style for name, style in ours.items()}
+    ours = ADDED.get(kind, {}) if own else PLANS.get(kind, {})
+    prefix = "" if getattr(model, "base_model", model) is model else f"{model.base_model_prefix}."
+    return {**own, **{prefix + name: style for name, style in ours.items()}}
 
 
 def _expression(pattern: str) -> str:

@@ -26,6 +26,7 @@ class TrainingArguments:
     Steps are optimizer steps. `logging_steps`, `eval_steps` and `save_steps` below 1 are fractions of all steps.
     Relative paths are meant from the folder the process was started in. `device` is auto, xla, cuda, neuron or cpu;
     `dtype` is the parameters' own: float32, or bfloat16, which the optimizer follows with fp32 master weights.
+    `zero_1` divides the optimizer's state among the data parallel ranks.
 
     `async_save`: training goes on while a checkpoint is written. `save_timeout`: seconds that each phase of a save or
     restore may take before the run ends and names the rank that is late. `save_on_signal`: SIGTERM or SIGUSR1 stops the
@@ -85,6 +86,7 @@ class TrainingArguments:
     log_level: str = "passive"
     device: str = "auto"
     dtype: str = "float32"
+    zero_1: bool = False
 
     def __post_init__(self) -> None:
         for name, value in convert_all(type(self), self._values()).items():

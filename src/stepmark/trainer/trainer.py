@@ -170,8 +170,8 @@ class Trainer:
         return DataLoader(
             dataset,
             batch_size,
-            rank=self.context.data_parallel.rank,
-            world_size=self.context.data_parallel.size,
+            rank=self.mesh.data_parallel.rank,
+            world_size=self.mesh.data_parallel.size,
             collate_fn=padded.collate_fn if padded else self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             fixed_shape=self.context.runtime.lazy,
@@ -184,6 +184,10 @@ class Trainer:
     def make_optimizer(self) -> ParameterOptimizer | ShardedOptimizer:
         """The optimizer that the user gave, or the one that the arguments name."""
         given, runtime = self._optimizers[0], self.context.runtime
+        if given is not None and self.args.zero_1:
+            raise UsageError(
+                "zero_1 and optimizers: the optimizer that was given keeps its state whole; leave one of the two out"
+            )
         if given is not None:
             names = {parameter: name for name, parameter in self.model.named_parameters()}
             return ParameterOptimizer.around(given, names, runtime)
@@ -198,6 +202,7 @@ class Trainer:
             betas=(args.adam_beta1, args.adam_beta2),
             epsilon=args.adam_epsilon,
             options=args.optimizer_options,
+            sharded_over=self.mesh if args.zero_1 else None,
         )
 
     def make_schedule(self, optimizer: ParameterOptimizer | ShardedOptimizer, total_steps: int) -> Any:
@@ -272,7 +277,7 @@ class Trainer:
             runtime=self.context.runtime,
             async_save=self.args.async_save,
             save_timeout=self.args.save_timeout,
-            mesh={"dp": self.context.data_parallel.size},
+            mesh=self.mesh.shape,
         )
 
     def _check_start(self, folder: Path, run: TrainingRun, resume: bool | str | None) -> None:
@@ -291,7 +296,7 @@ class Trainer:
     def _train(self, run: TrainingRun, restored: Path | None) -> TrainOutput:
         if restored is not None:
             attempt = self.journal.attempts() + 1
-            mesh = {"dp": self.context.data_parallel.size}
+            mesh = self.mesh.shape
             self.journal.metrics({"resumed": self.state.global_step, "attempt": attempt, "mesh": mesh})
         self.display = Display(
             shows=self.is_world_process_zero() and not self.args.disable_tqdm,

@@ -100,6 +100,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """See `state_dict`. Raises UsageError."""
         self.state_dict()
 
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state that this rank holds, master weights included."""
+        return self._sharded.state_bytes()
+
     def ensure_state(self) -> None:
         """Creates the state, so that it can be restored in place; `Checkpointer.restore` calls it."""
         self._sharded.ensure_state()

@@ -1,0 +1,290 @@
+"""Tries tensor parallelism on every causal language model of transformers, and writes docs/architectures.md.
+
+Each architecture with a plan is built with a small random configuration and compared, at tensor_parallel_size 2, with
+itself on one rank: logits, loss, and the gradient of every parameter. The two ranks are threads of this process.
+
+    python scripts/architectures.py [--only MODEL_TYPE …] [--output docs/architectures.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from stepmark.errors import UsageError
+from stepmark.launch.world import World
+from stepmark.parallel.apply import local_part, parallelize
+from stepmark.runtime.collectives import NoCollectives, Reduction
+from stepmark.runtime.context import Context
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.host import HostGroup
+from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.copies import copies_of
+from stepmark.sharding.plans import PLANS, plan_of
+from stepmark.sharding.spec import layout_of
+
+RANKS = 2
+TOKENS = 8
+TOLERANCE = 1e-4  # of the largest value of the tensor compared
+WAIT_SECONDS = 20
+SMALL: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class ThreadAxis:
+    """An axis whose ranks are threads: see `Collectives`."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.size = len(slots)
+        self._slots = slots
+        self._barrier = barrier
+
+    def _exchange(self, tensors: Any) -> list[list[Tensor]]:
+        self._slots[self.rank] = [tensor.detach().clone() for tensor in tensors]
+        self._barrier.wait(WAIT_SECONDS)
+        all_ranks = list(self._slots)
+        self._barrier.wait(WAIT_SECONDS)
+        return [list(each) for each in zip(*all_ranks, strict=True)]
+
+    def all_reduce(self, tensors: Any, op: Reduction = "sum") -> list[Tensor]:
+        stacked = [torch.stack(each) for each in self._exchange(tensors)]
+        return [each.sum(0) if op == "sum" else each.amax(0) for each in stacked]
+
+    def all_gather(self, tensors: Any, dim: int = 0) -> list[Tensor]:
+        return [torch.cat(each, dim) for each in self._exchange(tensors)]
+
+    def reduce_scatter(self, tensors: Any, dim: int = 0) -> list[Tensor]:
+        return [self.own_part(each, dim) for each in self.all_reduce(tensors)]
+
+    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return tensor.chunk(self.size, dim)[self.rank]
+
+
+@dataclass(frozen=True)
+class Result:
+    """`verdict`: passed, refused, failed, or not built."""
+
+    model_type: str
+    verdict: str
+    why: str = ""
+
+
+def small_model(model_type: str) -> Any:
+    """The architecture with few and narrow layers and random weights, in eval mode."""
+    kind = CONFIG_MAPPING[model_type]
+    config = kind(**_known(kind()))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.isfinite().all():
+                parameter.zero_()
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def _known(config: Any) -> dict[str, Any]:
+    """The small values that this configuration has."""
+    values = {name: value for name, value in SMALL.items() if _has(config, name)}
+    values |= {name: 0.0 for name, value in vars(config).items() if "drop" in name and isinstance(value, float)}
+    text = getattr(config, "text_config", None)
+    if text is not None and text is not config:
+        values["text_config"] = _known(text)
+    if "layer_types" in vars(config) and config.layer_types is not None:
+        values["layer_types"] = list(config.layer_types[-2:])
+    return values
+
+
+def _has(config: Any, name: str) -> bool:
+    """Whether the configuration has one such value for all layers."""
+    try:
+        return hasattr(config, name)
+    except ValueError:
+        return False
+
+
+def attempt(model_type: str) -> Result:
+    """Builds, cuts, compares."""
+    try:
+        model = small_model(model_type)
+    except Exception as error:  # a configuration that small values contradict says nothing about parallelism
+        return Result(model_type, "not built", _first_line(error))
+    try:
+        plan_of(model)
+        difference = compare(model)
+    except UsageError as error:
+        return Result(model_type, "refused", str(error).removeprefix("tensor_parallel_size: ").split("; supported")[0])
+    except Exception as error:
+        return Result(model_type, "failed", f"{type(error).__name__}: {_first_line(error)}")
+    return Result(model_type, "failed", difference) if difference else Result(model_type, "passed")
+
+
+def compare(model: Any) -> str:
+    """What differs between the model and its halves; empty if nothing does."""
+    halves = [copy.deepcopy(model) for _ in range(RANKS)]
+    tokens = torch.randint(3, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    expected = _run(model, tokens)
+    slots: list[Any] = [None] * RANKS
+    barrier = threading.Barrier(RANKS)
+    found: list[Any] = [None] * RANKS
+    errors: list[BaseException] = []
+
+    def rank_runs(rank: int) -> None:
+        try:
+            runtime = EagerRuntime(torch.device("cpu"))
+            context = Context(World(rank, RANKS, rank, RANKS), runtime, HostGroup(rank, RANKS), NoCollectives())
+            mesh = Mesh(context, NoCollectives(), ThreadAxis(rank, slots, barrier))
+            parallelize(halves[rank], mesh)
+            found[rank] = _run(halves[rank], tokens)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=rank_runs, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    return _difference(model, halves, expected, found)
+
+
+def _run(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits in evaluation, and the loss in training; leaves gradients."""
+    options = {"use_cache": False}
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens, **options).logits
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    loss = model.train()(input_ids=tokens, labels=tokens, **options).loss
+    loss.backward()
+    return logits, loss.detach()
+
+
+def _difference(model: Any, halves: list[Any], expected: Any, found: list[Any]) -> str:
+    for rank in range(RANKS):
+        for name, ours, theirs in zip(("logits", "loss"), found[rank], expected, strict=True):
+            if not _close(ours, theirs):
+                return f"{name} differ by {_gap(ours, theirs)}"
+    parameters = [dict(half.named_parameters()) for half in halves]
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        for rank in range(RANKS):
+            local = parameters[rank][name]
+            copies = copies_of(local, RANKS)
+            sources = parameters if copies.partial else [parameters[rank]]
+            gradients = [each[name].grad for each in sources]
+            if any(gradient is None for gradient in gradients):
+                return f"{name} has no gradient"
+            layout = layout_of(local)
+            whole = parameter.grad if layout is None else local_part(parameter.grad, layout, tuple(local.shape))
+            if not _close(sum(gradients), whole, parameter.grad.abs().max()):
+                return f"the gradient of {name} differs by {_gap(sum(gradients), whole)}"
+    return ""
+
+
+def _close(ours: Tensor, theirs: Tensor, scale: Tensor | None = None) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    scale = theirs.abs().max() if scale is None else scale
+    return bool((ours - theirs).abs().max() <= TOLERANCE * max(float(scale), 1e-6))
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> str:
+    if ours.shape != theirs.shape:
+        return f"shape: {list(ours.shape)}, not {list(theirs.shape)}"
+    return f"{float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12)):.1e} of the largest value"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def has_plan(model_type: str) -> bool:
+    if model_type in PLANS:
+        return True
+    config = CONFIG_MAPPING[model_type]
+    text = getattr(config, "sub_configs", {}).get("text_config")
+    return bool(config.base_model_tp_plan or getattr(text, "base_model_tp_plan", None))
+
+
+def page(results: list[Result], without: list[str]) -> str:
+    """The documentation's page."""
+    lines = [
+        "# Architectures and tensor parallelism",
+        "",
+        f"Made by `python scripts/architectures.py` with transformers {transformers.__version__} and torch "
+        f"{torch.__version__.split('+')[0]}: every causal language model of transformers, with a small random",
+        "configuration, at `tensor_parallel_size: 2` against one rank: logits, loss and the gradient of every parameter",
+        f"within {TOLERANCE:g} of the tensor's largest value, in fp32 on a CPU.",
+        "",
+        "A model that is refused says why before anything is started. Pass a plan of your own to `parallelize` to try",
+        "one that has none.",
+    ]
+    for verdict, title in (
+        ("passed", "Passed"),
+        ("failed", "Failed: do not use tensor parallelism with these"),
+        ("refused", "Refused"),
+        ("not built", "Not tried: the script could not make a small configuration"),
+    ):
+        chosen = [result for result in results if result.verdict == verdict]
+        lines += ["", f"## {title} ({len(chosen)})", ""]
+        if verdict == "passed":
+            lines += [", ".join(f"`{result.model_type}`" for result in chosen)]
+            continue
+        lines += ["| model type | why |", "| --- | --- |"]
+        lines += [f"| `{result.model_type}` | {result.why.replace('|', '/')} |" for result in chosen]
+    lines += ["", f"## Without a plan ({len(without)})", "", ", ".join(f"`{name}`" for name in without)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=None)
+    parser.add_argument("--output", type=Path, default=None)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    names = arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    without = [name for name in names if not has_plan(name)]
+    results = []
+    for name in names:
+        if name not in without:
+            results.append(attempt(name))
+            print(f"{results[-1].verdict:10} {name:28} {results[-1].why}", flush=True)
+    if arguments.output:
+        arguments.output.write_text(page(results, without))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What ranks of a tensor parallel model do in tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stepmark.errors import UsageError
+from stepmark.parallel.apply import local_part, parallelize
+from stepmark.runtime.context import start
+from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.spec import layout_of
+from tests.support.cells import LENGTH, VOCABULARY
+from tests.support.models import build
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Largest differences from the whole model: logits of an evaluation, of training without labels, and the loss in
+    training with labels; whether that gave logits; and of all parameters' slices."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    whole, cut = build(**model), parallelize(build(**model), mesh, **options)
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        expected = whole.eval()(input_ids=tokens()).logits
+        found["evaluation"] = float((cut.eval()(input_ids=tokens(), labels=tokens()).logits - expected).abs().max())
+        found["training"] = float((cut.train()(input_ids=tokens()).logits - expected).abs().max())
+    labels = tokens()
+    labels[:, 5] = -100
+    outputs = cut(input_ids=tokens(), labels=labels)
+    found["loss"] = float((outputs.loss - whole(input_ids=tokens(), labels=labels).loss).abs())
+    found["has_logits"] = outputs.logits is not None
+    differences = []
+    for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
+        layout = layout_of(ours)
+        part = theirs.detach() if layout is None else local_part(theirs.detach(), layout, tuple(ours.shape))
+        differences.append(float((ours.detach() - part).abs().max()))
+    found["parameters"] = max(differences)
+    return found
+
+
+def shapes_on_meta(model: dict[str, Any]) -> bool:
+    """Whether cutting a model on the meta device gives the shapes, layouts and ties that cutting it on the host does."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    real = parallelize(build(**model), mesh)
+    with torch.device("meta"):
+        empty = build(**model)
+    meta = parallelize(empty, mesh)
+    pairs = list(zip(real.named_parameters(), meta.named_parameters(), strict=True))
+    return all(a == b and p.shape == q.shape and layout_of(p) == layout_of(q) and q.is_meta for (a, p), (b, q) in pairs)
+
+
+def refusal(model: dict[str, Any], options: dict[str, Any]) -> str:
+    """What `parallelize`, and then one forward pass, say against it; empty if nothing."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    made = build(**model)
+    length = options.pop("length", LENGTH)
+    before = [parameter.shape for parameter in made.parameters()]
+    try:
+        parallelize(made, mesh, **options)
+    except UsageError as error:
+        assert [parameter.shape for parameter in made.parameters()] == before
+        return str(error)
+    try:
+        made(input_ids=tokens()[:, :length])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def dropped(model: dict[str, Any], options: dict[str, Any]) -> dict[str, list[Any]]:
+    """Which units dropout keeps, by place: after the embedding, in the attention's probabilities and after its
+    projection, of two layers; and the gradients' digest."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    made = parallelize(build(**model), mesh, **options).train()
+    if options.get("checkpointing"):
+        made.gradient_checkpointing_enable()
+    made.config._attn_implementation = "eager"
+    kept: dict[str, list[Any]] = {}
+
+    def watch(name: str) -> Any:
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            kept.setdefault(name, []).append((output == 0).flatten()[:64].tolist())
+
+        return hook
+
+    made.transformer.drop.register_forward_hook(watch("embedding"))
+    for number, block in enumerate(made.transformer.h):
+        block.attn.resid_dropout.register_forward_hook(watch(f"attention {number}"))
+        block.mlp.dropout.register_forward_hook(watch(f"feed-forward {number}"))
+    functional = torch.nn.functional.dropout
+
+    def watched(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        output = functional(input, p, training, inplace)
+        if input.dim() == 4 and p:
+            kept.setdefault("probabilities", []).append((output[0, 0, -1] == 0).tolist())
+        return output
+
+    torch.nn.functional.dropout = watched
+    try:
+        mesh.runtime.seed(5)
+        made(input_ids=tokens(), labels=tokens()).loss.backward()
+    finally:
+        torch.nn.functional.dropout = functional
+    return kept
+
+
+def dropped_checkpointed(model: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
+    """The largest difference of gradients with and without gradient checkpointing, with dropout."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    gradients = []
+    for checkpointing in (False, True):
+        made = parallelize(build(**model), mesh, **options).train()
+        if checkpointing:
+            made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        mesh.runtime.seed(5)
+        made(input_ids=tokens(), labels=tokens()).loss.backward()
+        gradients.append([parameter.grad for parameter in made.parameters()])
+    return {"difference": max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))}

@@ -1,0 +1,67 @@
+"""A model cut among ranks: its logits, its dropout, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import Ranks
+
+CELLS = "tests.distributed.parallel_cells:"
+
+
+@pytest.mark.parametrize("options", [{}, {"parallelize_embedding": False}, {"sequence_parallel": True}])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_logits_are_whole_for_who_asks(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
+    for found in ranks.run(CELLS + "logits", {"kind": kind}, options, nproc=2).check():
+        assert found["evaluation"] < 1e-5
+        assert found["training"] < 1e-5
+        assert found["loss"] < 1e-5
+        assert found["parameters"] == 0
+        assert found["has_logits"] == ("parallelize_embedding" in options)
+
+
+def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
+    assert ranks.run(CELLS + "shapes_on_meta", {"kind": "gpt2"}, nproc=2).check() == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (
+            {"kind": "llama", "num_key_value_heads": 4},
+            {"plan": {"model.nothing": "colwise"}},
+            "no module 'model.nothing'",
+        ),
+        ({"kind": "llama"}, {"plan": {"model.layers.*.mlp.up_proj": "moe_tp_experts"}}, "moe_tp_experts"),
+        ({"kind": "llama"}, {"plan": {"model.layers.*.input_layernorm": "colwise"}}, "no linear layer"),
+        ({"kind": "gpt2", "n_inner": 5}, {}, "cannot be cut in 2 equal parts"),
+        ({"kind": "llama"}, {"sequence_parallel": True, "length": 7}, "sequences of 7 tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(ranks: Ranks, model: dict[str, Any], options: dict[str, Any], words: str) -> None:
+    for message in ranks.run(CELLS + "refusal", model, options, nproc=2).check():
+        assert words in message
+        assert "\n" not in message
+
+
+def test_dropout_agrees_where_activations_do(ranks: Ranks) -> None:
+    one, other = ranks.run(CELLS + "dropped", {"kind": "gpt2", "dropout": 0.5}, {}, nproc=2).check()
+    for place in one:
+        assert (one[place] == other[place]) == (place != "probabilities"), place
+    assert one["attention 0"] != one["attention 1"]
+
+
+def test_dropout_differs_along_a_cut_sequence(ranks: Ranks) -> None:
+    options = {"sequence_parallel": True}
+    one, other = ranks.run(CELLS + "dropped", {"kind": "gpt2", "dropout": 0.5}, options, nproc=2).check()
+    for place in one:
+        assert (one[place] == other[place]) == (place == "embedding"), place
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_recomputation_draws_the_same(ranks: Ranks, sequence: bool) -> None:
+    arguments: list[Any] = [{"kind": "gpt2", "dropout": 0.5}, {"sequence_parallel": sequence}]
+    for found in ranks.run(CELLS + "dropped_checkpointed", *arguments, nproc=2).check():
+        assert found["difference"] < 1e-6

@@ -1,0 +1,58 @@
+"""A rank stopped with SIGSTOP in a phase of a save or restore: the job ends soon after the deadline, and names it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.recipes import write_recipe
+
+TIMEOUT = 4.0  # seconds: save_timeout
+ALLOWED = {"nproc": TIMEOUT + 10, "torchrun": TIMEOUT + 45}
+SAVE_PHASES = ["joining", "planning", "copying", "writing", "sealing"]
+SUPERVISE = "import sys; from stepmark.launch.supervisor import supervise; sys.exit(supervise(sys.argv[1:], 2))"
+SAMPLE = [("nproc", 0, "writing")]
+
+
+def cells() -> list[Any]:
+    """Every cell, those beyond the sample in `make prove`. Rank 0 commits without asking the others."""
+    each = [
+        *product(ALLOWED, (0, 1), [*SAVE_PHASES, "looking"]),
+        *((launcher, 0, "committing") for launcher in ALLOWED),
+    ]
+    return [pytest.param(*cell, marks=[] if cell in SAMPLE else [pytest.mark.prove]) for cell in each]
+
+
+def command(launcher: str, rank_command: list[str]) -> list[str]:
+    if launcher == "nproc":
+        return [sys.executable, "-c", SUPERVISE, sys.executable, *rank_command]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    return [*torchrun, *rank_command]
+
+
+@pytest.mark.parametrize(("launcher", "stopped", "phase"), cells())
+def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, launcher: str, stopped: int, phase: str) -> None:
+    recipe = write_recipe(tmp_path, max_steps=4, save_steps=2, save_timeout=TIMEOUT, resume_from_checkpoint=True)
+    note = tmp_path / "stopped-at"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
+    if phase == "looking":
+        first = [sys.executable, "-m", "stepmark", "train", str(recipe), "--max_steps", "2"]
+        subprocess.run(first, env=environment, check=True, capture_output=True, timeout=180)
+    script = str(Path(__file__).parents[1] / "support" / "stopping_rank.py")
+    ranks = command(launcher, [script, str(stopped), phase, str(note), "train", str(recipe)])
+    done = subprocess.run(ranks, env=environment, capture_output=True, text=True, timeout=240)
+    took = time.time() - float(note.read_text())
+    assert done.returncode == 1, done.stderr
+    assert took < ALLOWED[launcher], done.stderr
+    assert f"rank {stopped}" in done.stderr
+    assert "save_timeout" in done.stderr or "waited in vain" in done.stderr

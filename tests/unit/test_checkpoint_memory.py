@@ -1,0 +1,85 @@
+"""Host memory that saving and restoring take: used again, and bounded whatever the size of the state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepmark.checkpoint import Checkpointer, checked, staging
+
+
+def test_twenty_saves_take_their_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    touched = staging._touched
+
+    def counted(size: int) -> torch.Tensor:
+        taken.append(size)
+        return touched(size)
+
+    monkeypatch.setattr(staging, "_touched", counted)
+    state = {"nest": {f"t{i}": torch.ones(1 << 18) for i in range(8)}}
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        for step in range(20):
+            state["nest"]["t0"] += 1
+            checkpointer.save(step, state)
+    assert len(taken) == 1
+    assert taken[0] < 8 * (1 << 20) + (1 << 20)
+
+
+@pytest.mark.parametrize("count", [4, 32])
+def test_restoring_into_live_tensors_takes_the_same_memory_for_any_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Each reading thread has one block; nothing else is held for tensors that are contiguous host memory."""
+    blocks: dict[int, int] = {}
+    memory = checked.reading_memory
+
+    def counted(size: int) -> memoryview:
+        found = memory(size)
+        blocks[id(found)] = len(found)
+        return found
+
+    monkeypatch.setattr(checked, "reading_memory", counted)
+    made: list[Any] = []
+    empty = torch.empty
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        made.append(arguments)
+        return empty(*arguments, **options)
+
+    state = {"nest": {f"t{i}": torch.full((3 << 20,), float(i)) for i in range(count)}}
+    with Checkpointer(tmp_path, threads=1) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        for tensor in state["nest"].values():
+            tensor.zero_()
+        monkeypatch.setattr(torch, "empty", noted)
+        assert checkpointer.restore(state) == 1
+    assert all(torch.equal(tensor, torch.full((3 << 20,), float(i))) for i, tensor in enumerate(state["nest"].values()))
+    assert made == []
+    assert len(blocks) <= 2  # restoring uses twice as many threads as `threads`
+    assert max(blocks.values()) <= checked.BLOCK + (3 << 20)
+
+
+def test_all_threads_copy_what_a_single_copy_would(tmp_path: Path) -> None:
+    """Long and short runs, strided sources, conjugates: the copy is the same bits whatever way it takes."""
+    torch.manual_seed(0)
+    state = {
+        "nest": {
+            "long": torch.randn(5 << 20),
+            "strided": torch.randn(300, 200).t(),
+            "conjugate": torch.randn(100, dtype=torch.complex64).conj(),
+            "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
+            "mask": torch.rand(1000) > 0.5,
+            "empty": torch.zeros(0, 4),
+        }
+    }
+    expected = {name: tensor.clone() for name, tensor in state["nest"].items()}
+    with Checkpointer(tmp_path, threads=3) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        fresh = {"nest": {name: torch.zeros_like(tensor.resolve_conj()) for name, tensor in expected.items()}}
+        assert checkpointer.restore(fresh) == 1
+    for name, tensor in fresh["nest"].items():
+        assert torch.equal(tensor, expected[name]), name
