@@ -7,7 +7,8 @@ meshes: data parallel ranks hold the same pieces of the model, tensor parallel r
 the optimizer states are ranges over the data parallel ranks (ZeRO-1). The planner is the real one, fed with the tables
 that the ranks would send each other; what is measured is what one rank does, in a process of its own: decode all
 tables, plan, and find its own share. Restoring is planned for ranks of another mesh, from the parsed manifest: the byte
-ranges of every file that the rank has to read. Printed are seconds, and the growth of the process's peak memory.
+ranges of every file that the rank has to read. Printed are seconds, processor
+seconds (on a busy machine the first say little), and the growth of the process's peak memory.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
-import resource
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from apart import PeakMemory, apart
 from keeping import machine, write_results
 
 from stepmark.checkpoint.checkpointer import MAX_FILE_SIZE
@@ -148,43 +148,40 @@ def restore_plan(data: bytes, world: World, rank: int) -> int:
     return elements
 
 
-def apart(function: Callable[..., Any], *arguments: Any) -> dict[str, float]:
-    """Seconds and megabytes that a call takes in a process of its own."""
+def cost(function: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    """Seconds, processor seconds and megabytes that a call takes in a process of its own."""
 
-    def run(sender: Any) -> None:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        started = time.perf_counter()
+    def run() -> dict[str, float]:
+        peak = PeakMemory()
+        peak.begin()
+        started, used = time.perf_counter(), time.process_time()
         function(*arguments)
-        seconds = time.perf_counter() - started
-        sender.send((seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6))
+        seconds, cpu = time.perf_counter() - started, time.process_time() - used
+        return {"s": seconds, "cpu s": cpu, "MB": peak.extra() / 1e6}
 
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run, args=(sender,))
-    process.start()
-    sender.close()
-    seconds, megabytes = receiver.recv()
-    process.join()
-    return {"s": seconds, "MB": megabytes}
+    found: dict[str, float] = apart(run)
+    return found
 
 
 def measure(world: World, other: World) -> dict[str, Any]:
     """One row of the table: a save on `world`, restored on `other`."""
     digests, sent = packed_tables(world)
-    planning = apart(plan_of, world, digests, sent)
+    planning = cost(plan_of, world, digests, sent)
     plan = plan_of(world, digests, sent)
     data = manifest_of(world, plan)
-    restoring = apart(restore_plan, data, other, other.ranks // 2 + 1)
+    restoring = cost(restore_plan, data, other, other.ranks // 2 + 1)
     return {
         "mesh": world.name(),
         "plan s": planning["s"],
+        "plan cpu s": planning["cpu s"],
         "plan MB": planning["MB"],
         "files": len(plan.files),
         "pieces": sum(len(file.tensors) for file in plan.files),
         "manifest MB": len(data) / 1e6,
-        "manifest s": apart(manifest_of, world, plan)["s"],
+        "manifest s": cost(manifest_of, world, plan)["s"],
         "restored on": other.name(),
         "restore plan s": restoring["s"],
+        "restore plan cpu s": restoring["cpu s"],
         "restore plan MB": restoring["MB"],
     }
 

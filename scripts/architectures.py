@@ -245,8 +245,8 @@ def page(results: list[Result], without: list[str]) -> str:
         "",
         f"Made by `python scripts/architectures.py` with transformers {transformers.__version__} and torch "
         f"{torch.__version__.split('+')[0]}: every causal language model of transformers, with a small random",
-        "configuration, at `tensor_parallel_size: 2` against one rank: logits, loss and the gradient of every parameter",
-        f"within {TOLERANCE:g} of the tensor's largest value, in fp32 on a CPU.",
+        "configuration, at `tensor_parallel_size: 2` against one rank: logits, loss and the gradient of every",
+        f"parameter within {TOLERANCE:g} of the tensor's largest value, in fp32 on a CPU.",
         "",
         "A model that is refused says why before anything is started. Pass a plan of your own to `parallelize` to try",
         "one that has none.",

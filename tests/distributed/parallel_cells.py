@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import xxhash
 
 from stepmark.errors import UsageError
 from stepmark.parallel.apply import local_part, parallelize
-from stepmark.runtime.context import start
+from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.module import place_module
 from stepmark.sharding.spec import layout_of
 from tests.support.cells import LENGTH, VOCABULARY
 from tests.support.models import build
@@ -44,7 +46,7 @@ def logits(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def shapes_on_meta(model: dict[str, Any]) -> bool:
-    """Whether cutting a model on the meta device gives the shapes, layouts and ties that cutting it on the host does."""
+    """Whether a model on the meta device is cut to the shapes, layouts and ties of one on the host."""
     mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
     real = parallelize(build(**model), mesh)
     with torch.device("meta"):
@@ -121,3 +123,37 @@ def dropped_checkpointed(model: dict[str, Any], options: dict[str, Any]) -> dict
         made(input_ids=tokens(), labels=tokens()).loss.backward()
         gradients.append([parameter.grad for parameter in made.parameters()])
     return {"difference": max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))}
+
+
+def graph(replicas: int, model: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each replica thread, with sequence parallelism and dropout: the collectives in the graph of a micro-step, the
+    graph's digest, and compilations after each of four micro-steps."""
+    from stepmark.runtime.replicas import run_replicas
+
+    made = [build(**model) for _ in range(replicas)]
+
+    def replica(context: Context) -> dict[str, Any]:
+        import torch_xla
+
+        mesh = Mesh.create(tensor_parallel_size=replicas, context=context)
+        cut = parallelize(made[context.world.rank], mesh, sequence_parallel=True).train()
+        place_module(cut, mesh.runtime)
+        placed = mesh.runtime.place(tokens())
+        found: dict[str, Any] = {"compilations": []}
+        for number in range(4):
+            mesh.runtime.seed(1000 + number)
+            loss = cut(input_ids=placed, labels=placed, use_cache=False).loss
+            loss.backward()
+            gradients = [parameter.grad for parameter in cut.parameters()]
+            if not number:
+                text = torch_xla._XLAC._get_xla_tensors_hlo([loss, *gradients])
+                found["digest"] = xxhash.xxh3_64_hexdigest(text.encode())
+                found |= {kind: text.count(f"{kind}(") for kind in ("all-reduce", "all-gather", "reduce-scatter")}
+            mesh.runtime.step_boundary(wait=True)
+            counters = mesh.runtime.counters()
+            assert counters is not None
+            found["compilations"].append(counters.compilations)
+            cut.zero_grad()
+        return found
+
+    return run_replicas(replica, replicas)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stepmark.runtime.replicas import replica_environment
 from tests.support.ranks import Ranks
 
 CELLS = "tests.distributed.parallel_cells:"
@@ -65,3 +66,19 @@ def test_recomputation_draws_the_same(ranks: Ranks, sequence: bool) -> None:
     arguments: list[Any] = [{"kind": "gpt2", "dropout": 0.5}, {"sequence_parallel": sequence}]
     for found in ranks.run(CELLS + "dropped_checkpointed", *arguments, nproc=2).check():
         assert found["difference"] < 1e-6
+
+
+@pytest.mark.xla
+def test_the_graphs_of_all_ranks_are_one(ranks: Ranks) -> None:
+    """Two layers, two regions each. Entering a region gathers, and its backward pass reduces and scatters; leaving it
+    is the other way round. Beside that: the cut and the gather at the ends, the embedding's sum, the loss's maximum
+    and sum. Dropout's seeds compile nothing."""
+    model = {"kind": "gpt2", "dropout": 0.1}
+    (found,) = ranks.run(CELLS + "graph", 2, model, environment=replica_environment(2)).check()
+    assert found[0] == found[1]
+    assert {kind: found[0][kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")} == {
+        "all-gather": 4 + 4 + 2,
+        "reduce-scatter": 4 + 4 + 1,
+        "all-reduce": 3,
+    }
+    assert len(set(found[0]["compilations"])) == 1

@@ -47,6 +47,7 @@ def options(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         "logging_steps": 2,
         "save_strategy": "steps",
         "save_steps": 3,
+        "async_save": False,  # so that it is certain which checkpoint a kill finds
         "eval_strategy": "epoch",
         "resume_from_checkpoint": True,
     }

@@ -85,7 +85,7 @@ class _Work:
         self._sequence = sequence
         tables = _tables(model)
         self._tables = tables if embedding else []
-        skipped = {module for module in tables}
+        skipped = set(tables)
         modules = dict(model.named_modules())
         self._styles = [(name, modules[name], style) for name, style in plan.items() if modules[name] not in skipped]
         self._heads = self._find_heads(modules)
@@ -120,8 +120,8 @@ class _Work:
                     dim = 0 if parameter.dim() == 1 else inputs if rows else 1 - inputs
                     yield _Cut(f"{name}.{own}", parameter, self._place(f"{name}.{own}", parameter, dim, style, groups))
             elif style.kind == "embedding_rowwise":
-                shape = tuple(module.weight.shape)  # type: ignore[union-attr, arg-type]
-                yield _Cut(name, module.weight, cut_vocabulary(shape, self._axis.rank, self._axis.size))  # type: ignore[arg-type]
+                shape = tuple(module.weight.shape)
+                yield _Cut(name, module.weight, cut_vocabulary(shape, self._axis.rank, self._axis.size))
 
     def _place(self, name: str, parameter: Tensor, dim: int, style: Style, groups: int | None) -> Placement:
         shape, rank, size = tuple(parameter.shape), self._axis.rank, self._axis.size

@@ -1,9 +1,9 @@
 """Random numbers of a tensor parallel model.
 
-Where activations are the same on all ranks, dropout must drop the same; where each rank has its own part, it should not.
-Both come from seeds set on the way: entering a region of sharded activations seeds from (the seed in force when the
-model's forward began, the region's number, the rank), leaving it from the first two alone. A recomputation of a region
-(gradient checkpointing) passes the same places, so it draws the same numbers. Seeds are data to a lazy device.
+Where activations are the same on all ranks, dropout must drop the same; where each rank has its own part, it should
+not. Both come from seeds set on the way: entering a region of sharded activations seeds from (the seed in force when
+the model's forward began, the region's number, the rank), leaving it from the first two alone. A recomputation of a
+region (gradient checkpointing) passes the same places, so it draws the same numbers. Seeds are data to a lazy device.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def heads_of(name: str, module: nn.Module, config: Any, ranks: int) -> Heads | N
     if queries % ranks or (keys_and_values % ranks and ranks % keys_and_values):
         raise UsageError(
             f"tensor_parallel_size: {name} has {queries} heads and {keys_and_values} key/value heads, which {ranks} "
-            "ranks cannot share equally; choose a divisor of the heads that divides the key/value heads or is a multiple "
-            "of them"
+            "ranks cannot share equally; choose a divisor of the heads that divides the key/value heads or is a "
+            "multiple of them"
         )
     return Heads(queries, keys_and_values, ranks)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
@@ -28,6 +29,7 @@ from stepmark.sharding.spec import Layout, Shape
 SMALL = 32 << 10  # bytes: smaller tensors are not deferred
 
 _aten = torch.ops.aten
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _FILLED: dict[Any, Callable[[Sequence[Any]], float | None]] = {
     _aten.empty.memory_format: lambda args: None,
     _aten.zeros.default: lambda args: 0.0,
@@ -118,6 +120,21 @@ class Drawn:
             part_of(local, part).copy_(narrow(whole, part.piece.box))
 
 
+class _NotMeta(TorchFunctionMode):
+    """Deferred tensors do not say that they are meta tensors: some of torch's initialisers do nothing on those."""
+
+    def __init__(self, is_deferred: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._is_deferred = is_deferred
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        if function == _IS_META and self._is_deferred(arguments[0]):
+            return False
+        return function(*arguments, **(keywords or {}))
+
+
 class Deferral(TorchDispatchMode):
     """Active while a model is constructed; then `settle` takes its parameters to the meta device."""
 
@@ -125,6 +142,16 @@ class Deferral(TorchDispatchMode):
         super().__init__()
         self._small = small
         self._tapes: dict[int, _Tape] = {}
+        self._not_meta = _NotMeta(self._is_deferred)
+
+    def __enter__(self) -> Deferral:
+        super().__enter__()
+        self._not_meta.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._not_meta.__exit__(*error)
+        super().__exit__(*error)
 
     def settle(self, model: nn.Module) -> dict[str, Source]:
         """Makes all parameters meta tensors, each the object it was, and everything else real.
@@ -243,7 +270,7 @@ class Deferral(TorchDispatchMode):
         return target
 
     def _is_deferred(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.is_meta and _key(value) in self._tapes
+        return isinstance(value, Tensor) and value.device.type == "meta" and _key(value) in self._tapes
 
     def _tape(self, tensor: Tensor) -> _Tape:
         return self._tapes[_key(tensor)]

@@ -62,8 +62,8 @@ def _part(tensor: Tensor, axis: Collectives) -> Tensor:
     length = tensor.shape[SEQUENCE_DIM]
     if length % axis.size:
         raise UsageError(
-            f"sequence_parallel: sequences of {length} tokens cannot be cut in {axis.size} equal parts; make block_size "
-            "a multiple of tensor_parallel_size"
+            f"sequence_parallel: sequences of {length} tokens cannot be cut in {axis.size} equal parts; make "
+            "block_size a multiple of tensor_parallel_size"
         )
     return scatter(tensor, axis, SEQUENCE_DIM)
 
