@@ -5,10 +5,10 @@
 
 Contestants, all with AdamW and clipping of the global norm: Stepmark's ZeroRedundancyOptimizer; torch.distributed's
 ZeroRedundancyOptimizer under DistributedDataParallel; FSDP2 (`fully_shard` on each block and the whole, parameters kept
-after the forward pass); and, as what is not sharded, DistributedDataParallel with AdamW. The same GPT-2 and data. Every
-rank has all of them and runs them in turn, round after round; a round is timed from a barrier to a barrier. Bytes are
-what the loopback interface sent for all ranks in a step, so nothing else should talk meanwhile. State bytes are those of
-the tensors in the optimizer's state, on the fullest rank.
+after the forward pass); and, as what is not sharded, DistributedDataParallel with AdamW. The same GPT-2 and data.
+Every rank has all of them and runs them in turn, round after round; a round is timed from a barrier to a barrier. Bytes
+are what the loopback interface sent for all ranks in a step, so nothing else should talk meanwhile. State bytes are
+those of the tensors in the optimizer's state, on the fullest rank.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def table(
     lines = [
         f"# ZeRO-1 on {ranks} CPU ranks",
         "",
-        f"GPT-2 with {parameters / 1e6:.1f} M parameters in float32, torch {torch.__version__}, gloo, {rounds} rounds of "
-        f"{steps} steps. Ratios are medians of those within a round, to {first}.",
+        f"GPT-2 with {parameters / 1e6:.1f} M parameters in float32, torch {torch.__version__}, gloo, {rounds} rounds "
+        f"of {steps} steps. Ratios are medians of those within a round, to {first}.",
         "",
         "| | seconds a step | ratio | MB sent a step | MB of state a rank | loss in the end |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -37,6 +37,11 @@ def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
         ),
         ({"kind": "llama"}, {"plan": {"model.layers.*.mlp.up_proj": "moe_tp_experts"}}, "moe_tp_experts"),
         ({"kind": "llama"}, {"plan": {"model.layers.*.input_layernorm": "colwise"}}, "no linear layer"),
+        (
+            {"kind": "llama", "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
+            {},
+            "has 3 heads and 3 key/value heads, which 2 ranks cannot share",
+        ),
         ({"kind": "gpt2", "n_inner": 5}, {}, "cannot be cut in 2 equal parts"),
         ({"kind": "llama"}, {"sequence_parallel": True, "length": 7}, "sequences of 7 tokens"),
     ],

@@ -32,7 +32,7 @@ def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
     if kind == "qwen3":
         changes.setdefault("head_dim", 8)
     make = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
-    return make(**SHAPE, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **changes)
+    return make(**{**SHAPE, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, **changes})
 
 
 def build(kind: str, **changes: Any) -> Any:

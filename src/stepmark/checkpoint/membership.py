@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from .board import Board
 from .meeting import Meeting
 from .names import check_writable
 from .owner import STALE, Ownership, boot_id
+from .telling import describe_error
+
+logger = logging.getLogger("stepmark")
 
 
 class Membership:
@@ -53,5 +57,8 @@ class Membership:
         return self._owner.lost()
 
     def release(self) -> None:
-        """Ends this rank's part; rank 0 ends the claim."""
-        self._owner.release(whole=self._meeting.rank == 0)
+        """Ends this rank's part; rank 0 ends the claim. What cannot be removed, the next owner removes."""
+        try:
+            self._owner.release(whole=self._meeting.rank == 0)
+        except OSError as error:  # all that was saved is safe
+            logger.warning("cannot give %s back in order: %s", self._owner.folder, describe_error(error))
