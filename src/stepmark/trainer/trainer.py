@@ -98,6 +98,7 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self._optimizers = optimizers
+        self._begun = False  # training has begun, so that how it ends is this run's to tell
         self._last_evaluation: tuple[int, dict[str, float]] | None = None
         self._prepare_model()
         self.loss = MicroBatchLoss(
@@ -240,7 +241,7 @@ class Trainer:
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         folder = Path(self.args.output_dir)
         prepare_output(folder, self.context.host)
-        self.state, self.control = self._fresh_state(), TrainerControl()
+        self.state, self.control, self._begun = self._fresh_state(), TrainerControl(), False
         with self._checkpointer(folder) as checkpointer:
             run = TrainingRun(self, checkpointer)
             self._check_start(folder, run, resume)
@@ -260,6 +261,8 @@ class Trainer:
             self.journal.status("interrupted", self.state.global_step, error.reason)
             if self.is_world_process_zero():
                 print(f"interrupted by {error.reason}", file=sys.stderr, flush=True)
+            return
+        if not self._begun:  # what an earlier run has left stands
             return
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         self.journal.status(state, self.state.global_step, f"{type(error).__name__}: {error}")
@@ -306,6 +309,7 @@ class Trainer:
         if restored is not None:
             self.display.line(f"resumed from {restored} at step {self.state.global_step}")
         self.journal.status("running", self.state.global_step)
+        self._begun = True
         started, first = time.perf_counter(), self.state.global_step
         self.event("on_train_begin")
         if self.args.eval_on_start and restored is None:
