@@ -186,12 +186,11 @@ def save_again(folder: Path, number: int, fail: Callable[[], None], patch: pytes
         failing_from(number, fail, calls)
         try:
             checkpointer.save(2, state_of(7), block=True)
+            checkpointer.close()  # where deleting old ones failed, this says so
         except CheckpointError:
             return False
-        except OSError:
-            return False
         finally:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(CheckpointError):
                 checkpointer.close()
     return True
 
