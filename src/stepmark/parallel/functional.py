@@ -102,23 +102,14 @@ class _Scatter(Function):
         return context.axis.all_gather([gradient], context.dim)[0], None, None
 
 
-class _GatherPartial(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
-        context.axis, context.dim = axis, dim
-        return axis.all_gather([tensor.detach()], dim)[0].contiguous()
-
+class _GatherPartial(_Gather):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return context.axis.reduce_scatter([gradient], context.dim)[0], None, None
 
 
-class _ReduceScatter(Function):
+class _ReduceScatter(_Scatter):
     @staticmethod
     def forward(context: Any, tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
         context.axis, context.dim = axis, dim
         return axis.reduce_scatter([tensor.detach()], dim)[0].contiguous()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return context.axis.all_gather([gradient], context.dim)[0], None, None

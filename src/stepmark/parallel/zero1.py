@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stepmark.parallel.buckets import Bucket, make_buckets, whole_on_host
 from stepmark.parallel.elementwise import check_elementwise
+from stepmark.parallel.inner import load_rates, plain, take_empty_step
 from stepmark.parallel.sharded_gradients import ShardedGradients
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.spec import Shard
@@ -109,15 +110,7 @@ class ShardedOptimizer:
         if all(part in self.inner.state for part in self._parts):
             return
         saved = [part.detach().clone() for part in self._parts]
-        rates = [group["lr"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        self.set_gradients([torch.zeros_like(part) for part in self._parts])
-        self.inner.step()
-        self.set_gradients([None] * len(self._parts))
-        self._runtime.step_boundary()
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+        take_empty_step(self.inner, self._parts, self._runtime)
         with torch.no_grad():
             for part, value in zip(self._parts, saved, strict=True):
                 part.copy_(value)
@@ -146,7 +139,7 @@ class ShardedOptimizer:
     def named_groups(self) -> list[dict[str, Any]]:
         """The groups' plain hyperparameters, with parameter names in place of tensors."""
         return [
-            {key: self._names_in(index) if key == "params" else _plain(value) for key, value in group.items()}
+            {key: self._names_in(index) if key == "params" else plain(value) for key, value in group.items()}
             for index, group in enumerate(self.param_groups)
         ]
 
@@ -155,11 +148,7 @@ class ShardedOptimizer:
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
         """Takes up the saved learning rates, and the parameters' restored values."""
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            if isinstance(group["lr"], Tensor):
-                self._runtime.write(group["lr"], torch.tensor(saved["lr"], dtype=group["lr"].dtype))
-            else:
-                group["lr"] = saved["lr"]
+        load_rates(self.inner, groups, self._runtime)
         self.take_up_parameters()
 
     def take_up_parameters(self) -> None:
@@ -174,7 +163,3 @@ class ShardedOptimizer:
         tensors = [value for part in self._parts for value in self.inner.state.get(part, {}).values()]
         masters = [p for b, p in zip(self.buckets, self._parts, strict=True) if b.dtype != torch.float32]
         return sum(value.nbytes for value in (*tensors, *masters) if isinstance(value, Tensor))
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
+from stepmark.parallel.inner import load_rates, plain, take_empty_step
 from stepmark.parallel.zero1 import MASTER, ShardedOptimizer
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
@@ -106,15 +107,7 @@ class ParameterOptimizer:
         if all(tensor in self.inner.state for tensor in self._worked_on):
             return
         saved = self._runtime.to_host(self._worked_on)
-        rates = [group["lr"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        self.set_gradients([torch.zeros_like(tensor) for tensor in self._worked_on])
-        self.inner.step()
-        self.set_gradients([None] * len(self._worked_on))
-        self._runtime.step_boundary()
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+        take_empty_step(self.inner, self._worked_on, self._runtime)
         for tensor, value in zip(self._worked_on, saved, strict=True):
             self._runtime.write(tensor, value)
 
@@ -133,24 +126,15 @@ class ParameterOptimizer:
         name_of = {id(tensor): name for tensor, name in zip(self._worked_on, self.names, strict=True)}
         return [
             {
-                key: [name_of[id(tensor)] for tensor in value] if key == "params" else _plain(value)
+                key: [name_of[id(tensor)] for tensor in value] if key == "params" else plain(value)
                 for key, value in group.items()
             }
             for group in self.param_groups
         ]
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Takes up the saved learning rates, without which a schedule would begin anew at the first step. The other
-        hyperparameters of a resumed run are those of its own arguments."""
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            if isinstance(group["lr"], Tensor):
-                self._runtime.write(group["lr"], torch.tensor(saved["lr"], dtype=group["lr"].dtype))
-            else:
-                group["lr"] = saved["lr"]
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+        """Takes up the saved learning rates."""
+        load_rates(self.inner, groups, self._runtime)
 
 
 def build_optimizer(
