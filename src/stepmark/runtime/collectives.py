@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.groups import Group
 
 Reduction = Literal["sum", "max"]
 
@@ -69,21 +70,21 @@ class GroupCollectives:
     """An axis whose ranks form a torch.distributed group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+        self._group = Group(group)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         whole = [tensor.contiguous() for tensor in tensors]
-        _wait(dist.all_reduce(tensor, kind, group=self._group, async_op=True) for tensor in whole)
+        _wait(dist.all_reduce(tensor, kind, group=self._group.process_group, async_op=True) for tensor in whole)
         return whole
 
     def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         parts = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
         whole = [part.new_empty(self.size * part.shape[0], *part.shape[1:]) for part in parts]
         _wait(
-            dist.all_gather_into_tensor(target, part, group=self._group, async_op=True)
+            dist.all_gather_into_tensor(target, part, group=self._group.process_group, async_op=True)
             for target, part in zip(whole, parts, strict=True)
         )
         return [target.movedim(0, dim) for target in whole]
@@ -92,7 +93,7 @@ class GroupCollectives:
         whole = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
         parts = [tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:]) for tensor in whole]
         _wait(
-            dist.reduce_scatter_tensor(target, tensor, group=self._group, async_op=True)
+            dist.reduce_scatter_tensor(target, tensor, group=self._group.process_group, async_op=True)
             for target, tensor in zip(parts, whole, strict=True)
         )
         return [target.movedim(0, dim) for target in parts]

@@ -18,6 +18,7 @@ from stepmark.launch.supervisor import STORE_FD
 from stepmark.launch.world import World
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
+from stepmark.runtime.groups import leave
 from stepmark.runtime.host import HostGroup
 from stepmark.runtime.select import choose_device, create_runtime
 
@@ -76,7 +77,7 @@ def start(device: str = "auto") -> Context:
         runtime = create_runtime(name, world.local_rank, world.local_size)
         if world.size > 1 and not dist.is_initialized():
             _join(world, runtime)
-        with _quiet_stdout():
+        with quiet_stdout():
             host = HostGroup.of_processes(TIMEOUT)
         _started[name] = Context(world, runtime, host, _data_parallel(world, runtime), _joined.get("store"))
     return _started[name]
@@ -89,7 +90,7 @@ def _join(world: World, runtime: Runtime) -> None:
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     try:
         store = dist.PrefixStore(f"stepmark/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(world))
-        with _quiet_stdout():
+        with quiet_stdout():
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
@@ -97,7 +98,7 @@ def _join(world: World, runtime: Runtime) -> None:
             f"{error}; check that all ranks were started and that the address can be reached"
         ) from error
     _joined["store"] = store
-    atexit.register(_leave)
+    atexit.register(leave)
 
 
 def first_to_fail() -> bool:
@@ -109,14 +110,8 @@ def first_to_fail() -> bool:
         return False
 
 
-def _leave() -> None:
-    """Gloo's threads have to be joined before the interpreter goes, or they end the process with an abort."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @contextlib.contextmanager
-def _quiet_stdout() -> Iterator[None]:
+def quiet_stdout() -> Iterator[None]:
     """Gloo prints each connection to the process's standard output, from C++."""
     sys.stdout.flush()
     saved = os.dup(1)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from stepmark.runtime.groups import Group
+
 
 class HostGroup:
     """All ranks of a run, talking through gloo; alone, it talks to itself."""
@@ -17,7 +19,7 @@ class HostGroup:
     def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.size = size
-        self._group = process_group
+        self._group = Group(process_group)
 
     @classmethod
     def of_processes(cls, timeout: timedelta | None = None) -> HostGroup:
@@ -31,7 +33,7 @@ class HostGroup:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._group.process_group)
         return values
 
     def broadcast(self, value: Any = None, source: int = 0) -> Any:
@@ -39,7 +41,7 @@ class HostGroup:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=source, group=self._group)
+        dist.broadcast_object_list(values, src=source, group=self._group.process_group)
         return values[0]
 
     def barrier(self) -> None:

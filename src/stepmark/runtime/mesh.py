@@ -14,7 +14,7 @@ import torch.distributed as dist
 from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
-from stepmark.runtime.context import TIMEOUT, Context, start
+from stepmark.runtime.context import TIMEOUT, Context, quiet_stdout, start
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def _axis(context: Context, groups: Sequence[list[int]]) -> Collectives:
     runtime = context.runtime
     if getattr(runtime, "in_graph_collectives", False):
         return GraphCollectives(runtime, own.index(context.world.rank), len(own), list(groups))
-    made = [dist.new_group(group, timeout=TIMEOUT) for group in groups]
+    with quiet_stdout():
+        made = [dist.new_group(group, timeout=TIMEOUT) for group in groups]
     mine = made[groups.index(own)]
     if not runtime.lazy:
         return GroupCollectives(mine)

@@ -1,0 +1,42 @@
+"""A rank that ends takes its threads along: one that outlives the interpreter aborts the process now and then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import atexit, os, sys
+import torch
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+before = []
+atexit.register(lambda: print("threads", threads() - before[0], file=sys.stderr))  # the last to be called
+torch.zeros(1000, 1000).sum()
+from stepmark import Mesh
+before.append(threads())
+mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+print("with groups", threads() - before[0], file=sys.stderr)
+mesh.context.host.barrier()
+mesh.tensor_parallel.all_reduce([torch.ones(3)])
+"""
+
+
+def test_no_thread_of_a_group_is_left(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "with groups 0" not in done.stderr, done.stderr
+    assert done.stderr.count("threads 0") == 2, done.stderr
