@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from stepmark.checkpoint.plain import load, save
     from stepmark.data.collate import PadTo
     from stepmark.data.loader import DataLoader
+    from stepmark.parallel.apply import parallelize
     from stepmark.parallel.load import load_for_parallelism
     from stepmark.runtime.mesh import Mesh
     from stepmark.trainer.arguments import TrainingArguments
@@ -27,6 +28,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "load",
     "load_for_parallelism",
+    "parallelize",
     "save",
 ]
 
@@ -39,6 +41,7 @@ _HOMES = {
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.trainer.arguments",
     "load_for_parallelism": "stepmark.parallel.load",
+    "parallelize": "stepmark.parallel.apply",
     "ZeroRedundancyOptimizer": "stepmark.training.zero_redundancy",
     "load": "stepmark.checkpoint.plain",
     "save": "stepmark.checkpoint.plain",

@@ -41,7 +41,8 @@ class Evaluation:
 @dataclass(frozen=True)
 class Evaluator:
     """Runs `model` over a loader without touching training: module modes come back as they were, no generator is drawn
-    from, and on a lazy device there is one graph, always of the same shapes."""
+    from, and on a lazy device there is one graph, always of the same shapes. `replicas` neighbouring ranks see the same
+    samples: those of a tensor parallel group."""
 
     model: nn.Module
     loss: MicroBatchLoss
@@ -49,6 +50,7 @@ class Evaluator:
     host: HostGroup
     autocast_dtype: torch.dtype | None = None
     preprocess_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    replicas: int = 1
 
     def __call__(
         self, loader: DataLoader, *, gather: bool = False, after_batch: Callable[[], Any] = lambda: None
@@ -74,7 +76,7 @@ class Evaluator:
                     sums[0] += self._settle(pending)
                 after_batch()
         sums[0] += self._settle(pending)
-        totals = [sum(column) for column in zip(*self.host.all_gather(sums), strict=True)]
+        totals = [sum(column) for column in zip(*self._from_all(sums), strict=True)]
         predictions, labels = self._gather(kept) if gather else (None, None)
         return Evaluation(
             loss=totals[0] / totals[1] if totals[4] and totals[1] else None,
@@ -121,9 +123,14 @@ class Evaluator:
         on_host = on_host.float() if on_host.dtype == torch.bfloat16 else on_host
         return on_host.numpy()[:rows]
 
+    def _from_all(self, value: Any) -> list[Any]:
+        """The value of one rank of each group that sees the same samples."""
+        tells = self.host.rank % self.replicas == 0
+        return self.host.all_gather(value if tells else None)[:: self.replicas]
+
     def _gather(self, kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank."""
-        by_rank = self.host.all_gather(kept)
+        by_rank = self._from_all(kept)
         in_order = [rows for batch in zip(*by_rank, strict=True) for rows in batch]
         return concatenate([pair[0] for pair in in_order]), concatenate([pair[1] for pair in in_order])
 

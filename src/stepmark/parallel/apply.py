@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,23 @@ from stepmark.sharding.spec import Layout, Shape, annotate, layout_of
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@dataclass(frozen=True)
+class Applied:
+    """How a model was cut."""
+
+    mesh: Mesh
+    sequence_parallel: bool
+    parallelize_embedding: bool
+
+
+_applied: WeakKeyDictionary[nn.Module, Applied] = WeakKeyDictionary()
+
+
+def applied_to(model: nn.Module) -> Applied | None:
+    """How `parallelize` has cut the model; None where it has not."""
+    return _applied.get(model)
+
+
 def parallelize(
     model: Model,
     mesh: Mesh,
@@ -61,6 +79,7 @@ def parallelize(
     work = _Work(model, mesh, plan_of(model, plan), parallelize_embedding, sequence_parallel)
     work.cut_parameters()
     work.wire()
+    _applied[model] = Applied(mesh, sequence_parallel, parallelize_embedding)
     return model
 
 

@@ -61,8 +61,10 @@ def build_config(config: ModelConfig, tokenizer: Any) -> Any:
         raise UsageError(f"config_overrides: {type(made).__name__} refuses {overrides}: {message}") from error
 
 
-def build_model(config: ModelConfig, tokenizer: Any, seed: int, make: Maker | None = None) -> torch.nn.Module:
-    """The causal language model, fp32: new with weights drawn by `seed`, or from a local folder.
+def build_model(
+    config: ModelConfig, tokenizer: Any, seed: int, make: Maker | None = None, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
+    """The causal language model: new with weights drawn in fp32 by `seed` and taken to `dtype`, or from a local folder.
 
     Whole and on the host; or by `make` (stepmark.parallel.load), cut and on the device, of the same values.
     """
@@ -73,8 +75,8 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int, make: Maker | No
         model_config = build_config(config, tokenizer)
         try:
             if make is not None:
-                return new_model(make, model_config, dtype=torch.float32)
-            return AutoModelForCausalLM.from_config(model_config).float()
+                return new_model(make, model_config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(model_config).to(dtype)
         except StepmarkError:
             raise
         except Exception as error:  # models check their numbers each in their own way, by ValueError, KeyError and more
@@ -82,13 +84,32 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int, make: Maker | No
                 f"config_name and config_overrides: no model can be made of them: {_first_line(error)}"
             ) from error
     if make is not None:
-        return _load_cut(make, config.model_name_or_path)
-    return _load(config.model_name_or_path)
+        return _load_cut(make, config.model_name_or_path, dtype)
+    return _load(config.model_name_or_path, dtype)
 
 
-def _load_cut(make: Maker, name: str) -> torch.nn.Module:
+def check_cut(config: ModelConfig, tokenizer: Any, make: Maker) -> None:
+    """Raises UsageError where `make` cannot cut the model; nothing is read or drawn for that."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config.model_name_or_path is None:
+        model_config = build_config(config, tokenizer)
+    else:
+        try:
+            model_config = AutoConfig.from_pretrained(config.model_name_or_path)
+        except (OSError, ValueError):
+            return  # loading it says more
     try:
-        model: torch.nn.Module = load_model(make, name, dtype=torch.float32)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config)
+    except Exception:  # as above: making it says more
+        return
+    make.cut(model)
+
+
+def _load_cut(make: Maker, name: str, dtype: torch.dtype) -> torch.nn.Module:
+    try:
+        model: torch.nn.Module = load_model(make, name, dtype=dtype)
     except StepmarkError:
         raise
     except Exception as error:  # as in _load
@@ -96,12 +117,12 @@ def _load_cut(make: Maker, name: str) -> torch.nn.Module:
     return model
 
 
-def _load(name: str) -> torch.nn.Module:
+def _load(name: str, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
         load: Any = AutoModelForCausalLM.from_pretrained
-        model, report = load(name, dtype=torch.float32, output_loading_info=True)
+        model, report = load(name, dtype=dtype, output_loading_info=True)
     except Exception as error:  # of transformers, safetensors, the hub's client and parsers: of dozens of kinds
         raise UsageError(f"model_name_or_path: no model can be loaded from {name}: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])

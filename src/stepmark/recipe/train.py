@@ -21,16 +21,21 @@ def train(recipe: Recipe) -> None:
     _check_names(args)
     context = start(args.device)
     _say(context, f"device: {context.runtime.name}, {context.world.size} rank{'s' if context.world.size > 1 else ''}")
-    from stepmark.recipe.model import build_model, build_tokenizer
+    import torch
+
+    from stepmark.recipe.model import build_model, build_tokenizer, check_cut
     from stepmark.trainer.output import prepare_output
     from stepmark.trainer.trainer import Trainer
 
     prepare_output(Path(args.output_dir), context.host)
     tokenizer = build_tokenizer(recipe.model)
+    make = _maker(args, context)
+    if make is not None:
+        check_cut(recipe.model, tokenizer, make)
     data = prepare_data(recipe, tokenizer, context)
     if args.eval_strategy != "no" and data.validation is None:
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
-    model = build_model(recipe.model, tokenizer, args.seed)
+    model = build_model(recipe.model, tokenizer, args.seed, make, getattr(torch, args.dtype))
     _check_block_size(model, data.train)
     _check_vocabulary(model, tokenizer)
     data.train.fingerprint = data.fingerprint
@@ -40,6 +45,17 @@ def train(recipe: Recipe) -> None:
     if args.eval_strategy != "no":
         metrics = {**trainer.final_evaluation(), "eval_samples": len(data.validation)}
         trainer.journal.results("eval", metrics)
+
+
+def _maker(args: TrainingArguments, context: Context) -> Any:
+    """What makes the model in parts, where several ranks hold it together."""
+    from stepmark.parallel.load import maker
+    from stepmark.runtime.mesh import Mesh
+
+    if args.tensor_parallel_size == 1:
+        return None
+    mesh = Mesh.create(tensor_parallel_size=args.tensor_parallel_size, context=context)
+    return maker(mesh, args.sequence_parallel, args.parallelize_embedding)
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:

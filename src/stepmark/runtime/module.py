@@ -26,23 +26,44 @@ def place_module(module: nn.Module, runtime: Runtime) -> None:
         torch.utils.swap_tensors(tensor, placed)
 
 
-def agree_on_weights(module: nn.Module, host: HostGroup) -> bool:
-    """Makes the module, still on the host, equal on all ranks: where digests differ, rank 0's values are taken.
+def agree_on_weights(module: nn.Module, runtime: Runtime, host: HostGroup, kinds: int = 1) -> bool:
+    """Makes the module equal on all ranks: where digests differ, the lowest rank's values are taken. Collective.
 
-    Returns whether they differed.
+    `kinds` different modules are compared each with its like: those of ranks that are equal modulo `kinds`, as the
+    ranks of a tensor parallel group hold different parts. Returns whether any differed.
     """
-    if host.size == 1:
+    if host.size == kinds:
         return False
-    digests = host.all_gather([_digest(tensor) for tensor in _tensors(module)])
+    digests = host.all_gather([_digest(value) for value in _on_host(module, runtime)])
     if any(len(each) != len(digests[0]) for each in digests):
         raise ValueError("the ranks built models of different structure")
-    different = [index for index, each in enumerate(zip(*digests, strict=True)) if len(set(each)) > 1]
-    for index, tensor in enumerate(_tensors(module)):
-        if index in different:
-            value = host.broadcast(tensor.detach().contiguous() if host.rank == 0 else None)
-            with torch.no_grad():
-                tensor.copy_(value)
+    different = [
+        index
+        for index, each in enumerate(zip(*digests, strict=True))
+        if any(len(set(each[kind::kinds])) > 1 for kind in range(kinds))
+    ]
+    tensors = list(_tensors(module))
+    for index in different:
+        for kind in range(kinds):
+            own = runtime.to_host([tensors[index]])[0] if host.rank == kind else None
+            value = host.broadcast(own, source=kind)
+            if host.rank % kinds == kind:
+                _take(tensors[index], value, runtime)
     return bool(different)
+
+
+def _on_host(module: nn.Module, runtime: Runtime) -> Iterator[Tensor]:
+    """One after the other, so that a model on a device is not held on the host whole."""
+    for tensor in _tensors(module):
+        yield tensor.detach() if tensor.device.type == "cpu" else runtime.to_host([tensor])[0]
+
+
+def _take(tensor: Tensor, value: Tensor, runtime: Runtime) -> None:
+    if tensor.device.type == "cpu":
+        with torch.no_grad():
+            tensor.copy_(value)
+    else:
+        runtime.write(tensor, value)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

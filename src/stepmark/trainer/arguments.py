@@ -28,6 +28,10 @@ class TrainingArguments:
     `dtype` is the parameters' own: float32, or bfloat16, which the optimizer follows with fp32 master weights.
     `zero_1` divides the optimizer's state among the data parallel ranks.
 
+    `tensor_parallel_size` neighbouring ranks hold the model together, each a part of it; the others are data parallel.
+    With `sequence_parallel` they also divide the activations between the layers' products, along the sequence.
+    `parallelize_embedding`: embedding, head and loss are divided along the vocabulary too.
+
     `async_save`: training goes on while a checkpoint is written. `save_timeout`: seconds that each phase of a save or
     restore may take before the run ends and names the rank that is late. `save_on_signal`: SIGTERM or SIGUSR1 stops the
     run after the step it is in, saves, and ends with exit code 75; None means true, but false where `save_strategy` is
@@ -87,6 +91,9 @@ class TrainingArguments:
     device: str = "auto"
     dtype: str = "float32"
     zero_1: bool = False
+    tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
+    parallelize_embedding: bool = True
 
     def __post_init__(self) -> None:
         for name, value in convert_all(type(self), self._values()).items():
@@ -172,6 +179,7 @@ def _check_ranges(args: TrainingArguments) -> None:
         "seed": 0,
         "data_seed": 0,
         "save_total_limit": 1,
+        "tensor_parallel_size": 1,
     }
     for name, least in at_least.items():
         value = getattr(args, name)
@@ -218,6 +226,12 @@ def _check_agreement(args: TrainingArguments) -> None:
             "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "
             "them"
         )
+    for name, default in (("sequence_parallel", False), ("parallelize_embedding", True)):
+        if args.tensor_parallel_size == 1 and getattr(args, name) != default:
+            raise UsageError(
+                f"{name} and tensor_parallel_size: {name} is about a model that several ranks hold together; set "
+                "tensor_parallel_size to 2 or more, or leave it out"
+            )
     if args.warmup_steps and args.warmup_ratio:
         raise UsageError("warmup_steps and warmup_ratio: both give the length of the warm-up; set one of them")
     if args.eval_strategy == "no":

@@ -21,28 +21,32 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import EvalPrediction
 
-from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator, perplexity
 from stepmark.parallel.zero1 import ShardedOptimizer
 from stepmark.runtime.context import Context, start
-from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.module import agree_on_weights, place_module
 from stepmark.trainer.arguments import TrainingArguments, set_log_level
 from stepmark.trainer.display import Display
-from stepmark.trainer.export import write_weights
+from stepmark.trainer.export import write_model
 from stepmark.trainer.flow import FlowCallback, is_better
 from stepmark.trainer.identity import identity
 from stepmark.trainer.journal import Journal
-from stepmark.trainer.output import check_room, prepare_output, write_model_files
+from stepmark.trainer.output import prepare_output, write_model_files
+from stepmark.trainer.preparing import (
+    check_start,
+    make_checkpointer,
+    make_optimizer,
+    make_schedule,
+    prepare_model,
+    reporters,
+)
 from stepmark.trainer.run import TrainingRun
 from stepmark.trainer.stopping import RunInterrupted
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.model import check_bf16, enable_gradient_checkpointing
-from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
-from stepmark.training.schedule import build_schedule, follows_metric, warmup_length
+from stepmark.training.optimizer import ParameterOptimizer
+from stepmark.training.schedule import follows_metric
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -67,7 +71,8 @@ class PredictionOutput(NamedTuple):
 class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
-    `model` is moved to the device (its Parameters stay the same objects). `optimizers` is (optimizer, schedule), each
+    `model` is moved to the device, cut as `args` says unless it was made so by `load_for_parallelism` or `parallelize`
+    (its Parameters stay the same objects). `optimizers` is (optimizer, schedule), each
     or both None: then they are made from `args`. `callbacks` are transformers' TrainerCallback objects or classes.
 
     Raises UsageError or DeviceError before anything expensive is done.
@@ -90,7 +95,7 @@ class Trainer:
         self.args = args or TrainingArguments()
         set_log_level(self.args)
         self.context: Context = start(self.args.device)
-        self.mesh = Mesh.create(context=self.context)
+        self.mesh = prepare_model(model, self.args, self.context)
         self.model = model
         self.data_collator = data_collator
         self.train_dataset = train_dataset
@@ -100,7 +105,6 @@ class Trainer:
         self._optimizers = optimizers
         self._begun = False  # training has begun, so that how it ends is this run's to tell
         self._last_evaluation: tuple[int, dict[str, float]] | None = None
-        self._prepare_model()
         self.loss = MicroBatchLoss(
             model,
             compute_loss_func=compute_loss_func,
@@ -114,28 +118,18 @@ class Trainer:
             self.context.host,
             self._autocast_dtype,
             preprocess_logits_for_metrics,
+            replicas=self.mesh.tensor_parallel.size,
         )
         self.journal = Journal(Path(self.args.output_dir), writes=self.is_world_process_zero())
         self.display = Display(shows=False, total=0, done=0)
         self.state = self._fresh_state()
         self.control = TrainerControl()
         self.callback_handler: Any = CallbackHandler(
-            [FlowCallback, *_reporters(self.args), *(callbacks or ())], model, processing_class, None, None
+            [FlowCallback, *reporters(self.args), *(callbacks or ())], model, processing_class, None, None
         )
         self.event("on_init_end")
 
     # Parts
-
-    def _prepare_model(self) -> None:
-        if self.args.bf16 or self.args.dtype == "bfloat16":
-            check_bf16(self.context.runtime.device)
-        if self.args.gradient_checkpointing:
-            enable_gradient_checkpointing(self.model, self.context.runtime)
-        if self.args.dtype == "bfloat16":
-            self.model.to(torch.bfloat16)
-        if agree_on_weights(self.model, self.context.host) and self.is_world_process_zero():
-            logger.warning("the ranks had different weights; all take those of rank 0")
-        place_module(self.model, self.context.runtime)
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
@@ -184,35 +178,11 @@ class Trainer:
 
     def make_optimizer(self) -> ParameterOptimizer | ShardedOptimizer:
         """The optimizer that the user gave, or the one that the arguments name."""
-        given, runtime = self._optimizers[0], self.context.runtime
-        if given is not None and self.args.zero_1:
-            raise UsageError(
-                "zero_1 and optimizers: the optimizer that was given keeps its state whole; leave one of the two out"
-            )
-        if given is not None:
-            names = {parameter: name for name, parameter in self.model.named_parameters()}
-            return ParameterOptimizer.around(given, names, runtime)
-        args = self.args
-        return build_optimizer(
-            args.optim,
-            list(self.model.named_parameters()),
-            runtime,
-            decay=decays_by_default(self.model),
-            learning_rate=args.learning_rate,
-            weight_decay=args.weight_decay,
-            betas=(args.adam_beta1, args.adam_beta2),
-            epsilon=args.adam_epsilon,
-            options=args.optimizer_options,
-            sharded_over=self.mesh if args.zero_1 else None,
-        )
+        return make_optimizer(self.model, self.args, self.mesh, self._optimizers[0])
 
     def make_schedule(self, optimizer: ParameterOptimizer | ShardedOptimizer, total_steps: int) -> Any:
         """The schedule that the user gave, or the one that the arguments name."""
-        if self._optimizers[1] is not None:
-            return self._optimizers[1]
-        warmup = warmup_length(self.args.warmup_steps, self.args.warmup_ratio, total_steps)
-        options = self.args.scheduler_options
-        return build_schedule(self.args.lr_scheduler_type, optimizer.inner, total_steps, warmup, options)
+        return self._optimizers[1] or make_schedule(self.args, optimizer.inner, total_steps)
 
     def make_step(self, optimizer: ParameterOptimizer | ShardedOptimizer) -> TrainStep:
         return TrainStep(
@@ -242,9 +212,11 @@ class Trainer:
         folder = Path(self.args.output_dir)
         prepare_output(folder, self.context.host)
         self.state, self.control, self._begun = self._fresh_state(), TrainerControl(), False
-        with self._checkpointer(folder) as checkpointer:
+        with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
             run = TrainingRun(self, checkpointer)
-            self._check_start(folder, run, resume)
+            check_start(folder, self.model, self.args, self.context, resumes=bool(resume))
+            if self.args.save_strategy != "no":
+                checkpointer.claim()
             self._begin(run)
             try:
                 with run.stopping_at_signals():
@@ -266,35 +238,6 @@ class Trainer:
             return
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         self.journal.status(state, self.state.global_step, f"{type(error).__name__}: {error}")
-
-    def _checkpointer(self, folder: Path) -> Checkpointer:
-        keep: list[Retention] = []
-        if self.args.save_total_limit is not None:
-            keep.append(KeepLast(self.args.save_total_limit))
-            if self.args.best_metric_key is not None:
-                keep.append(KeepBest(self.args.best_metric_key, bool(self.args.greater_is_better)))
-        return Checkpointer(
-            folder,
-            keep=keep,
-            group=self.context.host,
-            runtime=self.context.runtime,
-            async_save=self.args.async_save,
-            save_timeout=self.args.save_timeout,
-            mesh=self.mesh.shape,
-        )
-
-    def _check_start(self, folder: Path, run: TrainingRun, resume: bool | str | None) -> None:
-        existing = sorted(path.name for path in folder.glob("checkpoint-*"))
-        if existing and not resume and self.args.save_strategy != "no":
-            raise UsageError(
-                f"output_dir: {folder} has checkpoints of an earlier run ({existing[-1]}); set resume_from_checkpoint: "
-                "true to go on with it, or choose another folder"
-            )
-        if self.args.save_strategy != "no":
-            states = 0 if self.args.save_only_model else 2
-            size = sum(p.numel() * (p.element_size() + 4 * states) for p in self.model.parameters())
-            check_room(folder, size, self.context.host)
-            run.checkpointer.claim()
 
     def _train(self, run: TrainingRun, restored: Path | None) -> TrainOutput:
         if restored is not None:
@@ -371,12 +314,7 @@ class Trainer:
     def save_model(self, output_dir: str | None = None) -> None:
         """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective."""
         folder = Path(output_dir or self.args.output_dir).absolute()
-        self.context.runtime.step_boundary()
-        if self.is_world_process_zero():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_weights(folder, self.model, self.context.runtime)
-            write_model_files(folder, self.model, self.processing_class)
-        self.context.host.barrier()
+        write_model(folder, self.model, self.mesh, self.processing_class, self.args.save_timeout)
 
     def _write_files(self, folder: Path) -> None:
         write_model_files(folder, self.model, self.processing_class)
@@ -480,16 +418,6 @@ class Trainer:
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         self.callback_handler.remove_callback(callback)
-
-
-def _reporters(args: TrainingArguments) -> list[type[TrainerCallback]]:
-    """transformers' callbacks for the `report_to` names."""
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    try:
-        return get_reporting_integration_callbacks(args.reporters)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"report_to: {error}") from error
 
 
 def _evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
