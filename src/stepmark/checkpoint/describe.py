@@ -152,7 +152,9 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
         section.values["class"] = type(value).__name__
     elif hasattr(value, "named_state") and hasattr(value, "named_groups"):
         section = Section(name, "named", f"{OPTIMIZER}/{name}", value)
-        _add_optimizer(section, value.named_state(), value.named_groups(), {})
+        names = parameter_names(modules)
+        parameters = {names[id(p)]: p for module in modules.values() for p in module.parameters()}
+        _add_optimizer(section, value.named_state(), value.named_groups(), parameters)
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         section = Section(name, "object", f"{STATE}/{name}", value)
         section.values = {"value": section.encode(value.state_dict(), (name,))}

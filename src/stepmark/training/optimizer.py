@@ -13,6 +13,7 @@ from stepmark.parallel.inner import load_rates, plain, take_empty_step
 from stepmark.parallel.zero1 import MASTER, ShardedOptimizer
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.spec import Shard, layout_of
 from stepmark.training.gradients import Gradients
 from stepmark.training.lazy_optimizers import LazyAdamW, LazySGD
 
@@ -118,7 +119,7 @@ class ParameterOptimizer:
             state = dict(self.inner.state.get(worked_on, {}))
             if worked_on is not parameter:
                 state[MASTER] = worked_on
-            states[name] = state
+            states[name] = {key: _cut_alike(value, parameter) for key, value in state.items()}
         return states
 
     def named_groups(self) -> list[dict[str, Any]]:
@@ -135,6 +136,14 @@ class ParameterOptimizer:
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
         """Takes up the saved learning rates."""
         load_rates(self.inner, groups, self._runtime)
+
+
+def _cut_alike(value: Any, parameter: Tensor) -> Any:
+    """A state of the parameter's shape holds the same part of a whole as the parameter does."""
+    layout = layout_of(parameter)
+    if layout is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return Shard(value, layout)
 
 
 def build_optimizer(
