@@ -8,12 +8,11 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from stepmark import Checkpointer, DataLoader, Mesh
+from stepmark import Checkpointer, DataLoader, Mesh, evaluate
 from stepmark.data.config import DataConfig
 from stepmark.data.feed import DeviceFeed
 from stepmark.data.prepared import prepare
 from stepmark.data.tokenizer import load_tokenizer
-from stepmark.evaluation.evaluator import Evaluator
 from stepmark.runtime.module import place_module
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import build_optimizer
@@ -39,10 +38,8 @@ def main(folder: str, device: str, steps: int, every: int) -> None:
 
     ranks = {"rank": axis.rank, "world_size": axis.size, "fixed_shape": runtime.lazy}
     loader = DataLoader(data.train, 8 // axis.size, seed=0, **ranks)
-    held_out = DataLoader(data.validation, 16, shuffle=False, **ranks)
     loss = MicroBatchLoss(model, lazy=runtime.lazy)
     train_step = TrainStep(model, optimizer, loss, mesh)
-    evaluate = Evaluator(model, loss, runtime, context.host)
 
     with Checkpointer(folder, keep_last=2, group=context.host) as checkpointer:
         state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
@@ -56,10 +53,10 @@ def main(folder: str, device: str, steps: int, every: int) -> None:
                 step += 1
                 if step % every == 0 or step == steps:
                     (values,) = runtime.to_host([statistics.values])  # loss, tokens, gradient norm
-                    evaluated = evaluate(held_out).loss
+                    evaluated = evaluate(model, data.validation, mesh=mesh, batch_size=16)["eval_loss"]
                     if axis.rank == 0:
                         print(f"step {step}: loss {values[0]:.4f}, evaluation {evaluated:.4f}", flush=True)
-                    checkpointer.save(step, state)
+                    checkpointer.save(step, state, files=model.config.save_pretrained)
                 if step == steps:
                     break
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from stepmark.checkpoint.plain import load, save
     from stepmark.data.collate import PadTo
     from stepmark.data.loader import DataLoader
+    from stepmark.evaluation.evaluate import evaluate
     from stepmark.parallel.apply import parallelize
     from stepmark.parallel.load import load_for_parallelism
     from stepmark.runtime.mesh import Mesh
@@ -26,6 +27,7 @@ __all__ = [
     "Trainer",
     "TrainingArguments",
     "ZeroRedundancyOptimizer",
+    "evaluate",
     "load",
     "load_for_parallelism",
     "parallelize",
@@ -40,6 +42,7 @@ _HOMES = {
     "PadTo": "stepmark.data.collate",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.trainer.arguments",
+    "evaluate": "stepmark.evaluation.evaluate",
     "load_for_parallelism": "stepmark.parallel.load",
     "parallelize": "stepmark.parallel.apply",
     "ZeroRedundancyOptimizer": "stepmark.training.zero_redundancy",

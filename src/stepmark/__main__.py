@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command, and ends the process with its exit code."""
     from stepmark.cli.main import run
+    from stepmark.launch.ending import end_rank
 
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code == 1:
+        end_rank(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 StepmarkError                     exit 1: it failed, or what was checked is bad
 ├── UsageError                    exit 2: the call is wrong; nothing was started
 ├── DataError                     training or evaluation data is missing, empty or unusable
+├── MetricsError                  a metrics or evaluation function of the user's failed, or gave no numbers
 ├── DeviceError                   the device is missing, or cannot do what was asked
 ├── LaunchError                   ranks cannot be started, found or kept together
 │   └── PeerFailed                another rank failed, and its error is the one to read
@@ -33,6 +34,10 @@ class UsageError(StepmarkError):
 
 class DataError(StepmarkError):
     """Training or evaluation data is missing, empty or unusable."""
+
+
+class MetricsError(StepmarkError):
+    """A metrics or evaluation function of the user's failed, or gave no numbers."""
 
 
 class DeviceError(StepmarkError):

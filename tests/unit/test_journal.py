@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.trainer import journal as journal_module
-from stepmark.trainer.journal import Journal, read_metrics, replace_json
+from stepmark.trainer.journal import Journal, read_lines, read_metrics, replace_json
 
 
 @pytest.fixture
@@ -92,5 +92,47 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     journal.metrics({"step": 1})
     journal.status("running", 1)
     journal.results("train", {"a": 1})
+    journal.event("trouble", 1)
     assert read_metrics(tmp_path / "not made") == []
     assert not list(tmp_path.iterdir())
+
+
+def test_every_line_is_strict_json(journal: Journal, tmp_path: Path) -> None:
+    journal.metrics({"step": 1, "loss": math.nan, "norms": {"a": [math.inf, -math.inf, 1.5]}, "word": "nan"})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    read = json.loads(line, parse_constant=refuse)
+    assert (read["loss"], read["norms"], read["word"]) == ("NaN", {"a": ["Infinity", "-Infinity", 1.5]}, "nan")
+    (back,) = read_metrics(tmp_path)
+    assert math.isnan(back["loss"])
+    assert back["norms"] == {"a": [math.inf, -math.inf, 1.5]}
+
+
+def test_what_is_no_object_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_bytes(b'[1]\n"x"\n\xff\xfe\n{"a": 1}\nnull\n{"b"')
+    assert read_lines(tmp_path / "lines") == [{"a": 1}]
+
+
+def test_how_a_process_ends_is_an_event_once(journal: Journal, tmp_path: Path) -> None:
+    journal.status("running", 1)
+    journal.stopping(2, "SIGTERM")
+    journal.status("running", 3)
+    journal.status("interrupted", 3, "SIGTERM: saved")
+    journal.status("interrupted", 3, "SIGTERM: saved")
+    told = [(line["event"], line["step"], line["reason"]) for line in read_lines(tmp_path / "events.jsonl")]
+    assert told == [("stopping", 2, "SIGTERM"), ("interrupted", 3, "SIGTERM: saved")]
+
+
+def test_no_run_ends_because_an_event_cannot_be_written(
+    journal: Journal, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    journal.event("trouble", 1, message="one")
+    journal.event("trouble", 2, message="two")
+    assert caplog.text.count("cannot write") == 1
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        journal.metrics({"step": 1})

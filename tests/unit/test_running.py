@@ -1,17 +1,19 @@
-"""Running sums between logs, and the stopwatch."""
+"""Running sums between logs, and the clock."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from stepmark.runtime.eager import EagerRuntime
+from stepmark.trainer import clock as clock_module
 from stepmark.trainer import running
-from stepmark.trainer.running import RunningMeans, Stopwatch
+from stepmark.trainer.clock import RunClock
+from stepmark.trainer.running import RunningMeans
 from stepmark.training.step import StepStatistics
 
 CPU = EagerRuntime(torch.device("cpu"))
@@ -107,17 +109,53 @@ def test_statistics_wait_on_the_device_but_not_without_end(monkeypatch: pytest.M
     assert fetched == [4, 4, 2]
 
 
-def test_the_stopwatch_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(running.time, "perf_counter", lambda: now[0])
-    watch = Stopwatch()
+def test_who_looks_hears_of_every_step_in_order() -> None:
+    heard: list[tuple[int, float, float, float]] = []
+    means = RunningMeans(CPU, lambda *numbers: heard.append(numbers))
+    means.add(statistics(0, 2.0, 10))
+    means.add(statistics(1, 5.0, 30, norm=0.25))
+    assert heard == []
+    means.settle()
+    means.add(statistics(2, 1.0, 0, norm=0.0))
+    means.settle()
+    assert heard == [(1, 2.0, 10.0, 1.0), (2, 5.0, 30.0, 0.25), (3, 1.0, 0.0, 0.0)]
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A time that the test sets."""
+    time = [100.0]
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: time[0])
+    return time
+
+
+def test_the_clock_knows_where_the_time_went(now: list[float]) -> None:
+    clock = RunClock()
     now[0] += 3
-    with contextlib.suppress(KeyError), watch.paused():
+    with contextlib.suppress(KeyError), clock.within("save"):
         now[0] += 10
-        raise KeyError  # a pause that an error ends
-    now[0] += 2
-    assert watch.seconds() == 5
-    watch.restart()
-    assert 0 < watch.seconds() < 1e-6
+        raise KeyError  # a save that an error ends
+    with clock.within("evaluation"):
+        now[0] += 7
+    with clock.within("data"):
+        now[0] += 1
+    assert clock.training() == 4
+    assert clock.parts() == {"step": 3, "data": 1, "save": 10, "evaluation": 7}
+    clock.restart()
+    assert 0 < clock.training() < 1e-6
     now[0] += 1
-    assert watch.seconds() == 1
+    assert clock.training() == 1
+
+
+def test_waiting_for_items_is_time_in_data(now: list[float]) -> None:
+    clock = RunClock()
+
+    def slowly() -> Iterator[str]:
+        for item in "abc":
+            now[0] += 2
+            yield item
+
+    for _ in clock.waiting(slowly()):
+        now[0] += 5
+    assert clock.parts()["data"] == 6
+    assert clock.parts()["step"] == 15

@@ -108,7 +108,7 @@ class Board:
                 return {rank: self.read(topic, rank) for rank in ranks}
             if time.monotonic() > deadline:
                 late = sorted(rank for name, rank in wanted.items() if name not in present)
-                raise CheckpointTimeout(f"waited in vain for {self.describe(late)}, which has not {topic}")
+                raise CheckpointTimeout(f"{self.describe(late)} has not {topic}")
             if time.monotonic() - signed > _SIGN_EVERY:
                 self.post(_PHASE, self._phase)
                 signed = time.monotonic()

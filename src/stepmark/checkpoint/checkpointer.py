@@ -90,6 +90,7 @@ class Checkpointer:
         self._member: Membership | None = None
         self._planner: Planner | None = None
         self._count = 0
+        self.set_aside: list[tuple[Path, str]] = []  # what the last restore took for damaged, and why; on rank 0
 
     # Saving
 
@@ -238,8 +239,11 @@ class Checkpointer:
             threads, alone = 2 * self._threads, member.alone_on_node()
             loader = Loader(self._meeting, phases, self._runtime_of(tensors), threads, alone, accept)
             if checkpoint is None:
-                candidates = self._meeting.ask_first(lambda: checkpoints(self.folder), "looking for checkpoints")
+                candidates = self._meeting.ask_first(
+                    lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board
+                )
                 path = loader.newest(candidates, state)
+                self.set_aside = loader.aside
                 return None if path is None else step_of(path)
             path = self._named(checkpoint)
             loader.named(path, state)

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from . import files
+from .best import best_step
+from .lease import Leases
 from .manifest import read_manifest
-from .names import checkpoint_path, checkpoints, delete
+from .names import COORDINATION, checkpoint_path, checkpoints, delete
 from .retention import Retention, Saved, superfluous
 from .telling import describe_error
 from .values import decode_plain
 
+DELETED = "deleted.jsonl"
+
 logger = logging.getLogger("stepmark")
 
 
+@dataclass(frozen=True)
+class Deleted:
+    """A checkpoint that retention has deleted: its step, the name of its save, and when (seconds since the epoch)."""
+
+    step: int
+    save: str
+    time: float
+
+
 class Keeper:
-    """Deletes the checkpoints of a folder that no policy keeps; remembers what it has read of them."""
+    """Deletes the checkpoints of a folder that no policy keeps; remembers what it has read of them.
+
+    The one that `best` points at stays, and so does one that somebody is reading, until a later save finds it free.
+    """
 
     def __init__(self, folder: Path, policies: Sequence[Retention]) -> None:
         self._folder = folder
         self._policies = policies
-        self._known: dict[Path, Saved] = {}
+        self._known: dict[Path, tuple[Saved, str]] = {}
+        self._leases = Leases(folder)
         self._lock = threading.Lock()
 
     def after(self, newest: Path, save: str) -> None:
@@ -40,14 +62,53 @@ class Keeper:
             except CheckpointError as error:
                 logger.warning("%s is left where it is: %s", path, error)
         self._known = known
-        for step in superfluous(list(known.values()), self._policies, known[newest].step):
+        for step in superfluous([saved for saved, _ in known.values()], self._policies, known[newest][0].step):
             path = checkpoint_path(self._folder, step)
             try:
-                delete(path, save)
+                self._delete(path, save)
             except OSError as error:
                 logger.warning("%s could not be deleted: %s", path, describe_error(error))
 
+    def _delete(self, path: Path, save: str) -> None:
+        if self._needed(path) or not delete(path, save, unless=lambda: self._needed(path)):
+            return
+        saved, name = self._known[path]
+        try:
+            _note(self._folder, Deleted(saved.step, name, time.time()))
+        except OSError as error:
+            logger.warning("that %s was deleted could not be noted: %s", path, describe_error(error))
 
-def _saved(path: Path) -> Saved:
+    def _needed(self, path: Path) -> bool:
+        """Whether somebody reads the checkpoint, or it is the best. In this order: who finds it to be the best while
+        reading it says so first, and ends the lease then."""
+        return self._leases.held(path) or best_step(self._folder) == self._known[path][0].step
+
+
+def _saved(path: Path) -> tuple[Saved, str]:
     manifest = read_manifest(path)
-    return Saved(manifest.step, manifest.time, decode_plain(manifest.metrics))
+    return Saved(manifest.step, manifest.time, decode_plain(manifest.metrics)), manifest.save
+
+
+def _note(folder: Path, deleted: Deleted) -> None:
+    """Adds a line, which begins with its line break: the half of one that a killed run left spoils no other."""
+    line = json.dumps({"step": deleted.step, "save": deleted.save, "time": deleted.time})
+    descriptor = files.open_for_writing(folder / COORDINATION / DELETED)
+    try:
+        files.write_at(descriptor, memoryview(f"\n{line}".encode()), os.fstat(descriptor).st_size)
+    finally:
+        files.close(descriptor)
+
+
+def read_deleted(folder: Path) -> list[Deleted]:
+    """The checkpoints that retention has deleted in this folder, in that order."""
+    try:
+        lines = (folder / COORDINATION / DELETED).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(Deleted(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return found

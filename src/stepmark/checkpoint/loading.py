@@ -49,6 +49,7 @@ class Loader:
         self._threads = threads
         self._alone = alone
         self._accept = accept
+        self.aside: list[tuple[Path, str]] = []  # what was set aside on this rank, and why
 
     def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
         """Restores from the first candidate that is whole, and sets those before it aside; None without candidates.
@@ -140,9 +141,10 @@ class Loader:
     def _set_aside(self, damaged: Sequence[tuple[Path, str]], used: Path) -> None:
         if self._meeting.rank != 0:
             return
-        for path, _ in damaged:
+        for path, reason in damaged:
             try:
                 aside = set_aside(path).name
+                self.aside.append((path, reason))
             except OSError as error:  # what has been restored is right all the same
                 logger.error("the damaged %s could not be set aside: %s", path, describe_error(error))
             else:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointTimeout
+from ..launch.ending import print_stacks
 from ..runtime.host import HostGroup
 from .board import Board
-from .telling import describe_error
-from .watchdog import print_stacks
+from .telling import describe_error, late
+
+_ABSENT = "not all ranks came"
 
 
 class Meeting:
@@ -33,7 +35,9 @@ class Meeting:
         assert isinstance(result, list)
         return result
 
-    def ask_first(self, function: Callable[[], Any], what: str, timeout: float | None = None) -> Any:
+    def ask_first(
+        self, function: Callable[[], Any], what: str, timeout: float | None = None, board: Board | None = None
+    ) -> Any:
         """What `function` gives on rank 0, on all ranks. What it raises there is raised on all."""
         told: tuple[Any, type[CheckpointError] | None, str] = (None, None, "")
         problem: BaseException | None = None
@@ -47,14 +51,21 @@ class Meeting:
                     type(error) if isinstance(error, CheckpointError) else CheckpointError,
                     describe_error(error),
                 )
-        value, kind, message = self._bounded(lambda: self._group.broadcast(told), what, None, timeout)
+        absent = "rank 0 did not answer" if self.rank else _ABSENT
+        value, kind, message = self._bounded(lambda: self._group.broadcast(told), what, board, timeout, absent)
         if kind is not None:
             raise kind(message) from problem
         return value
 
     def _bounded(
-        self, collective: Callable[[], Any], what: str, board: Board | None, timeout: float | None = None
+        self,
+        collective: Callable[[], Any],
+        what: str,
+        board: Board | None,
+        timeout: float | None = None,
+        absent: str = _ABSENT,
     ) -> Any:
+        """`absent` is what is said of the ranks that do not come, where no board tells which they are."""
         if self.size == 1:
             return collective()
         if self._broken is not None:
@@ -74,23 +85,24 @@ class Meeting:
         try:
             result, error = answers.get(timeout=timeout)
         except queue.Empty:
-            self._broken = CheckpointTimeout(
-                f"{what}: {self._missing(what, board)} within {timeout:g} s (save_timeout)"
-            )
+            self._broken = CheckpointTimeout(late(self._missing(what, board, absent), timeout))
             print_stacks(str(self._broken))
             raise self._broken from None
         if isinstance(error, RuntimeError):  # what gloo raises when the connection to another rank is gone
-            self._broken = CheckpointError(f"{what}: {self._missing(what, board)}; the connection has broken: {error}")
+            missing = self._missing(what, board, absent)
+            self._broken = CheckpointError(f"{missing}; the connection has broken: {error}")
             raise self._broken from error
         if error is not None:
             raise error
         return result
 
-    def _missing(self, what: str, board: Board | None) -> str:
+    def _missing(self, what: str, board: Board | None, absent: str) -> str:
         if board is None:
-            return "not all ranks came"
-        late = [rank for rank in range(self.size) if not board.has(_topic(what), rank)]
-        return f"{board.describe(late)} did not come" if late else "all ranks came, and did not hear each other"
+            return f"{what}: {absent}"
+        missing = [rank for rank in range(self.size) if not board.has(_topic(what), rank)]
+        if not missing:
+            return f"{what}: all ranks came, and did not hear each other"
+        return f"{what}: {board.describe(missing)} did not come"
 
 
 def _topic(what: str) -> str:

@@ -6,9 +6,10 @@ import logging
 from pathlib import Path
 
 from .board import Board
+from .heartbeat import STALE, boot_id
 from .meeting import Meeting
 from .names import check_writable
-from .owner import STALE, Ownership, boot_id
+from .owner import Ownership
 from .telling import describe_error
 
 logger = logging.getLogger("stepmark")

@@ -5,13 +5,14 @@ checkpoint-N                    whole, always
 .replaced-checkpoint-N.<save>   the old one while a new one takes its name, where names cannot be exchanged in one step
 .deleted-checkpoint-N.<save>    being deleted
 damaged-checkpoint-N[.k]        set aside: bytes are missing or wrong
-.stepmark/                      who owns the folder, and how far saves are
+.stepmark/                      who owns the folder, who reads in it, and how far saves are
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -87,11 +88,16 @@ def discard(path: Path) -> None:
         files.remove_tree(path)
 
 
-def delete(path: Path, save: str) -> None:
-    """Deletes a checkpoint: it loses its name in one step, and then its contents."""
+def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
+    """Deletes a checkpoint: it loses its name in one step, and then its contents. It gets its name back where `unless`,
+    asked in between, says so. Returns whether it was deleted."""
     hidden = path.with_name(f".deleted-{path.name}.{save}")
     files.rename(path, hidden)
+    if unless():
+        files.rename(hidden, path)
+        return False
     discard(hidden)
+    return True
 
 
 def set_aside(path: Path) -> Path:

@@ -1,91 +1,29 @@
 """Who owns a folder: one live run at most.
 
-A run makes `.stepmark/<random id>/` with a file `alive.<rank>` for each node, which a thread touches every BEAT
-seconds. Another run judges by these files only:
+A run makes `.stepmark/<random id>/` with a file `alive.<rank>` for each node, which a thread touches as heartbeat.py
+says. Another run judges by these files only; what a dead run has left is removed by the next owner.
 
-- its time of change is older than STALE seconds, by the file system's own clock: the run is dead;
-- it changes while one looks: the run is alive;
-- it does not change for STALE seconds while one looks, whatever its time, since a clock may have been set back: dead;
-- on the same machine (same boot id), the kernel's lock on the file says at once whether the process still exists.
-
-What a dead run has left is removed by the next owner.
+The folder gets its name when it holds a locked heartbeat. Under the hidden name before that it is no claim yet, and
+nobody waits for it: if its run lives, it will look for other claims when it has its name, find the one that was there
+before, and give way.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import logging
 import os
 import secrets
-import socket
-import threading
 import time
 from pathlib import Path
 
 from ..errors import CheckpointBusy
 from . import files
+from .heartbeat import STALE, Heartbeat, host_of, is_here, lock_verdict
 from .names import COORDINATION, recover
 
-BEAT = 5.0  # seconds between two signs of life
-STALE = 60.0  # seconds without one, after which a run on another machine is taken for dead
 _LOOK_EVERY = 0.5  # seconds
 
 logger = logging.getLogger("stepmark")
-
-_alive_here: dict[Path, int] = {}  # alive files of this process, and its number in case it forks
-
-
-def boot_id() -> str:
-    """What tells this running machine from every other, and from itself before a restart."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-class Heartbeat:
-    """A file that is touched, and locked, as long as this process lives."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="stepmark-heartbeat", daemon=True)
-        self._descriptor = files.open_for_writing(path, truncate=True)
-        data = {"boot": boot_id(), "host": socket.gethostname()}
-        files.write_at(self._descriptor, memoryview(json.dumps(data).encode()), 0)
-        _try_lock(self._descriptor)
-
-    def start(self, path: Path | None = None) -> None:
-        """Begins to beat, at `path` if the file has been moved."""
-        self.path = path or self.path
-        _alive_here[self.path] = os.getpid()
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(BEAT):
-            try:
-                os.utime(self._descriptor)
-            except OSError as error:  # seen by others as silence, which is what it is
-                logger.warning("cannot show that this run is alive in %s: %s", self.path, error)
-
-    def stop(self) -> None:
-        """Ends the beat and gives the lock back."""
-        self._stop.set()
-        _alive_here.pop(self.path, None)
-        if self._thread.is_alive():
-            self._thread.join()
-        files.close(self._descriptor)
-
-
-def _try_lock(descriptor: int) -> bool | None:
-    """Whether the lock could be taken; None where the file system has none."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
-    return True
 
 
 class Ownership:
@@ -133,6 +71,10 @@ class Ownership:
         for other in sorted((folder / COORDINATION).iterdir()):
             if other == self.folder or not other.is_dir():
                 continue
+            if other.name.startswith("."):
+                if self._died_unborn(other):
+                    files.remove_tree(other)
+                continue
             if self._alive(other):
                 if _claimed(other) > _claimed(self.folder):
                     continue  # it claimed later, so it has seen this claim, and gives way; at the same time, both do
@@ -144,6 +86,13 @@ class Ownership:
         for leftover in recover(folder):
             logger.info("removed %s, which a run that died had left", leftover)
 
+    def _died_unborn(self, hidden: Path) -> bool:
+        """Whether a run died before its claim had a name; where that cannot be told, once it is old enough."""
+        verdicts = [lock_verdict(path) for path in _last_signs(hidden)]
+        files.touch(self.folder / "alive.0")
+        now = os.stat(self.folder / "alive.0").st_mtime
+        return False in verdicts or (True not in verdicts and not _is_young(hidden, now))
+
     def _alive(self, other: Path) -> bool:
         said = False
         begun_to_look = time.monotonic()
@@ -152,7 +101,7 @@ class Ownership:
             signs = _last_signs(other)
             if signs.keys() != first.keys() or any(signs[path] != first[path] for path in signs):
                 return bool(signs)
-            locks = [_lock_verdict(path) for path in signs]
+            locks = [lock_verdict(path) for path in signs]
             if any(verdict is True for verdict in locks):
                 return True
             files.touch(self.folder / "alive.0")
@@ -162,8 +111,7 @@ class Ownership:
                 verdict is False or now - sign > STALE or watched
                 for verdict, sign in zip(locks, signs.values(), strict=True)
             ]
-            begun = not signs and other.name.startswith(".") and _is_young(other, now) and not watched
-            if all(silent) and not begun:
+            if all(silent):
                 return False
             if not said:
                 logger.warning("waiting to see whether another run%s on this folder is alive", _whereabouts(other))
@@ -182,6 +130,15 @@ class Ownership:
             self._heartbeat = None
         if whole:
             files.remove_tree(self.folder)
+
+
+def held_by_another(folder: Path) -> bool:
+    """Whether another run has the folder, as far as can be told at once."""
+    for path in (folder / COORDINATION).glob("[!.]*/alive.*"):
+        verdict = lock_verdict(path)
+        if not is_here(path) and (verdict or (verdict is None and _is_young(path, time.time()))):
+            return True
+    return False
 
 
 def _claimed(owner: Path) -> int:
@@ -208,29 +165,11 @@ def _last_signs(owner: Path) -> dict[Path, float]:
     return signs
 
 
-def _lock_verdict(path: Path) -> bool | None:
-    """Whether the process that made the file exists, as far as this machine's kernel knows; None where it cannot."""
-    if path in _alive_here:
-        return _alive_here[path] == os.getpid() or None
-    try:
-        if json.loads(path.read_bytes())["boot"] != boot_id():
-            return None
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except (OSError, ValueError, KeyError):
-        return None
-    try:
-        free = _try_lock(descriptor)
-        return None if free is None else not free
-    finally:
-        os.close(descriptor)
-
-
 def _whereabouts(owner: Path) -> str:
     for path in owner.glob("alive.*"):
-        if path in _alive_here:  # opening and closing it here would give its lock back
+        if is_here(path):
             return " in this process"
-        try:
-            return f" on {json.loads(path.read_bytes())['host']}"
-        except (OSError, ValueError, KeyError):
-            continue
+        host = host_of(path)
+        if host is not None:
+            return f" on {host}"
     return ""

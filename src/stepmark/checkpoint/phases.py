@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from ..errors import CheckpointTimeout
+from ..launch.ending import print_stacks
 from .board import Board
-from .watchdog import Watch, print_stacks, watchdog
+from .telling import late
+from .watchdog import Watch, watchdog
 
 
 class Phases:
@@ -45,10 +48,16 @@ class Phases:
             watchdog.release(self._watch)
             self._watch = None
 
+    def wait(self, topic: str, ranks: Collection[int]) -> dict[int, Any]:
+        """The posts of these ranks under the topic. Raises RankFailed where one has failed, and once this
+        phase should have ended CheckpointTimeout, which names the late ones and what they are doing."""
+        try:
+            return self.board.wait(topic, ranks, self.deadline)
+        except CheckpointTimeout as error:
+            raise CheckpointTimeout(late(str(error), self.timeout)) from error
+
     def _expire(self) -> None:
-        self._late = CheckpointTimeout(
-            f"{self.what}: {self._name!r} has not ended within {self.timeout:g} s (save_timeout) on rank "
-            f"{self.board.rank}"
-        )
+        what = f"{self.what}: rank {self.board.rank} ({self._name}) has not ended this phase"
+        self._late = CheckpointTimeout(late(what, self.timeout))
         print_stacks(str(self._late))
         self._expired(self._late)

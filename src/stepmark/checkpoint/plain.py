@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
+from ..launch.ending import print_stacks
 from ..runtime.base import Runtime
 from ..runtime.select import runtime_for
 from . import files
 from .snapshot import GROUP_BYTES
-from .telling import describe_error
-from .watchdog import end_unless, print_stacks, watchdog
+from .telling import describe_error, late
+from .watchdog import end_unless, watchdog
 
 
 def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1800.0) -> None:
@@ -39,10 +40,10 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
     it cannot be written; then the file is what it was.
     """
     path = Path(path)
-    with _deadline(f"{path}: copying to the host", timeout):
+    with _deadline(path, "copying to the host", timeout):
         on_host = _to_host(state)
     if write:
-        with _deadline(f"{path}: writing", timeout):
+        with _deadline(path, "writing", timeout):
             _write(on_host, path)
 
 
@@ -56,7 +57,7 @@ def load(path: str | Path, map_location: str | torch.device | None = None, *, ti
     if not path.is_file():
         raise CheckpointNotFound(f"there is no file {path}")
     device = None if map_location is None else torch.device(map_location)
-    with _deadline(f"{path}: reading", timeout):
+    with _deadline(path, "reading", timeout):
         _check(path)
         at_once = None if device is None else "cpu" if device.type == "xla" else device
         try:
@@ -65,7 +66,7 @@ def load(path: str | Path, map_location: str | torch.device | None = None, *, ti
             raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
         if device is not None and device.type == "xla":
             runtime = runtime_for(device)
-            return _map_tensors(state, lambda tensors: [_like(t, runtime.place(t.detach())) for t in tensors])
+            return _map_tensors(state, lambda tensors: _placed(tensors, runtime))
         return state
 
 
@@ -75,14 +76,15 @@ def _known_device(storage: Any, location: str) -> Any:
 
 
 @contextmanager
-def _deadline(what: str, timeout: float) -> Iterator[None]:
+def _deadline(path: Path, doing: str, timeout: float) -> Iterator[None]:
     ended = threading.Event()
-    late: list[CheckpointTimeout] = []
+    errors: list[CheckpointTimeout] = []
 
     def expired() -> None:
-        late.append(CheckpointTimeout(f"{what} has not ended within {timeout:g} s"))
-        print_stacks(str(late[0]))
-        end_unless(ended, late[0], _rank())
+        what = f"{path}: rank {_rank()} ({doing}) has not ended this"
+        errors.append(CheckpointTimeout(late(what, timeout, "timeout")))
+        print_stacks(str(errors[0]))
+        end_unless(ended, errors[0], _rank())
 
     watch = watchdog.watch(time.monotonic() + timeout, expired)
     try:
@@ -90,8 +92,8 @@ def _deadline(what: str, timeout: float) -> Iterator[None]:
     finally:
         ended.set()
         watchdog.release(watch)
-    if late:
-        raise late[0]
+    if errors:
+        raise errors[0]
 
 
 def _rank() -> int:
@@ -104,12 +106,13 @@ def _to_host(state: Any) -> Any:
     views bring no more of their storage than is in the nest."""
 
     def to_host(tensors: list[Tensor]) -> list[Tensor]:
-        on_device = next((tensor for tensor in tensors if tensor.device.type != "cpu"), None)
-        if on_device is None:
+        device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+        if device is None:
             return _compact(tensors)
-        runtime = runtime_for(on_device.device)
+        runtime = runtime_for(device)
         runtime.step_boundary(wait=True)
-        copies = dict(_copies([tensor for tensor in tensors if tensor.device.type != "cpu"], runtime))
+        on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+        copies = _tied(on_device, dict(_copies(on_device, runtime)))
         return [_like(tensor, copies[id(tensor)]) if id(tensor) in copies else tensor for tensor in tensors]
 
     return _map_tensors(state, to_host)
@@ -150,6 +153,41 @@ def _copies(tensors: list[Tensor], runtime: Runtime) -> Iterator[tuple[int, Tens
             group = []
         group.append(tensor)
     yield from zip(map(id, group), runtime.to_host(group), strict=True)
+
+
+def _tied(tensors: list[Tensor], copies: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The copies, of which those of tensors that are the same memory of the device are one: they are written once, and
+    are tied when they are loaded."""
+    found: dict[tuple[Any, ...], Tensor] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+        if storage is None or not 0 < tensor.nbytes == storage.nbytes():
+            continue  # views of a part: a lazy device does not tell which
+        copy = copies[id(tensor)]
+        same = found.setdefault((storage._cdata, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())), copy)
+        if _bytes(same).equal(_bytes(copy)):  # not so where one is the other transposed, which it does not tell either
+            copies[id(tensor)] = same.detach()
+    return copies
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _placed(tensors: list[Tensor], runtime: Runtime) -> list[Tensor]:
+    """The tensors on the runtime's device; those that are tied are tied there."""
+    placed: dict[tuple[Any, ...], Tensor] = {}
+    for tensor in tensors:
+        key = _memory_of(tensor)
+        if key not in placed:
+            placed[key] = runtime.place(tensor.detach())
+    return [_like(tensor, placed[_memory_of(tensor)].detach()) for tensor in tensors]
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    if not _is_plain(tensor) or not tensor.nbytes:
+        return (id(tensor),)
+    return tensor.untyped_storage().data_ptr(), *_view_of(tensor)
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:

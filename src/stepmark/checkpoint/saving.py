@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointBusy, CheckpointError, CheckpointTimeout
+from ..launch.ending import print_stacks
 from . import files
 from .board import Board, RankFailed
 from .digests import bytes_digest, file_digest
@@ -24,7 +25,6 @@ from .phases import Phases
 from .plan import MODEL, SavePlan
 from .snapshot import Extent
 from .telling import describe_error
-from .watchdog import print_stacks
 from .writer import Digests, write_extents, write_header
 
 INDEX = "model.safetensors.index.json"
@@ -85,7 +85,7 @@ class Saving:
         self.phases.enter("sealing")
         mine = [index for index, file in enumerate(self.plan.files) if file.sealer == self.rank]
         others = {share.rank for index in mine for share in self.plan.files[index].shares} - {self.rank}
-        posts = self.board.wait("written", others, self.phases.deadline)
+        posts = self.phases.wait("written", others)
         sealed = {}
         for index in mine:
             merged: dict[str, dict[int, str]] = {name: dict(found) for name, found in digests.get(index, {}).items()}
@@ -101,9 +101,9 @@ class Saving:
     def _commit(self) -> Path:
         self.phases.enter("committing")
         if self.rank != 0:
-            posted = self.board.wait("committed", [0], self.phases.deadline)
+            posted = self.phases.wait("committed", [0])
             return Path(posted[0])
-        posts = self.board.wait("sealed", {file.sealer for file in self.plan.files}, self.phases.deadline)
+        posts = self.phases.wait("sealed", {file.sealer for file in self.plan.files})
         sealed = {int(index): digest for post in posts.values() for index, digest in post.items()}
         self._write_manifest(sealed)
         if self.lost():

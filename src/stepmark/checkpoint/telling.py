@@ -5,6 +5,14 @@ from __future__ import annotations
 from ..errors import StepmarkError
 
 
+def late(what: str, timeout: float, setting: str = "save_timeout") -> str:
+    """What to say of something that has not happened within `timeout` seconds, which the user sets by `setting`."""
+    return (
+        f"{what} within {timeout:g} s ({setting}); look at what that rank's threads are doing, whose stacks are on its "
+        f"standard error, or raise {setting}"
+    )
+
+
 def describe_error(error: BaseException) -> str:
     """The error's message; of an OSError what the system says, and of which file."""
     if isinstance(error, OSError) and error.strerror:

@@ -10,23 +10,18 @@ the process BACKSTOP seconds later; it is armed for as long as anything is watch
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..launch.failure import REPORTS, Failure
+from ..launch.ending import STDERR, end_process
 
 # Seconds. A supervisor gives the other ranks five more, and all is to be over ten after the deadline.
 GRACE = 2.5  # that a process has to end by itself once a deadline has passed
 BACKSTOP = GRACE + 1.0
 _MARGIN = 0.5  # seconds that a wait with a deadline of its own has to raise by itself
-_STDERR = 2
-
-logger = logging.getLogger("stepmark")
 
 
 @dataclass(eq=False)
@@ -69,7 +64,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             return
         left = min(watch.deadline for watch in self._watches) - time.monotonic() + BACKSTOP
-        faulthandler.dump_traceback_later(max(left, BACKSTOP), exit=True, file=_STDERR)
+        faulthandler.dump_traceback_later(max(left, BACKSTOP), exit=True, file=STDERR)
 
     def _run(self) -> None:
         while True:
@@ -93,12 +88,6 @@ watchdog = Watchdog()
 os.register_at_fork(after_in_child=watchdog.forget)
 
 
-def print_stacks(reason: str) -> None:
-    """Says why, and prints the stacks of all threads, on the process's standard error."""
-    os.write(_STDERR, f"stepmark: {reason}; the stacks of all threads:\n".encode())
-    faulthandler.dump_traceback(file=_STDERR, all_threads=True)
-
-
 def end_unless(collected: threading.Event, error: BaseException, rank: int) -> None:
     """Ends the process with exit code 1 and this error, unless somebody takes the error up within GRACE seconds.
 
@@ -110,14 +99,3 @@ def end_unless(collected: threading.Event, error: BaseException, rank: int) -> N
             end_process(error, rank)
 
     threading.Thread(target=wait_and_end, name="stepmark-ultimatum", daemon=True).start()
-
-
-def end_process(error: BaseException, rank: int) -> None:
-    """Ends this process at once, as a failed one; the error goes where errors of a rank go."""
-    failure = Failure.of(error, rank)
-    if REPORTS in os.environ:
-        failure.leave(os.environ[REPORTS])
-    else:
-        os.write(_STDERR, f"error: rank {rank}: {failure.message}\n".encode())
-    sys.stdout.flush()
-    os._exit(failure.exit_code)

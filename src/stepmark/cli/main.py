@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import stepmark
 from stepmark.cli import consolidate as consolidate_command
+from stepmark.cli import evaluate as evaluate_command
 from stepmark.cli import inspect as inspect_command
+from stepmark.cli import report as report_command
 from stepmark.cli import train as train_command
 from stepmark.cli import verify as verify_command
 from stepmark.errors import LaunchError, UsageError
@@ -23,10 +27,14 @@ from stepmark.launch.world import World
 
 COMMANDS: dict[str, Any] = {
     "train": train_command,
+    "evaluate": evaluate_command,
     "consolidate": consolidate_command,
     "inspect": inspect_command,
+    "report": report_command,
     "verify": verify_command,
 }
+
+OTHERS_FIRST = 1.5  # seconds
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,9 +99,14 @@ def _world() -> World:
 
 def _should_tell(failure: Failure, world: World) -> bool:
     """Of several ranks under another launcher that have found each other, the first to fail tells. Before that a wrong
-    call fails on all, and one rank of each node tells."""
+    call fails on all, and one rank of each node tells. A missing device may be one rank's alone: there the first of a
+    node tells, and the others if no launcher has ended them by then, which is what torchrun does."""
     context = sys.modules.get("stepmark.runtime.context")
     distributed = sys.modules.get("torch.distributed")
     if context is not None and distributed is not None and distributed.is_initialized():
         return bool(context.first_to_fail())
-    return failure.exit_code != UsageError.exit_code or world.local_rank == 0
+    if failure.exit_code != UsageError.exit_code and world.local_rank > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(OTHERS_FIRST)
+        return True
+    return world.local_rank == 0

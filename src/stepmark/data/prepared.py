@@ -48,12 +48,14 @@ def prepare(
     *,
     folder: Path | None = None,
     progress: Progress | None = None,
+    may_be_short: bool = False,
 ) -> Prepared:
     """Training and validation blocks of `config`, tokenized unless the cache (or `folder` in its place) has them.
 
     The key of the cache is the content of the texts and of the tokenizer, not names or times, and neither block size
     nor numbers of samples: those cost nothing to change. With `overwrite_cache` the tokens are always made anew; of
     several ranks one should be given that, and the others call after it without. `progress` gets a line now and then.
+    `may_be_short`: the data is not trained on, so that less than a block of it will do.
 
     Raises DataError for data that is missing, empty or shorter than a block, UsageError for fields that do not fit.
     """
@@ -73,7 +75,8 @@ def prepare(
     def blocks(split: str, limit: int | None) -> PackedBlocks:
         return PackedBlocks(entry / f"{split}.bin", meta["dtype"], meta["tokens"][split], block_size, filler, limit)
 
-    _check_length(meta["tokens"]["train"], block_size, sources)
+    if not may_be_short:
+        _check_length(meta["tokens"]["train"], block_size, sources)
     train = blocks("train", config.max_train_samples)
     validation = blocks("validation", config.max_eval_samples) if "validation" in meta["tokens"] else None
     return Prepared(train, validation, _fingerprint(meta, train), cached)

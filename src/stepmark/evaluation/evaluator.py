@@ -21,7 +21,7 @@ from stepmark.runtime.host import HostGroup
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.step import autocast, weigh
 
-HELD_BATCHES = 16  # losses that wait on the device before they are fetched
+HELD_BATCHES = 16  # whose losses wait on the device before they are fetched, and whose predictions travel at a time
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,12 @@ class Evaluator:
         return self.host.all_gather(value if tells else None)[:: self.replicas]
 
     def _gather(self, kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank."""
-        by_rank = self._from_all(kept)
-        in_order = [rows for batch in zip(*by_rank, strict=True) for rows in batch]
+        """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. A few batches go
+        at a time, so that what is on its way stays small."""
+        in_order: list[tuple[Any, Any]] = []
+        for first in range(0, len(kept), HELD_BATCHES):
+            by_rank = self._from_all(kept[first : first + HELD_BATCHES])
+            in_order += [rows for batch in zip(*by_rank, strict=True) for rows in batch]
         return concatenate([pair[0] for pair in in_order]), concatenate([pair[1] for pair in in_order])
 
 

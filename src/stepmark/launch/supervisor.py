@@ -30,13 +30,21 @@ POLL_SECONDS = 0.05
 
 
 def supervise(
-    command: Sequence[str], nproc: int, *, signal_grace: float = GRACE_SECONDS, show_traceback: bool = False
+    command: Sequence[str],
+    nproc: int,
+    *,
+    signal_grace: float = GRACE_SECONDS,
+    resumable: bool = False,
+    show_traceback: bool = False,
 ) -> int:
     """Runs `command` as `nproc` ranks and returns the exit code of the whole: 0 if all ranks ended with 0, 75 if a
     signal ended them, else that of the first failure, which is printed on stderr as one line (and its traceback with
-    `show_traceback`)."""
+    `show_traceback`).
+
+    Ranks that end with 75 say so themselves. `resumable`: those do not yet, or no more, which the signal ended itself.
+    """
     with tempfile.TemporaryDirectory(prefix="stepmark-") as reports, socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks = _Ranks(command, nproc, reports, listener, signal_grace)
+        ranks = _Ranks(command, nproc, reports, listener, signal_grace, resumable)
         with _forwarded_signals(ranks):
             ranks.start()
             listener.close()
@@ -67,13 +75,20 @@ def follow_supervisor() -> None:
 
 class _Ranks:
     def __init__(
-        self, command: Sequence[str], nproc: int, reports: str, listener: socket.socket, signal_grace: float
+        self,
+        command: Sequence[str],
+        nproc: int,
+        reports: str,
+        listener: socket.socket,
+        signal_grace: float,
+        resumable: bool,
     ) -> None:
         self._command = list(command)
         self._nproc = nproc
         self._reports = reports
         self._listener = listener
         self._signal_grace = signal_grace
+        self._resumable = resumable
         self._signal_deadline: float | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first_exit: tuple[int, int] | None = None
@@ -134,7 +149,9 @@ class _Ranks:
     def interrupted(self, reported: list[Failure]) -> bool:
         """Whether a signal ended the run: some ranks ended as such, and no other has a failure of its own."""
         codes = {process.returncode for process in self._processes}
-        return INTERRUPTED in codes and all(failure.secondary for failure in reported)
+        ended_by_it = {0, *(-number for number in (*STOPPING, signal.SIGKILL))}
+        signalled = self._resumable and self._signal_deadline is not None and codes <= ended_by_it
+        return (INTERRUPTED in codes or signalled) and all(failure.secondary for failure in reported)
 
     def _find_failed(self) -> tuple[int, int] | None:
         for rank, process in enumerate(self._processes):

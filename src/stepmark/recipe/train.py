@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepmark.errors import DataError, UsageError
 from stepmark.recipe.quiet import quiet_libraries
@@ -13,17 +13,22 @@ from stepmark.recipe.recipe import Recipe
 from stepmark.runtime.context import Context, start
 from stepmark.trainer.arguments import TrainingArguments
 
+if TYPE_CHECKING:
+    from stepmark.evaluation.functions import MetricsFunctions
 
-def train(recipe: Recipe) -> None:
-    """Runs the recipe as one of the ranks; collective."""
+
+def train(recipe: Recipe, metrics: str | None = None) -> None:
+    """Runs the recipe as one of the ranks; collective. `metrics`, `module:function`, adds to what evaluations tell."""
     args = recipe.training
     quiet_libraries()
     _check_names(args)
+    own = _load_metrics(metrics, args)
     context = start(args.device)
     _say(context, f"device: {context.runtime.name}, {context.world.size} rank{'s' if context.world.size > 1 else ''}")
     import torch
 
     from stepmark.recipe.model import build_model, build_tokenizer, check_cut
+    from stepmark.recipe.used import recipe_leaver
     from stepmark.trainer.output import prepare_output
     from stepmark.trainer.trainer import Trainer
 
@@ -39,12 +44,31 @@ def train(recipe: Recipe) -> None:
     _check_block_size(model, data.train)
     _check_vocabulary(model, tokenizer)
     data.train.fingerprint = data.fingerprint
-    trainer = Trainer(model, args, train_dataset=data.train, eval_dataset=data.validation, processing_class=tokenizer)
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=data.train,
+        eval_dataset=data.validation,
+        processing_class=tokenizer,
+        compute_metrics=own.compute_metrics if own is not None else None,
+        preprocess_logits_for_metrics=own.preprocess_logits_for_metrics if own is not None else None,
+        callbacks=[recipe_leaver(recipe)],
+    )
     trainer.train()
     trainer.save_model()
     if args.eval_strategy != "no":
-        metrics = {**trainer.final_evaluation(), "eval_samples": len(data.validation)}
-        trainer.journal.results("eval", metrics)
+        found = {**trainer.final_evaluation(), "eval_samples": len(data.validation)}
+        trainer.journal.results("eval", found)
+
+
+def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions | None:
+    from stepmark.evaluation.functions import load_metrics
+
+    if name is None:
+        return None
+    if args.eval_strategy == "no":
+        raise UsageError("--metrics and eval_strategy: metrics need evaluations; set eval_strategy to steps or epoch")
+    return load_metrics(name, "--metrics")
 
 
 def _maker(args: TrainingArguments, context: Context) -> Any:

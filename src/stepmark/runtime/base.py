@@ -22,6 +22,16 @@ class GraphCounters:
     executions: int
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of the device's memory: in use by this process now, the most that were, and how many there are (None where
+    the device does not say)."""
+
+    used: int
+    peak: int | None
+    limit: int | None
+
+
 class Runtime(Protocol):
     """One device of one rank.
 
@@ -58,3 +68,11 @@ class Runtime(Protocol):
 
     def counters(self) -> GraphCounters | None:
         """Graphs so far, None on an eager device. Drains the device first."""
+
+    def compilations(self) -> int | None:
+        """Graphs compiled so far, None on an eager device. Waits for nothing: compiling is done by the thread that asks
+        for a step."""
+
+    def memory(self) -> DeviceMemory | None:
+        """The device's memory as its allocator counts it, None where it does not, or where it is the host's. Waits for
+        nothing."""

@@ -12,7 +12,8 @@ operations is differentiable: parallel/functional.py gives them gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -23,6 +24,8 @@ from stepmark.runtime.base import Runtime
 from stepmark.runtime.groups import Group
 
 Reduction = Literal["sum", "max"]
+
+IN_FLIGHT = 4  # tensors on their way between hosts at a time; each needs a buffer of its size
 
 
 class Collectives(Protocol):
@@ -89,18 +92,63 @@ class GroupCollectives:
         )
         return [target.movedim(0, dim) for target in whole]
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-        whole = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
-        parts = [tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:]) for tensor in whole]
+    def gather_in_place(self, tensors: Sequence[Tensor]) -> None:
+        """Of each contiguous tensor every rank gives its own part along dim 0, and gets the others' in their places."""
         _wait(
-            dist.reduce_scatter_tensor(target, tensor, group=self._group.process_group, async_op=True)
-            for target, tensor in zip(parts, whole, strict=True)
+            dist.all_gather_into_tensor(tensor, self.own_part(tensor), group=self._group.process_group, async_op=True)
+            for tensor in tensors
         )
-        return [target.movedim(0, dim) for target in parts]
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        parts: list[Tensor] = []
+        on_the_way: deque[Callable[[], Tensor]] = deque()
+        for tensor in tensors:
+            if len(on_the_way) == IN_FLIGHT:
+                parts.append(on_the_way.popleft()())
+            on_the_way.append(self.start_reduce_scatter(tensor.movedim(dim, 0).contiguous()))
+        parts += [finish() for finish in on_the_way]
+        return [part.movedim(0, dim) for part in parts]
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts that of one contiguous tensor along dim 0; calling the result waits for this rank's part. The tensor
+        is not to be changed until then.
+
+        Between hosts each rank sends the others their parts, and adds up what it gets, in the order of the ranks:
+        gloo's own operation is an all-reduce of which most is dropped.
+        """
+        group = self._group.process_group
+        if tensor.device.type != "cpu":
+            part = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+            work = dist.reduce_scatter_tensor(part, tensor, group=group, async_op=True)
+            return lambda: _after(work, lambda: part)
+        received = torch.empty_like(tensor)
+        work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
+        return lambda: _after(work, lambda: _sum(received.view(self.size, -1, *tensor.shape[1:])))
 
     def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
         length = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.rank * length, length)
+
+
+def gather_in_place(axis: Collectives, tensors: Sequence[Tensor]) -> None:
+    """`GroupCollectives.gather_in_place`, or nothing on an axis of size 1: for eager devices, whose axes are such."""
+    if axis.size > 1:
+        assert isinstance(axis, GroupCollectives)
+        axis.gather_in_place(tensors)
+
+
+def _after(work: dist.Work, result: Callable[[], Tensor]) -> Tensor:
+    work.wait()
+    return result()
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """Along dim 0, in order; a few times quicker than torch's own for long parts."""
+    first, second, *others = parts
+    total = first + second
+    for other in others:
+        total.add_(other)
+    return total
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

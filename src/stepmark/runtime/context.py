@@ -6,8 +6,9 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -60,6 +61,7 @@ class Context:
 
 
 WAIT_POLL_SECONDS = 0.2
+ANSWER_SECONDS = 3.0
 
 _started: dict[str, Context] = {}
 _joined: dict[str, dist.Store] = {}
@@ -104,10 +106,30 @@ def _join(world: World, runtime: Runtime) -> None:
 def first_to_fail() -> bool:
     """Whether no other rank has failed before this one; asked once, on the way out."""
     store = _joined.get("store")
-    try:
-        return store is None or store.add("failed", 1) == 1
-    except RuntimeError:  # the rank that served the store is gone: it failed first
-        return False
+    return store is None or _answer(lambda: store.add("failed", 1) == 1, gone=False, silent=True)
+
+
+def a_rank_has_failed() -> bool:
+    """Whether a rank has asked whether it was the first to fail; False for a rank that is alone, or not joined yet."""
+    store = _joined.get("store")
+    return store is not None and _answer(lambda: store.check(["failed"]), gone=True, silent=True)
+
+
+def _answer(ask: Callable[[], bool], *, gone: bool, silent: bool) -> bool:
+    """What the store says: `gone` where the rank that served it has ended, `silent` where it does not answer, because
+    that rank was stopped."""
+    answers: list[bool] = []
+
+    def hear() -> None:
+        try:
+            answers.append(ask())
+        except RuntimeError:
+            answers.append(gone)
+
+    asking = threading.Thread(target=hear, name="stepmark-last-question", daemon=True)
+    asking.start()
+    asking.join(ANSWER_SECONDS)
+    return answers[0] if answers else silent
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepmark.runtime.base import GraphCounters
+from stepmark.runtime.base import DeviceMemory, GraphCounters
 from stepmark.runtime.tree import map_tensors
 
 
@@ -46,3 +46,17 @@ class EagerRuntime:
 
     def counters(self) -> GraphCounters | None:
         return None
+
+    def compilations(self) -> int | None:
+        return None
+
+    def memory(self) -> DeviceMemory | None:
+        if self.host_memory:
+            return None
+        try:
+            used = torch.accelerator.memory_allocated(self.device)
+            peak = torch.accelerator.max_memory_allocated(self.device)
+        except (RuntimeError, NotImplementedError):  # an accelerator whose allocator keeps no counts
+            return None
+        limit = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
+        return DeviceMemory(used, peak, limit)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepmark.runtime.base import GraphCounters
+from stepmark.runtime.base import DeviceMemory, GraphCounters
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
 from stepmark.runtime.tree import map_tensors
 
@@ -57,11 +57,19 @@ class XlaRuntime:
         self._dispatch = dispatch or (lambda: torch_xla.sync(wait=False))
 
     def place(self, batch: Any) -> Any:
-        return map_tensors(batch, lambda tensor: tensor.to(self.device))
+        return map_tensors(batch, self._send)
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        """The tensor as device data. `tensor.to(device)` first records a tensor of zeros: a sync of another thread may
+        come in between and leave it at that."""
+        if tensor.device.type != "cpu":
+            return tensor.to(self.device)
+        (sent,) = torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(self.device)])
+        return sent
 
     def write(self, target: Tensor, value: Tensor) -> None:
         # Giving the tensor object a new device buffer records no operation, so that the graphs stay the same.
-        target.data = value.to(dtype=target.dtype).to(self.device)
+        target.data = self._send(value.to(dtype=target.dtype))
 
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
         if copy or not self.host_memory:
@@ -82,6 +90,18 @@ class XlaRuntime:
     def counters(self) -> GraphCounters | None:
         xm.wait_device_ops()
         return GraphCounters(_samples("CompileTime"), _samples("ExecuteTime"))
+
+    def compilations(self) -> int | None:
+        return _samples("CompileTime")
+
+    def memory(self) -> DeviceMemory | None:
+        if self.host_memory:
+            return None
+        try:
+            told: Any = xm.get_memory_info(self.device)
+        except RuntimeError:  # a PJRT client that keeps no counts
+            return None
+        return DeviceMemory(told["bytes_used"], told.get("peak_bytes_used"), told.get("bytes_limit"))
 
 
 def _host_view(tensor: Tensor) -> Tensor:

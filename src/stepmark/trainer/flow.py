@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers.trainer_callback import DefaultFlowCallback, TrainerControl, TrainerState
@@ -38,7 +39,9 @@ def _every(strategy: str, step: int, interval: float) -> bool:
 
 
 def is_better(args: TrainingArguments, value: float, best: float | None) -> bool:
-    """Whether the metric for the best model improved."""
+    """Whether the metric for the best model improved; what is no number is never better."""
+    if math.isnan(value):
+        return False
     if best is None:
         return True
     return value > best if args.greater_is_better else value < best

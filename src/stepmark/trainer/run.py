@@ -18,7 +18,9 @@ from stepmark.data.feed import DeviceFeed
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
 from stepmark.trainer.display import Display
 from stepmark.trainer.identity import check_same_run
-from stepmark.trainer.running import RunningMeans, Stopwatch
+from stepmark.trainer.monitor import Monitor
+from stepmark.trainer.running import RunningMeans
+from stepmark.trainer.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.stopping import RunInterrupted, Stopper, stopper_of
 from stepmark.training.schedule import advance, restore_schedule, schedule_state
 from stepmark.training.step import StepHooks
@@ -39,12 +41,14 @@ class TrainingRun:
         self.optimizer = trainer.make_optimizer()
         self.schedule = trainer.make_schedule(self.optimizer, self.total_steps)
         self.step = trainer.make_step(self.optimizer)
-        self.means = RunningMeans(trainer.context.runtime)
+        self.monitor = Monitor.of(trainer)
+        self.means = RunningMeans(trainer.context.runtime, self.monitor.look)
         self.identity = trainer.identity()
         self._loader_state: dict[str, Any] = self.loader.state_dict()
         self._epoch_open = False
         self._stopper: Stopper | None = None
         self._saved_step = 0  # 0: there is nothing to save yet
+        self.asked_to_stop: str | None = None  # why, where somebody outside has asked
 
     def _count_steps(self) -> int:
         if self.args.max_steps > 0:
@@ -98,6 +102,7 @@ class TrainingRun:
         path = checkpoint or checkpoint_path(folder, step)
         self._saved_step = step
         self._restore_trainer_state(path)
+        self.monitor.restored(path, step, self.checkpointer.set_aside)
         return path
 
     def _accept(self, path: Path, manifest: Manifest) -> None:
@@ -131,7 +136,7 @@ class TrainingRun:
     def loop(self, display: Display) -> None:
         """Trains to the last step, or until a callback stops it. Ends epochs that a killed run left open."""
         self.display = display
-        self.watch = Stopwatch()
+        self.monitor.begin()
         trainer = self.trainer
         if self._epoch_open and self._loader_state["samples"] == 0:
             self._end_epoch()
@@ -146,7 +151,7 @@ class TrainingRun:
     def _epoch(self) -> None:
         feed = DeviceFeed(self.loader, self.trainer.context.runtime)
         with contextlib.closing(iter(feed)) as batches:
-            for batch in batches:
+            for batch in self.monitor.clock.waiting(batches):
                 self._one_step(batch)
                 control = self.trainer.control
                 if control.should_training_stop:
@@ -168,6 +173,7 @@ class TrainingRun:
             before_update=lambda: trainer.event("on_pre_optimizer_step"),
             after_update=lambda: trainer.event("on_optimizer_step"),
         )
+        self.monitor.step_begins(trainer.state.global_step + 1, batch, float(self.schedule.get_last_lr()[0]))
         self.means.add(self.step(trainer.state.global_step, batch, hooks))
         advance(self.schedule)
         if self._stopper is not None:
@@ -177,6 +183,7 @@ class TrainingRun:
         self._loader_state = batch.state
         self._show_progress()
         trainer.event("on_step_end")
+        self.monitor.step_ended(trainer.state.global_step, batch)
         self._follow_control()
         self.checkpointer.check()
 
@@ -206,20 +213,26 @@ class TrainingRun:
             self.trainer.context.runtime.step_boundary(wait=True)
             if not stopper.may_save():
                 stopper.wait_for_end()
-            self.trainer.save_checkpoint(self)
+            with self.monitor.within("save", step):
+                self.trainer.save_checkpoint(self)
         self.checkpointer.wait()
+        self.monitor.close()
         saved = f"checkpoint-{step} is saved" if step else "nothing was trained yet"
         raise RunInterrupted(f"{stopper.signal}: stopped after step {step}, {saved}")
 
     def note_save(self, handle: SaveHandle | None) -> None:
         """A checkpoint of the present step has been begun."""
         self._saved_step = self.trainer.state.global_step
-        if self._stopper is not None and handle is not None:
+        if handle is None:
+            return
+        self.monitor.save_begun(handle)
+        if self._stopper is not None:
             self._stopper.pace.add_save(handle)
 
     def end(self) -> None:
         """Returns when all ranks have trained the last step, and all saves are on disk."""
         self.checkpointer.wait()
+        self.monitor.close()
         if self._stopper is not None:  # one that waits for the others' answer must get it
             self.trainer.context.host.barrier()
 
@@ -229,33 +242,53 @@ class TrainingRun:
             self.display.step(step)
             return
         self.means.settle()
-        self.display.step(step, self.means.last_loss, self.means.timed_tokens / self.watch.seconds())
+        self.display.step(step, self.means.last_loss, self.means.timed_tokens / self.monitor.clock.training())
 
     def _follow_control(self) -> None:
         """Logs, evaluates and saves, in this order, as the control's flags say."""
         trainer = self.trainer
         if trainer.control.should_log:
             self._log()
-        with self.watch.paused():
-            if trainer.control.should_evaluate:
+        if trainer.control.should_evaluate:
+            with self.monitor.within("evaluation", trainer.state.global_step):
                 trainer.evaluate_in_run(self)
-            if trainer.control.should_save:  # an evaluation may have asked for it
+        if trainer.control.should_save:  # an evaluation may have asked for it
+            with self.monitor.within("save", trainer.state.global_step):
                 trainer.save_checkpoint(self)
+            self._heed_request()
+
+    # Requests from outside
+
+    def forget_request(self) -> None:
+        """Before training: what was asked of an earlier run is not asked of this one."""
+        if self.trainer.is_world_process_zero():
+            withdraw(self.checkpointer.folder)
+
+    def _heed_request(self) -> None:
+        """Behind a save: where somebody has asked the run to stop, it ends here, on all ranks."""
+        host = self.trainer.context.host
+        asked = host.broadcast(reason_to_stop(self.checkpointer.folder) if host.rank == 0 else None)
+        if asked is None or self.trainer.state.global_step >= self.total_steps:
+            return
+        self.asked_to_stop = f"stopped after step {self.trainer.state.global_step}: {asked}"
+        self.display.line(self.asked_to_stop)
+        self.trainer.control.should_training_stop = True
+        self.forget_request()
 
     def _log(self) -> None:
         values = self.means.take_log()
         if values is None:
             self.trainer.control.should_log = False
             return
-        speed = self.means.timed_tokens / self.watch.seconds()
+        speed = self.means.timed_tokens / self.monitor.clock.training()
         self.means.timed_tokens = 0
-        self.watch.restart()
+        machine = self.monitor.log_fields()
         log = {**values, "learning_rate": float(self.schedule.get_last_lr()[0]), "tokens_per_second": speed}
         counters = self.trainer.context.runtime.counters()
         if counters is not None:
             log |= {"graph_compilations": counters.compilations, "graph_executions": counters.executions}
         self.display.step(self.trainer.state.global_step, log["loss"], speed)
-        self.trainer.log(log)
+        self.trainer.log(log, machine)
 
 
 def _check_named(checkpoint: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from stepmark.runtime.base import Runtime
@@ -20,8 +18,11 @@ class RunningMeans:
     count is exact in the host's float64, so the mean of one step is that step's loss to the last bit.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, look: Callable[[int, float, float, float], None] | None = None) -> None:
+        """`look(step, loss, tokens, gradient norm)` is called for each step, counted from 1, once its numbers are on
+        the host."""
         self._runtime = runtime
+        self._look = look
         self._pending: list[StepStatistics] = []
         self.since_log = {"loss": 0.0, "tokens": 0}
         self.since_start = {"loss": 0.0, "tokens": 0}
@@ -36,8 +37,11 @@ class RunningMeans:
 
     def settle(self) -> None:
         """Fetches what waits on the device."""
-        for values in self._runtime.to_host([statistics.values for statistics in self._pending]):
+        fetched = self._runtime.to_host([statistics.values for statistics in self._pending])
+        for statistics, values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
+            if self._look is not None:
+                self._look(statistics.step + 1, loss, tokens, self.grad_norm)
             for sums in (self.since_log, self.since_start):
                 sums["loss"] += loss * tokens
                 sums["tokens"] += int(tokens)
@@ -69,25 +73,3 @@ class RunningMeans:
         self.since_log = dict(state["since_log"])
         self.since_start = dict(state["since_start"])
         self.grad_norm = state["grad_norm"]
-
-
-class Stopwatch:
-    """Seconds spent training since it was last restarted; evaluations and saves are paused out."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self._started = time.perf_counter()
-        self._paused = 0.0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._paused += time.perf_counter() - began
-
-    def seconds(self) -> float:
-        return max(time.perf_counter() - self._started - self._paused, 1e-9)

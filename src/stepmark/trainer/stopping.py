@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from stepmark.trainer.trainer import Trainer
 
 POLL_SECONDS = 0.1
+FAREWELL = 1.0  # seconds that the thread has to end in
 FIRST = 3  # steps, from which on their length is known
 LEAVE, SAVE = "leave", "save"
 _ALL_POSTED = "decision"
@@ -123,8 +124,9 @@ class Stopper:
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._closed = True
-        self._thread.join()
-        self._notice.close()
+        self._thread.join(FAREWELL)
+        if not self._thread.is_alive():  # else it waits for a store whose rank is stopped, and will never answer
+            self._notice.close()
 
     def may_begin(self, step: int) -> bool:
         """Whether the step of this number may begin; False, on all ranks before the same step, where the run stops."""

@@ -24,7 +24,9 @@ from transformers.trainer_utils import EvalPrediction
 from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
 from stepmark.errors import DataError, UsageError
-from stepmark.evaluation.evaluator import Evaluation, Evaluator, perplexity
+from stepmark.evaluation.evaluate import named_sets
+from stepmark.evaluation.evaluator import Evaluation, Evaluator
+from stepmark.evaluation.metrics import summarize
 from stepmark.parallel.zero1 import ShardedOptimizer
 from stepmark.runtime.context import Context, start
 from stepmark.trainer.arguments import TrainingArguments, set_log_level
@@ -44,6 +46,7 @@ from stepmark.trainer.preparing import (
 )
 from stepmark.trainer.run import TrainingRun
 from stepmark.trainer.stopping import RunInterrupted
+from stepmark.trainer.watching import watch_of
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.schedule import follows_metric
@@ -104,6 +107,7 @@ class Trainer:
         self.compute_metrics = compute_metrics
         self._optimizers = optimizers
         self._begun = False  # training has begun, so that how it ends is this run's to tell
+        self._trains = False  # it goes on
         self._last_evaluation: tuple[int, dict[str, float]] | None = None
         self.loss = MicroBatchLoss(
             model,
@@ -215,17 +219,21 @@ class Trainer:
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
             run = TrainingRun(self, checkpointer)
             check_start(folder, self.model, self.args, self.context, resumes=bool(resume))
+            if self.args.eval_strategy != "no":
+                self._eval_sets(None, "eval")
             if self.args.save_strategy != "no":
                 checkpointer.claim()
+                run.forget_request()
             self._begin(run)
             try:
-                with run.stopping_at_signals():
+                with run.stopping_at_signals(), watch_of(self):
                     restored = run.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
                     return self._train(run, restored)
             except BaseException as error:
                 self._tell_end(error)
                 raise
             finally:
+                self._trains = False
                 self.display.close()
 
     def _tell_end(self, error: BaseException) -> None:
@@ -240,6 +248,7 @@ class Trainer:
         self.journal.status(state, self.state.global_step, f"{type(error).__name__}: {error}")
 
     def _train(self, run: TrainingRun, restored: Path | None) -> TrainOutput:
+        run.monitor.started(self, run.total_steps, restored)
         if restored is not None:
             attempt = self.journal.attempts() + 1
             mesh = self.mesh.shape
@@ -252,7 +261,7 @@ class Trainer:
         if restored is not None:
             self.display.line(f"resumed from {restored} at step {self.state.global_step}")
         self.journal.status("running", self.state.global_step)
-        self._begun = True
+        self._begun = self._trains = True
         started, first = time.perf_counter(), self.state.global_step
         self.event("on_train_begin")
         if self.args.eval_on_start and restored is None:
@@ -286,7 +295,7 @@ class Trainer:
         self.journal.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
         if self.is_world_process_zero():
             self._full_state().save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
-        self.journal.status("done", self.state.global_step)
+        self.journal.status("done", self.state.global_step, run.asked_to_stop)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     # Saving
@@ -336,20 +345,27 @@ class Trainer:
     ) -> dict[str, float]:
         """Loss and metrics over exactly the samples of `eval_dataset` (default: the Trainer's own), under keys that
         begin with the prefix; a dict of sets adds its keys to the prefix. Collective."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, Mapping):
-            metrics: dict[str, float] = {}
-            for name, each in dataset.items():
-                metrics |= self.evaluate(each, f"{metric_key_prefix}_{name}")
+        metrics: dict[str, float] = {}
+        for prefix, dataset in self._eval_sets(eval_dataset, metric_key_prefix):
+            evaluation = self._evaluate(dataset, gather=self.compute_metrics is not None)
+            found = self._metrics(evaluation, prefix)
+            self.log(found)
+            self.display.line(_evaluation_line(self.state.global_step, found, prefix))
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+            metrics |= found
+        if eval_dataset is None and metric_key_prefix == "eval":
             self._last_evaluation = (self.state.global_step, metrics)
-            return metrics
-        evaluation = self._evaluate(dataset, gather=self.compute_metrics is not None)
-        metrics = self._metrics(evaluation, metric_key_prefix)
-        self._last_evaluation = (self.state.global_step, metrics)
-        self.log(metrics)
-        self.display.line(_evaluation_line(self.state.global_step, metrics, metric_key_prefix))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _eval_sets(self, given: Any, prefix: str) -> list[tuple[str, Any]]:
+        """The sets to evaluate, each with the prefix of its metrics. Raises where there is none, or an empty one."""
+        dataset = self.eval_dataset if given is None else given
+        if dataset is None:
+            raise UsageError("eval_dataset: evaluation needs one")
+        try:
+            return named_sets(dataset, prefix)
+        except DataError as error:
+            raise DataError(f"eval_dataset: {error}, or set eval_strategy: no") from error
 
     def final_evaluation(self) -> dict[str, float]:
         """The evaluation of the model as it is now: the last one, where nothing was trained since."""
@@ -359,31 +375,19 @@ class Trainer:
 
     def predict(self, test_dataset: Dataset, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions, labels and metrics over exactly the samples of `test_dataset`. Collective."""
+        if not len(test_dataset):  # type: ignore[arg-type]
+            raise DataError("test_dataset: it is empty; give one with samples")
         evaluation = self._evaluate(test_dataset, gather=True)
         metrics = self._metrics(evaluation, metric_key_prefix)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(evaluation.predictions, evaluation.labels, metrics)
 
     def _evaluate(self, dataset: Any, *, gather: bool) -> Evaluation:
-        if dataset is None:
-            raise UsageError("eval_dataset: evaluation needs one")
-        if not len(dataset):
-            raise DataError("eval_dataset: it is empty; give one with samples, or set eval_strategy: no")
         loader = self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False)
         return self.evaluator(loader, gather=gather, after_batch=lambda: self.event("on_prediction_step"))
 
     def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if evaluation.loss is not None:
-            metrics["loss"] = evaluation.loss
-            if self.loss.causal_shift:
-                metrics["perplexity"] = perplexity(evaluation.loss)
-        if self.compute_metrics is not None and evaluation.predictions is not None:
-            metrics |= self.compute_metrics(EvalPrediction(evaluation.predictions, evaluation.labels))
-        metrics["runtime"] = evaluation.seconds
-        metrics["samples_per_second"] = evaluation.samples / evaluation.seconds
-        metrics["steps_per_second"] = evaluation.batches / evaluation.seconds
-        return {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
+        return summarize(evaluation, prefix, causal=self.loss.causal_shift, compute_metrics=self.compute_metrics)
 
     def evaluate_in_run(self, run: TrainingRun) -> None:
         """An evaluation that the run's strategy asked for: the best metric and a schedule may follow it."""
@@ -405,12 +409,15 @@ class Trainer:
         """Calls `name` of every callback; they may set flags of the control."""
         self.control = getattr(self.callback_handler, name)(self.args, self.state, self.control)
 
-    def log(self, logs: dict[str, float]) -> None:
-        """Adds `logs` to the history, to metrics.jsonl and to the callbacks' logs, with the step and epoch."""
+    def log(self, logs: dict[str, float], machine: dict[str, float] | None = None) -> None:
+        """Adds `logs` to the history, to metrics.jsonl and to the callbacks' logs, with the step and epoch. `machine`,
+        which tells of the machine and not of the model, is no part of the history that checkpoints hold."""
         epoch = self.state.epoch
         self.state.log_history.append({**logs, "epoch": epoch, "step": self.state.global_step})
+        logs = {**logs, **(machine or {})}
         self.journal.metrics({"step": self.state.global_step, "epoch": epoch, **logs})
-        self.journal.status("running", self.state.global_step)
+        if self._trains:
+            self.journal.status("running", self.state.global_step)
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, {**logs, "epoch": epoch})
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:

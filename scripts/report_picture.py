@@ -1,0 +1,79 @@
+"""Makes docs/report.png: the report of a real run that is killed, whose newest checkpoint is damaged, and that goes on.
+
+    python scripts/report_picture.py [FOLDER]
+
+Trains a small GPT-2 on the standard library's source on two CPU ranks, into FOLDER (default: runs/first). Needs
+Chromium. Takes a few minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from stepmark.trainer.journal import read_metrics  # noqa: E402
+from tests.support.browser import screenshot  # noqa: E402
+
+STEPS, SAVE_EVERY, KILL_AFTER, DAMAGED = 300, 30, 205, 180
+FIELDS = {
+    "device": "cpu",
+    "config_name": "gpt2",
+    "config_overrides": "{n_layer: 2, n_embd: 96, n_head: 4, n_positions: 64}",
+    "tokenizer_name": "bytes",
+    "dataset_name": "python-stdlib",
+    "block_size": 64,
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 4,
+    "learning_rate": "3e-3",
+    "warmup_steps": 20,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": SAVE_EVERY,
+    "max_eval_samples": 64,
+    "save_steps": SAVE_EVERY,
+    "save_total_limit": 4,
+    "resume_from_checkpoint": "true",
+    "disable_tqdm": "true",
+}
+
+
+def main() -> int:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "runs" / "first").absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    flags = [part for name, value in FIELDS.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "stepmark", "train", "--nproc", "2", "--output_dir", str(folder), *flags]
+    job = subprocess.Popen(command)
+    while not any(line.get("step", 0) >= KILL_AFTER for line in read_metrics(folder)):
+        if job.poll() is not None:
+            return 1
+        time.sleep(0.02)
+    os.kill(job.pid, signal.SIGKILL)  # its ranks end with it
+    job.wait()
+    time.sleep(5)
+    damage(folder / f"checkpoint-{DAMAGED}" / "model.safetensors")
+    subprocess.run(command, check=True)
+    page = folder / "report.html"
+    subprocess.run([sys.executable, "-m", "stepmark", "report", str(folder)], check=True)
+    screenshot(page, ROOT / "docs" / "report.png", (1120, 1376))
+    return 0
+
+
+def damage(path: Path) -> None:
+    """Flips one bit of a file's last tensor."""
+    with open(path, "r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-100, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

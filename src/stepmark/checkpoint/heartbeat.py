@@ -1,0 +1,110 @@
+"""Signs of life: a file that a process touches and locks for as long as it lives, and how others read it.
+
+Process numbers say nothing on another machine, and files alone nothing of a process that was killed. So:
+
+- on the same machine (same boot id), the kernel's lock on the file says at once whether the process still exists;
+- else its time of change, by the file system's own clock: older than STALE seconds means dead, and so does a time that
+  has not changed for STALE seconds while one looks, whatever it is, since a clock may have been set back.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+from pathlib import Path
+
+from . import files
+
+BEAT = 5.0  # seconds between two signs of life
+STALE = 60.0  # seconds without one, after which a process on another machine is taken for dead
+
+logger = logging.getLogger("stepmark")
+
+_alive_here: dict[Path, int] = {}  # files of this process, and its number in case it forks
+
+
+def boot_id() -> str:
+    """What tells this running machine from every other, and from itself before a restart."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class Heartbeat:
+    """A file that is touched, and locked, as long as this process lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="stepmark-heartbeat", daemon=True)
+        self._descriptor = files.open_for_writing(path, truncate=True)
+        _alive_here[path] = os.getpid()
+        data = {"boot": boot_id(), "host": socket.gethostname()}
+        _try_lock(self._descriptor)  # first: whoever can read the file may rely on its lock
+        files.write_at(self._descriptor, memoryview(json.dumps(data).encode()), 0)
+
+    def start(self, path: Path | None = None) -> None:
+        """Begins to beat, at `path` if the file has been moved."""
+        _alive_here[path or self.path] = _alive_here.pop(self.path)
+        self.path = path or self.path
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT):
+            try:
+                os.utime(self._descriptor)
+            except OSError as error:  # seen by others as silence, which is what it is
+                logger.warning("cannot show that this run is alive in %s: %s", self.path, error)
+
+    def stop(self) -> None:
+        """Ends the beat and gives the lock back."""
+        self._stop.set()
+        _alive_here.pop(self.path, None)
+        if self._thread.is_alive():
+            self._thread.join()
+        files.close(self._descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether the lock could be taken; None where the file system has none."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
+    return True
+
+
+def lock_verdict(path: Path) -> bool | None:
+    """Whether the process that made the file exists, as far as this machine's kernel knows; None where it cannot."""
+    if path in _alive_here:  # opening and closing it here would give its lock back
+        return _alive_here[path] == os.getpid() or None
+    try:
+        if json.loads(path.read_bytes())["boot"] != boot_id():
+            return None
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError, KeyError):
+        return None
+    try:
+        free = _try_lock(descriptor)
+        return None if free is None else not free
+    finally:
+        os.close(descriptor)
+
+
+def host_of(path: Path) -> str | None:
+    """The name of the machine that the file's process runs on, None where the file does not tell."""
+    try:
+        return str(json.loads(path.read_bytes())["host"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def is_here(path: Path) -> bool:
+    """Whether the file is one of this process."""
+    return path in _alive_here

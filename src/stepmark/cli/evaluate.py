@@ -1,0 +1,70 @@
+"""`stepmark evaluate CHECKPOINT_OR_RUN_OR_FOLDER [--watch] …`"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "evaluate a checkpoint, or every checkpoint of a run as it is committed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "path",
+        metavar="PATH",
+        type=Path,
+        help="a checkpoint-N folder, a Hugging Face model folder, or a run's folder",
+    )
+    add("--watch", action="store_true", help="go on until the run has ended and all is evaluated")
+    add("--until", type=int, metavar="STEP", help="end once this step, or a later one, is done")
+    add("--patience", type=int, metavar="N", help="ask the run to stop after N evaluations without a better one")
+    add(
+        "--data",
+        action="append",
+        default=[],
+        metavar="[NAME=]SOURCE",
+        help="a file, a folder made by save_to_disk, or python-stdlib; several with a name each "
+        "(default: the validation data of the run)",
+    )
+    add("--block_size", type=int, metavar="INT", help="tokens in a sample (default: as in the run)")
+    add("--max_samples", type=int, metavar="INT", help="no more samples of each set than this (default: as in the run)")
+    add("--batch_size", type=int, metavar="INT", help="samples a rank takes at a time (default: as in the run)")
+    add("--metrics", metavar="MODULE:FUNCTION", help="compute_metrics(EvalPrediction), a dict of numbers")
+    add("--evaluator", metavar="MODULE:FUNCTION", help="evaluate(model, tokenizer, context), a dict of numbers")
+    add("--metric", metavar="NAME", help="which metric tells the best (default: as in the run, else the loss)")
+    add("--greater_is_better", choices=("true", "false"), help="whether more of that metric is better")
+    add("--device", default="auto", metavar="STR", help="auto, xla, cuda, neuron or cpu (default: auto)")
+    add("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    add("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks for checkpoints (default: 2)")
+    add("--json", action="store_true", help="print JSON, for machines; with --watch one object a line")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """0 where all went well, 1 where an evaluation has failed."""
+    from stepmark.cli.ranks import start_ranks
+    from stepmark.launch.supervisor import follow_supervisor
+    from stepmark.watcher.command import Request, evaluate_command
+    from stepmark.watcher.data import DataChoice
+
+    better = None if parsed.greater_is_better is None else parsed.greater_is_better == "true"
+    request = Request(
+        path=parsed.path,
+        watch=parsed.watch,
+        data=DataChoice(tuple(parsed.data), parsed.block_size, parsed.max_samples),
+        batch_size=parsed.batch_size,
+        device=parsed.device,
+        until=parsed.until,
+        patience=parsed.patience,
+        metrics=parsed.metrics,
+        evaluator=parsed.evaluator,
+        metric=parsed.metric,
+        greater_is_better=better,
+        interval=parsed.interval,
+        as_json=parsed.json,
+    )
+    request.check()
+    if parsed.nproc is not None:
+        return start_ranks(parsed, signal_grace=10.0)
+    follow_supervisor()
+    return evaluate_command(request)

@@ -1,0 +1,78 @@
+"""Functions of the user's own that a command line names as `module:function`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stepmark.errors import MetricsError, StepmarkError, UsageError
+
+PREPROCESS = "preprocess_logits_for_metrics"
+
+
+@dataclass(frozen=True)
+class MetricsFunctions:
+    """`compute_metrics(EvalPrediction)`, and `preprocess_logits_for_metrics(logits, labels)` where its module has a
+    function of that name: what it keeps of the logits is all that is brought to the host."""
+
+    compute_metrics: Callable[[Any], Any]
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
+
+
+def load_metrics(name: str, flag: str) -> MetricsFunctions:
+    """The metrics function `module:function`, given as `flag`. Raises UsageError where there is none."""
+    function = load_function(name, flag)
+    preprocess = getattr(sys.modules[name.partition(":")[0]], PREPROCESS, None)
+    return MetricsFunctions(function, preprocess)
+
+
+def load_function(name: str, flag: str) -> Callable[..., Any]:
+    """The function `module:function`; the module is looked for in the folder of the call first. What it raises comes
+    as MetricsError that names it.
+
+    Raises UsageError, which names `flag`, where there is none.
+    """
+    module_name, separator, attribute = name.partition(":")
+    if not separator or not module_name or not attribute:
+        raise UsageError(f"{flag}: {name!r} should be a module and a function in it, as my_module:my_function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module_name.startswith(error.name):
+            raise UsageError(
+                f"{flag}: there is no module {module_name!r}; call from the folder it is in, or install it"
+            ) from error
+        raise UsageError(f"{flag}: {module_name} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise UsageError(f"{flag}: {module_name} cannot be imported: {describe(error)}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UsageError(f"{flag}: {module_name} has no function {attribute!r}")
+    return _telling(function, name)
+
+
+def _telling(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except StepmarkError:
+            raise
+        except Exception as error:
+            raise MetricsError(f"{name} raised {describe(error)}") from error
+
+    call.__qualname__ = name
+    return call
+
+
+def describe(error: BaseException) -> str:
+    """The kind and the first line of an error."""
+    line = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -1,0 +1,84 @@
+"""What an evaluation is told as, in the run and beside it: loss, perplexity, the user's metrics, speed."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from stepmark.errors import MetricsError
+from stepmark.evaluation.evaluator import Evaluation, perplexity
+
+if TYPE_CHECKING:
+    from transformers.trainer_utils import EvalPrediction
+
+ComputeMetrics = Callable[["EvalPrediction"], Mapping[str, Any]]
+
+
+def summarize(
+    evaluation: Evaluation, prefix: str, *, causal: bool, compute_metrics: ComputeMetrics | None = None
+) -> dict[str, float]:
+    """All numbers of an evaluation, under names that begin with `prefix` and "_".
+
+    `causal`: the loss is one of a causal language model, so that its exponential is the perplexity. The user's
+    function is called where predictions were gathered. Raises MetricsError where it gives no numbers.
+    """
+    found: dict[str, float] = {}
+    if evaluation.loss is not None:
+        found["loss"] = evaluation.loss
+        if causal:
+            found["perplexity"] = perplexity(evaluation.loss)
+    if compute_metrics is not None and evaluation.predictions is not None:
+        from transformers.trainer_utils import EvalPrediction
+
+        computed = compute_metrics(EvalPrediction(evaluation.predictions, evaluation.labels))
+        found |= plain_numbers(computed, f"compute_metrics ({name_of(compute_metrics)})")
+    found["runtime"] = evaluation.seconds
+    found["samples_per_second"] = evaluation.samples / evaluation.seconds
+    found["steps_per_second"] = evaluation.batches / evaluation.seconds
+    return with_prefix(found, prefix)
+
+
+def with_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The same, each name beginning with `prefix` and "_"; names that do so already stay."""
+    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+
+
+def plain_numbers(found: Any, who: str) -> dict[str, float]:
+    """What a user's function has returned as Python's numbers; scalars of numpy and torch are taken for what they hold.
+
+    Raises MetricsError, which begins with `who` and names the metric, for anything else.
+    """
+    remedy = "it has to return a dict of names and numbers"
+    if not isinstance(found, Mapping):
+        raise MetricsError(f"{who} returned {_shown(found)}; {remedy}")
+    numbers_found: dict[str, float] = {}
+    for name, value in found.items():
+        number = _number(value)
+        if not isinstance(name, str) or number is None:
+            raise MetricsError(f"{who} returned {_shown(value)} for {name!r}; {remedy}")
+        numbers_found[name] = number
+    return numbers_found
+
+
+def name_of(function: Any) -> str:
+    """How a function is called in messages."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _number(value: Any) -> float | None:
+    if hasattr(value, "item") and getattr(value, "size", None) is not None and _has_one_element(value):
+        value = value.item()
+    return value if isinstance(value, numbers.Real) else None  # type: ignore[return-value]
+
+
+def _has_one_element(value: Any) -> bool:
+    count = value.numel() if hasattr(value, "numel") else value.size
+    return bool(count == 1)
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return repr(value if value is None else value[:40])
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")

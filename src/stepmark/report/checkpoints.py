@@ -1,0 +1,140 @@
+"""The checkpoints of a run, those that are gone included: what is there, what became of the others, what they took."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.best import best_step
+from stepmark.checkpoint.manifest import Manifest, read_manifest
+from stepmark.checkpoint.names import step_of
+from stepmark.checkpoint.whole import check_whole
+from stepmark.errors import CheckpointError
+from stepmark.report.history import History, number
+
+_ASIDE = re.compile(r"damaged-checkpoint-(\d+)(\.\d+)?\Z")
+_UNFINISHED = re.compile(r"\.checkpoint-(\d+)\..+\Z")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One save. `state` is whole, damaged, aside, deleted, unfinished or failed; `detail` says more, in words. Bytes,
+    seconds and seconds since 1970; None where nothing tells."""
+
+    step: int
+    name: str
+    state: str
+    detail: str
+    size: int | None = None
+    stall: float | None = None
+    durable: float | None = None
+    time: float | None = None
+    restored: int = 0  # times that a run went on from it, every digest checked
+
+
+def read_checkpoints(history: History) -> list[Checkpoint]:
+    """By step. Sizes, headers and small files of those that are there are checked; tensors are not read."""
+    events = {kind: _last(history, kind) for kind in ("saved", "save_begun", "save_failed", "set_aside")}
+    found: dict[str, Checkpoint] = {}
+    for path in sorted(history.folder.iterdir()):
+        one = _of_folder(path, events, history)
+        if one is not None:
+            found[one.name] = one
+    there = {one.step for one in found.values() if one.state in ("whole", "damaged")}
+    for step in {*events["saved"], *events["save_begun"], *events["save_failed"]} - there:
+        one = _of_events(step, events, history)
+        found.setdefault(one.name, one)
+    return sorted(found.values(), key=lambda one: (one.step, one.time or 0.0, one.name))
+
+
+def _last(history: History, kind: str) -> dict[int, dict[str, Any]]:
+    """The last event of this kind for each step; of a save, where it was not set aside since."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in history.events:
+        step = number(event.get("step"))
+        if step is None:
+            continue
+        if event["event"] == kind:
+            found[step] = event
+        elif event["event"] == "set_aside":
+            found.pop(step, None)
+    return found
+
+
+def _of_folder(path: Path, events: dict[str, dict[int, dict[str, Any]]], history: History) -> Checkpoint | None:
+    if not path.is_dir():
+        return None
+    step = step_of(path)
+    if step is not None:
+        return _there(path, step, events["saved"].get(step, {}), history)
+    aside = _ASIDE.match(path.name)
+    if aside is not None:
+        step = int(aside[1])
+        told = events["set_aside"].get(step, {})
+        detail = str(told.get("reason") or _look_into(path)[0] or "set aside when the run was resumed")
+        return Checkpoint(step, path.name, "aside", detail, _size(path), time=told.get("time"))
+    unfinished = _UNFINISHED.match(path.name)
+    if unfinished is not None:
+        running = history.status.get("state") == "running"
+        detail = "being written, or left by a save that died" if running else "left by a save that died"
+        return Checkpoint(int(unfinished[1]), path.name, "unfinished", detail, _size(path))
+    return None
+
+
+def _there(path: Path, step: int, saved: dict[str, Any], history: History) -> Checkpoint | None:
+    restored = sum(event.get("checkpoint") == path.name for event in history.of_kind("resumed"))
+    problem, manifest = _look_into(path)
+    if problem is not None and not path.is_dir():  # retention has just deleted it
+        return None
+    notes = [] if problem is None else [problem]
+    if manifest is not None and manifest.model_only:
+        notes.append("the model alone")
+    if best_step(history.folder) == step:
+        notes.append("kept as the best")
+    time = saved.get("time") if manifest is None else manifest.time
+    return Checkpoint(
+        step,
+        path.name,
+        "whole" if problem is None else "damaged",
+        "; ".join(notes),
+        _size(path),
+        saved.get("stall_seconds"),
+        saved.get("durable_seconds"),
+        time,
+        restored,
+    )
+
+
+def _of_events(step: int, events: dict[str, dict[int, dict[str, Any]]], history: History) -> Checkpoint:
+    name = f"checkpoint-{step}"
+    saved, begun, failed = (events[kind].get(step) for kind in ("saved", "save_begun", "save_failed"))
+    restored = sum(event.get("checkpoint") == name for event in history.of_kind("resumed"))
+    if saved is not None:
+        return Checkpoint(
+            step, name, "deleted", "retention", saved.get("bytes"), saved.get("stall_seconds"),
+            saved.get("durable_seconds"), saved.get("time"), restored,
+        )  # fmt: skip
+    last = failed or begun or {}
+    state, detail = ("failed", str(last.get("reason") or "")) if failed else ("unfinished", "begun, and not committed")
+    return Checkpoint(step, name, state, detail, stall=last.get("stall_seconds"), time=last.get("time"))
+
+
+def _look_into(path: Path) -> tuple[str | None, Manifest | None]:
+    """What is wrong with a checkpoint, as far as can be told without reading tensors (None: nothing), and its manifest
+    where that can be read."""
+    manifest = None
+    try:
+        manifest = read_manifest(path)
+        check_whole(path, manifest)
+    except (CheckpointError, OSError) as error:
+        return str(error).replace(f"{path}/", ""), manifest
+    return None, manifest
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    except OSError:  # it is being deleted
+        return None

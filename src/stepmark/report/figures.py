@@ -1,0 +1,247 @@
+"""The figures of a report as plain data, which the page's script and matplotlib draw the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stepmark.report.history import Attempt, Evaluation, History, Line
+from stepmark.report.thinning import means, thin
+
+POINTS = 1500  # of one line, at most
+BARS = 48
+PARTS = ("step", "data", "save", "evaluation")
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line, points or a bar's part. `x` are steps, `times` seconds since the run began, for each value of `y`, which
+    is None where there is a gap. `kind`: line, lost (a line that was trained again), points, bar. `run` counts the
+    runs of the page; `best` is the index of the best point; `hollow` points were evaluated beside the run; `mean` is
+    that of the neighbours which each value of a long line stands for."""
+
+    name: str
+    kind: str
+    run: int
+    x: list[float]
+    y: list[float | None]
+    times: list[float | None]
+    best: int | None = None
+    hollow: bool = False
+    mean: list[float | None] | None = None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at a step: resumed, compilation, trouble; or lost, which spans the steps from there
+    `until` where a process had come that another one went on for. Times are seconds since the run began."""
+
+    kind: str
+    run: int
+    step: float
+    time: float | None
+    label: str
+    until: float | None = None
+    until_time: float | None = None
+
+
+@dataclass
+class Figure:
+    """One chart. `log`: the values span orders of magnitude; `zero`: the axis begins at 0; `smooth`: a line is noisy,
+    and is drawn with its mean over neighbours; `percent`: values are fractions of 1."""
+
+    name: str
+    title: str
+    unit: str
+    series: list[Series] = field(default_factory=list)
+    log: bool = False
+    zero: bool = False
+    smooth: bool = False
+    percent: bool = False
+
+
+CURVES = {  # by the field of metrics.jsonl
+    "grad_norm": Figure("grad_norm", "Gradient norm", "before clipping", smooth=True),
+    "learning_rate": Figure("learning_rate", "Learning rate", "", zero=True),
+    "tokens_per_second": Figure("throughput", "Throughput", "target tokens per second", zero=True, smooth=True),
+    "model_flops_utilization": Figure(
+        "utilization", "Model FLOPs utilization", "of the devices' peak", zero=True, smooth=True, percent=True
+    ),
+}
+
+
+def figures(histories: Sequence[History]) -> list[Figure]:
+    """All figures for which at least one run has values."""
+    curves = [_of_logs(histories, key, figure) for key, figure in CURVES.items()]
+    time = [_time(histories[0])] if len(histories) == 1 else []
+    every = [_loss(histories), *_other_metrics(histories), *curves, *time, _memory(histories)]
+    return [figure for figure in every if figure.series]
+
+
+def marks(histories: Sequence[History]) -> list[Mark]:
+    """What happened to the runs, for every curve."""
+    found: list[Mark] = []
+    for run, history in enumerate(histories):
+        for before, after in history.resumptions():
+            found += _of_resumption(history, run, before, after)
+        origin = _origin(history)
+        found += [
+            Mark(event["event"], run, event["step"], _since(event, origin), str(event.get("message", event["event"])))
+            for event in history.of_kind("compilation", "trouble")
+            if isinstance(event.get("step"), int)
+        ]
+    return found
+
+
+def _of_resumption(history: History, run: int, before: Attempt, after: Attempt) -> list[Mark]:
+    resumed, origin = after.resumed or 0, _origin(history)
+    found = []
+    if before.last is not None and before.last > resumed:
+        label = f"steps {resumed + 1} to {before.last} were trained again"
+        line = next((line for line in reversed(history.logs) if line["step"] <= resumed), {"time": before.began})
+        end = _since({"time": before.last_time}, origin)
+        found.append(Mark("lost", run, resumed, _since(line, origin), label, before.last, end))
+    how = f"; the process before: {before.ended}" if before.ended else ""
+    time = _since({"time": after.began}, origin)
+    return [*found, Mark("resumed", run, resumed, time, f"resumed from checkpoint-{resumed}{how}")]
+
+
+# The figures
+
+
+def _loss(histories: Sequence[History]) -> Figure:
+    figure = Figure("loss", "Loss", "mean over target tokens", smooth=True)
+    for run, history in enumerate(histories):
+        figure.series += _lines(history, run, "training", "loss")
+        figure.series += [
+            series for name in _metric_names([history]) if name.endswith("loss")
+            for series in _points(history, run, name)
+        ]  # fmt: skip
+    return figure
+
+
+def _other_metrics(histories: Sequence[History]) -> list[Figure]:
+    found = []
+    for name in _metric_names(histories):
+        if not name.endswith("loss"):
+            title = name.removeprefix("eval_").replace("_", " ").capitalize()
+            series = [each for run, history in enumerate(histories) for each in _points(history, run, name)]
+            found.append(Figure(name, title, "evaluation", series))
+    return found
+
+
+def _of_logs(histories: Sequence[History], key: str, empty: Figure) -> Figure:
+    series = [each for run, history in enumerate(histories) for each in _lines(history, run, key, key)]
+    values = sorted(y for each in series for y in each.y if y is not None and y > 0)
+    spread = not empty.zero and bool(values) and values[-1] > 50 * values[len(values) // 2]
+    return replace(empty, series=series, log=spread)
+
+
+def _time(history: History) -> Figure:
+    """Seconds of each part, in bars of equally many steps, the steps that were trained again included."""
+    logs = [*history.logs, *(line for lost in history.lost for line in lost)]
+    logs = [line for line in logs if any(_finite(line.get(f"seconds_{part}")) is not None for part in PARTS)]
+    if not logs:
+        return Figure("time", "Where the time went", "")
+    steps = sorted({line["step"] for line in logs})
+    width = max(math.ceil((steps[-1] + 1) / BARS), steps[0], 1)
+    bars = [
+        [line for line in logs if (line["step"] - 1) // width == bar] for bar in range((steps[-1] - 1) // width + 1)
+    ]
+    bars = [bar for bar in bars if bar]
+    figure = Figure("time", "Where the time went", f"seconds in {width} steps" if width > 1 else "seconds", zero=True)
+    origin = _origin(history)
+    x = [float(max(line["step"] for line in bar)) for bar in bars]
+    times = [_since(max(bar, key=lambda line: line["step"]), origin) for bar in bars]
+    for part in PARTS:
+        sums: list[float | None] = [sum(_finite(line.get(f"seconds_{part}")) or 0.0 for line in bar) for bar in bars]
+        if any(sums):
+            figure.series.append(Series(part, "bar", 0, x, sums, times))
+    return figure
+
+
+def _memory(histories: Sequence[History]) -> Figure:
+    figure = Figure("memory", "Memory of rank 0", "GB", zero=True)
+    for run, history in enumerate(histories):
+        for key, name in (("host_memory", "host"), ("device_memory", "device"), ("device_memory_peak", "device, peak")):
+            figure.series += _lines(history, run, name, key, scale=1 / GIGA)[:1]
+    return figure
+
+
+# Lines and points
+
+
+def _lines(history: History, run: int, name: str, key: str, scale: float = 1.0) -> list[Series]:
+    """The curve of a logged value, and what was trained again of it."""
+    found = [_line(history, run, name, "line", key, history.logs, scale)]
+    found += [_line(history, run, f"{name}, trained again", "lost", key, lost, scale) for lost in history.lost]
+    return [series for series in found if any(y is not None for y in series.y)]
+
+
+def _line(history: History, run: int, name: str, kind: str, key: str, lines: list[Line], scale: float) -> Series:
+    origin = _origin(history)
+    kept = [line for line in lines if key in line]
+    values = [None if (value := _finite(line[key])) is None else value * scale for line in kept]
+    indices = thin(values, POINTS)
+    x, times = [float(kept[i]["step"]) for i in indices], [_since(kept[i], origin) for i in indices]
+    mean = means(values, indices, POINTS)
+    return Series(name, kind, run, x, [values[i] for i in indices], times, mean=mean)
+
+
+def _points(history: History, run: int, metric: str) -> list[Series]:
+    """A metric of the evaluations in the run, and of those beside it, a curve for each setup."""
+    having = [each for each in history.evaluations if metric in each.values]
+    setups = sorted({each.setup for each in having if each.beside})
+    name = metric.removeprefix("eval_").replace("_", " ")
+    name = "evaluation" if name == "loss" else f"evaluation {name}"
+    curves = [(name, [each for each in having if not each.beside])]
+    for number, setup in enumerate(setups, 1):
+        which = f", beside the run ({number})" if len(setups) > 1 else ", beside the run"
+        curves.append((name + which, [each for each in having if each.beside and each.setup == setup]))
+    return [_point_series(history, run, metric, name, chosen) for name, chosen in curves if chosen]
+
+
+def _point_series(history: History, run: int, metric: str, name: str, chosen: list[Evaluation]) -> Series:
+    best, origin = history.best(), _origin(history)
+    at = None
+    if best is not None and best.metric == metric and best.beside == chosen[0].beside:
+        wanted = (best.step, best.value)
+        at = next((i for i, each in enumerate(chosen) if (each.step, each.values[metric]) == wanted), None)
+    x, y = [float(each.step) for each in chosen], [_finite(each.values[metric]) for each in chosen]
+    times = [None if each.time is None else max(each.time - origin, 0.0) for each in chosen]
+    return Series(name, "points", run, x, y, times, at, hollow=chosen[0].beside)
+
+
+def _metric_names(histories: Sequence[History]) -> list[str]:
+    return sorted({name for history in histories for each in history.evaluations for name in each.values})
+
+
+def _origin(history: History) -> float:
+    times = [attempt.began for attempt in history.attempts if attempt.began is not None]
+    return min(times, default=0.0)
+
+
+def _since(line: Line, origin: float) -> float | None:
+    time = _finite(line.get("time"))
+    return None if time is None else max(time - origin, 0.0)
+
+
+def _finite(value: Any) -> float | None:
+    """The value where it is a number that can be drawn."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def total_seconds(history: History) -> dict[str, float]:
+    """Seconds of each part over the whole run, what was trained again included as "again"."""
+
+    def spent(lines: Iterable[Line], part: str) -> float:
+        return sum(_finite(line.get(f"seconds_{part}")) or 0.0 for line in lines)
+
+    found = {part: spent(history.logs, part) for part in PARTS}
+    again = sum(spent(lost, part) for lost in history.lost for part in PARTS)
+    return {**found, "again": again} if again else found

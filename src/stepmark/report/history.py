@@ -1,0 +1,245 @@
+"""What a run's folder tells of the run, read as it is: in progress, done, killed, or in pieces."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepmark.errors import UsageError
+from stepmark.trainer.journal import EVENTS, METRICS, STATUS, read_lines
+
+EVALUATIONS = "evaluations.jsonl"
+NOT_METRICS = ("_runtime", "_per_second", "_samples")  # ends of eval_… names that tell of speed and size
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Values of one evaluation under their eval_… names. `beside`: made by `stepmark evaluate`, not in the run, with
+    this setup."""
+
+    step: int
+    time: float | None
+    values: Mapping[str, float]
+    beside: bool
+    setup: str = ""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One process of the run: the step that it went on from (None: it began), when it began, its last log, and how it
+    ended, None where it has not or nothing tells."""
+
+    resumed: int | None
+    began: float | None
+    last: int | None
+    last_time: float | None
+    ended: str | None
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation, by this metric; in the run where it was made beside it as well."""
+
+    metric: str
+    step: int
+    value: float
+    beside: bool
+
+
+@dataclass
+class History:
+    """All of it. `logs` are the training lines that count, by step; `lost` the ones that were trained again, a list
+    for each time."""
+
+    folder: Path
+    name: str
+    status: Line = field(default_factory=dict)
+    logs: list[Line] = field(default_factory=list)
+    lost: list[list[Line]] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    unevaluated: list[Line] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    events: list[Line] = field(default_factory=list)
+
+    def of_kind(self, *kinds: str) -> list[Line]:
+        """The events of these kinds, in order."""
+        return [event for event in self.events if event.get("event") in kinds]
+
+    @property
+    def started(self) -> Line:
+        """What the newest process has told of itself when it began; empty where it told nothing."""
+        told = self.of_kind("started")
+        return told[-1] if told else {}
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that is known of."""
+        return self.logs[-1]["step"] if self.logs else number(self.status.get("step"))
+
+    @property
+    def last_word(self) -> float | None:
+        """When the run was last heard of, in seconds since 1970."""
+        times = [self.status.get("time"), *(line.get("time") for line in [*self.logs[-1:], *self.events[-1:]])]
+        return max((time for time in times if isinstance(time, (int, float))), default=None)
+
+    def resumptions(self) -> list[tuple[Attempt, Attempt]]:
+        """Each process that another one went on from, with that one."""
+        return list(zip(self.attempts, self.attempts[1:], strict=False))
+
+    def best(self) -> Best | None:
+        """By `metric_for_best_model` where the run has one, else by the lowest loss: eval_loss, or that of the first of
+        several sets."""
+        losses = sorted({name for each in self.evaluations for name in each.values if name.endswith("_loss")})
+        first = "eval_loss" if "eval_loss" in losses or not losses else losses[0]
+        metric = self.started.get("metric_for_best_model") or first
+        sign = -1.0 if self.started.get("greater_is_better") else 1.0
+        found = [
+            (sign * each.values[metric], each.step, each.beside)
+            for each in self.evaluations
+            if metric in each.values and math.isfinite(each.values[metric])
+        ]
+        if not found:
+            return None
+        value, step, beside = min(found)
+        return Best(metric, step, sign * value, beside)
+
+
+def read_history(folder: Path) -> History:
+    """Reads the folder of a run.
+
+    Raises UsageError where there is no such folder, or nothing of a run in it.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}; name a run's output_dir")
+    if not any((folder / name).exists() for name in (METRICS, STATUS, EVENTS)) and not any(folder.glob("checkpoint-*")):
+        raise UsageError(f"{folder} is not the folder of a run: it has neither {METRICS} nor a checkpoint")
+    history = History(folder, folder.resolve().name, status=_read_status(folder))
+    history.events = [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
+    _sort_metrics(history, read_lines(folder / METRICS))
+    _add_evaluations_beside(history, read_lines(folder / EVALUATIONS))
+    return history
+
+
+def number(value: Any) -> int | None:
+    """The value where it is a whole number."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _read_status(folder: Path) -> Line:
+    try:
+        status = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
+    """Training lines, evaluations and attempts: after a resumption steps appear again, and the last one counts."""
+    logs: dict[int, Line] = {}
+    evaluations: dict[int, Line] = {}
+    resumptions: list[tuple[Line, int | None, float | None]] = []
+    for line in lines:
+        step = number(line.get("step"))
+        if "resumed" in line:
+            last = max(logs, default=None)
+            resumptions.append((line, last, logs[last].get("time") if last is not None else None))
+            _give_up(history, logs, evaluations, after=number(line["resumed"]) or 0)
+        elif step is not None and "loss" in line:
+            if step in logs:
+                _give_up(history, logs, evaluations, after=step - 1)
+            logs[step] = line
+        elif step is not None and (values := _metrics_of(line)):
+            evaluations[step] = {**evaluations.get(step, {}), "time": line.get("time"), **values}
+    history.logs = [logs[step] for step in sorted(logs)]
+    history.evaluations = [
+        Evaluation(step, evaluations[step].pop("time"), evaluations[step], beside=False) for step in sorted(evaluations)
+    ]
+    history.attempts = _attempts(history, resumptions)
+
+
+def _give_up(history: History, logs: dict[int, Line], evaluations: dict[int, Line], *, after: int) -> None:
+    """What comes after this step was trained in vain."""
+    lost = [logs.pop(step) for step in sorted(logs) if step > after]
+    if lost:
+        history.lost.append(lost)
+    for step in [step for step in evaluations if step > after]:
+        del evaluations[step]
+
+
+def _metrics_of(line: Line) -> dict[str, float]:
+    return {
+        key: float(value)
+        for key, value in line.items()
+        if key.startswith("eval_") and not key.endswith(NOT_METRICS) and _is_number(value)
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _add_evaluations_beside(history: History, lines: Sequence[Line]) -> None:
+    """Of a step that was evaluated beside the run more than once with the same setup, the last counts."""
+    found: dict[tuple[str, int], Evaluation] = {}
+    failed: dict[int, Line] = {}
+    for line in lines:
+        step, values = number(line.get("step")), _metrics_of(line)
+        if step is None:
+            continue
+        setup = str(line.get("setup", ""))
+        if line.get("status", "done") == "done" and values:
+            found[setup, step] = Evaluation(step, _time_of(line), values, beside=True, setup=setup)
+            failed.pop(step, None)
+        elif line.get("status") == "failed":
+            failed[step] = line
+    history.evaluations += [found[key] for key in sorted(found)]
+    history.unevaluated = [failed[step] for step in sorted(failed)]
+
+
+ENDS = ("done", "interrupted", "failed")
+SILENT = "ended without a word"
+
+
+def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, float | None]]) -> list[Attempt]:
+    """The processes of the run, one more than there are resumptions; each ended before the next began."""
+    begins = [_first_time(history), *(_time_of(line) for line, _, _ in resumptions)]
+    lasts = [*((last, time) for _, last, time in resumptions), (history.last_step, history.last_word)]
+    ends = [*begins[1:], math.inf]
+    found = []
+    for index, (began, (last, last_time), until) in enumerate(zip(begins, lasts, ends, strict=True)):
+        resumed = number(resumptions[index - 1][0].get("resumed")) if index else None
+        ended = _ending(history, began or 0.0, until if until is not None else math.inf)
+        if ended is None and index < len(resumptions) and history.events:
+            ended = SILENT
+        found.append(Attempt(resumed, began, last, last_time, ended))
+    return found
+
+
+def _time_of(line: Line) -> float | None:
+    time = line.get("time")
+    return time if _is_number(time) else None
+
+
+def _first_time(history: History) -> float | None:
+    lines = [*history.of_kind("started")[:1], *(history.lost[0][:1] if history.lost else []), *history.logs[:1]]
+    return min((time for line in lines if (time := _time_of(line)) is not None), default=None)
+
+
+def _ending(history: History, began: float, until: float) -> str | None:
+    """How a process that began and ended between these times says that it ended."""
+    ends = [event for event in history.of_kind(*ENDS) if began <= (_time_of(event) or 0.0) <= until]
+    if not ends:
+        return None
+    reason = ends[-1].get("reason")
+    return str(ends[-1]["event"]) + (f": {reason}" if reason else "")
+
+
+def names(histories: Sequence[History]) -> list[str]:
+    """The runs' names, told apart where folders have the same one."""
+    plain = [history.name for history in histories]
+    return plain if len(set(plain)) == len(plain) else [str(history.folder) for history in histories]

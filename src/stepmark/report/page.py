@@ -1,0 +1,148 @@
+"""The page: what a run came to at the top, then its curves, its checkpoints, and what happened when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from importlib import resources
+from typing import Any
+
+import stepmark
+from stepmark.report import text
+from stepmark.report.checkpoints import Checkpoint
+from stepmark.report.figures import Figure, Mark, total_seconds
+from stepmark.report.history import History, names
+from stepmark.report.summary import header, tiles, trouble
+from stepmark.report.tables import checkpoint_table, event_table, run_table
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} - stepmark report</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+<script type="application/json" id="data">{data}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+KEYS = {
+    "resumed": ("var(--c2)", "resumed"),
+    "lost": ("var(--bad)", "trained again"),
+    "compilation": ("var(--warn)", "compiled anew"),
+    "trouble": ("var(--bad)", "trouble"),
+}
+PARTS = {
+    "step": ("c0", "steps"),
+    "data": ("c1", "waiting for data"),
+    "save": ("c2", "saving"),
+    "evaluation": ("c3", "evaluation"),
+    "again": ("c4", "steps that were trained again"),
+}
+
+
+def render(
+    histories: Sequence[History],
+    figures: Sequence[Figure],
+    marks: Sequence[Mark],
+    checkpoints: Sequence[Checkpoint],
+    now: float,
+) -> str:
+    """The whole HTML page, which needs nothing but itself. `checkpoints` are those of the first run; `now` is in
+    seconds since 1970."""
+    first = histories[0]
+    written = f"Written by stepmark {stepmark.__version__}, {text.moment(now)}, from {escape(str(first.folder))}."
+    body = [
+        header(first),
+        trouble(first, checkpoints),
+        tiles(first, checkpoints),
+        run_table(histories) if len(histories) > 1 else "",
+        _curves(figures, marks),
+        _time(first),
+        checkpoint_table(first, checkpoints),
+        event_table(first),
+        f"<footer>{written}</footer>",
+    ]
+    data = {
+        "runs": names(histories),
+        "figures": [asdict(figure) for figure in figures],
+        "marks": [asdict(mark) for mark in marks],
+    }
+    return PAGE.format(
+        title=escape(first.name),
+        style=_asset("page.css"),
+        body="\n".join(part for part in body if part),
+        data=_embedded(data),
+        script=_asset("chart.js") + _asset("page.js"),
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("stepmark.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _embedded(data: Any) -> str:
+    """JSON that cannot end the script element that it lies in."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _curves(figures: Sequence[Figure], marks: Sequence[Mark]) -> str:
+    if not figures:
+        return '<h2>Curves</h2><p class="soft">Nothing was logged yet.</p>'
+    buttons = "".join(
+        f'<button data-axis="{axis}" aria-pressed="{pressed}">{name}</button>'
+        for axis, name, pressed in (("step", "steps", "true"), ("time", "time", "false"))
+    )
+    switch = f'<span class="switch" role="group" aria-label="axis">{buttons}</span>'
+    drawn = "".join(_figure(figure, wide=index == 0) for index, figure in enumerate(figures))
+    return (
+        f'<div class="curves-head"><h2>Curves</h2>{switch}</div>{_keys(marks)}<div class="charts">{drawn}</div>'
+        "<noscript><p>The curves are drawn by a script in this page; turn JavaScript on to see them.</p></noscript>"
+    )
+
+
+def _keys(marks: Sequence[Mark]) -> str:
+    present = [kind for kind in KEYS if any(mark.kind == kind for mark in marks)]
+    keys = "".join(
+        f'<span><i class="{kind}" style="background: {KEYS[kind][0]}"></i>{KEYS[kind][1]}</span>' for kind in present
+    )
+    return f'<div class="keys">{keys}</div>' if keys else ""
+
+
+def _figure(figure: Figure, *, wide: bool) -> str:
+    caption = f'<b>{escape(figure.title)}</b><span class="unit">{escape(figure.unit)}</span>'
+    kind = ' class="wide"' if wide else ""
+    return (
+        f'<figure id="figure-{escape(figure.name)}"{kind}><figcaption>{caption}</figcaption>'
+        '<div class="legend"></div><div class="plot"></div></figure>'
+    )
+
+
+def _time(history: History) -> str:
+    spent = {part: seconds for part, seconds in total_seconds(history).items() if seconds}
+    total = sum(spent.values())
+    if not total:
+        return ""
+    bar = "".join(
+        f'<span style="flex: {seconds / total:.5f}; background: var(--{PARTS[part][0]})"></span>'
+        for part, seconds in spent.items()
+    )
+    keys = "".join(
+        f'<span><i style="background: var(--{PARTS[part][0]})"></i>{PARTS[part][1]} '
+        f"{escape(text.seconds(seconds))}, {seconds / total:.1%}</span>"
+        for part, seconds in spent.items()
+    )
+    return (
+        f'<section id="time"><h2>Where {escape(text.seconds(total))} went</h2><div class="stack">{bar}</div>'
+        f'<div class="keys below">{keys}</div></section>'
+    )

@@ -1,0 +1,138 @@
+"""The tables of the page: runs that are compared, checkpoints, and what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from stepmark.report import text
+from stepmark.report.checkpoints import Checkpoint
+from stepmark.report.figures import total_seconds
+from stepmark.report.history import SILENT, History, names
+from stepmark.report.summary import number
+
+CHECKPOINT_STATES = {
+    "whole": ("good", "whole"),
+    "damaged": ("bad", "damaged"),
+    "aside": ("bad", "damaged, set aside"),
+    "deleted": ("plain", "deleted"),
+    "unfinished": ("warn", "not finished"),
+    "failed": ("bad", "failed"),
+}
+SHOWN_DELETED = 12  # checkpoints that are gone; older ones are folded away
+TOLD = {
+    "started": "started",
+    "resumed": "resumed",
+    "set_aside": "checkpoint set aside",
+    "compilation": "compiled anew",
+    "trouble": "trouble",
+    "save_failed": "save failed",
+    "stopping": "asked to stop",
+    "interrupted": "interrupted",
+    "failed": "failed",
+    "done": "done",
+}
+
+
+def run_table(histories: Sequence[History]) -> str:
+    """One row for each run that is compared."""
+    rows = []
+    for index, (name, history) in enumerate(zip(names(histories), histories, strict=True)):
+        best, last = history.best(), history.logs[-1] if history.logs else {}
+        rows.append(
+            [
+                f'<i class="dot" style="background: var(--c{index % 6})"></i>{escape(name)}',
+                escape(str(history.status.get("state") or "unknown")),
+                _count(history.last_step),
+                number(last.get("loss")),
+                f"{text.value(best.value)} at step {best.step:,}" if best is not None else text.NOTHING,
+                number(last.get("tokens_per_second")),
+                escape(text.seconds(sum(total_seconds(history).values()) or None)),
+            ]
+        )
+    heads = ["Run", "State", "#Step", "#Loss", "#Best evaluation", "#Tokens per second", "#Time"]
+    return f"<h2>Runs</h2>{_table('runs', heads, rows)}"
+
+
+def checkpoint_table(history: History, checkpoints: Sequence[Checkpoint]) -> str:
+    """Every checkpoint that there was, with what it took and what became of it."""
+    if not checkpoints:
+        return '<h2>Checkpoints</h2><p class="soft">There is no checkpoint.</p>'
+    gone = [one for one in checkpoints if one.state == "deleted"][:-SHOWN_DELETED]
+    heads = ["#Step", "State", "", "#Size", "#Training waited", "#On disk after", "#Saved"]
+    shown = _table("checkpoints", heads, _checkpoint_rows(history, [one for one in checkpoints if one not in gone]))
+    older = ""
+    if gone:
+        inner = _table("deleted", heads, _checkpoint_rows(history, gone))
+        older = f"<details><summary>{len(gone):,} older ones that were deleted</summary>{inner}</details>"
+    note = (
+        '<p class="soft small">Whole: all files are there with their sizes, and headers and small files have their '
+        "digests; <code>stepmark verify</code> reads every byte.</p>"
+    )
+    return f"<h2>Checkpoints</h2>{shown}{note}{older}"
+
+
+def _checkpoint_rows(history: History, checkpoints: Sequence[Checkpoint]) -> list[list[str]]:
+    best = history.best()
+    rows = []
+    for one in checkpoints:
+        kind, word = CHECKPOINT_STATES[one.state]
+        notes = [one.detail] if one.detail else []
+        if one.restored:
+            notes.append("verified: resumed from, every digest checked")
+        if best is not None and best.step == one.step and one.state in ("whole", "deleted"):
+            notes.append(f"best {best.metric}")
+        rows.append(
+            [
+                f'<span data-checkpoint="{escape(one.name)}" data-state="{one.state}">{one.step:,}</span>',
+                f'<span class="pill {kind}">{word}</span>',
+                escape("; ".join(notes)),
+                text.size(one.size),
+                escape(text.seconds(one.stall)),
+                escape(text.seconds(one.durable)),
+                text.moment(one.time),
+            ]
+        )
+    return rows
+
+
+def event_table(history: History) -> str:
+    """What happened, in order of time."""
+    rows: list[tuple[float, object, str, str]] = []
+    for event in history.events:
+        if event["event"] in TOLD and not (event["event"] == "started" and event.get("step")):  # "resumed" says more
+            told = event.get("message") or event.get("reason") or event.get("checkpoint") or ""
+            rows.append((event.get("time") or 0.0, event.get("step"), TOLD[event["event"]], str(told)))
+    for before, after in history.resumptions():
+        if before.ended == SILENT and before.last_time is not None:
+            told = f"nothing more was heard of it; the run went on from checkpoint-{after.resumed}"
+            rows.append((before.last_time, before.last, SILENT, told))
+    if not rows:
+        return ""
+    cells = [
+        [f'<span class="when">{escape(text.moment(time))}</span>', _count(step), escape(kind), escape(told)]
+        for time, step, kind, told in sorted(rows, key=lambda row: row[0])
+    ]
+    return f"<h2>What happened</h2>{_table('events', ['When', '#Step', 'What', ''], cells)}"
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else text.NOTHING
+
+
+def _table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML; a head that begins with # is of a column of numbers, an empty one of details."""
+    kinds = ["number" if head.startswith("#") else "" if head else "detail" for head in heads]
+    names = [escape(head.lstrip("#")) for head in heads]
+    top = "".join(f'<th class="{kind}">{name}</th>' for kind, name in zip(kinds, names, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td class="{kind}" data-label="{name}">{cell}</td>'
+            for kind, name, cell in zip(kinds, names, row, strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    inner = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="table"><table class="data" id="{name}">{inner}</table></div>'

@@ -1,0 +1,48 @@
+"""Numbers, times and sizes for a person to read."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+NOTHING = "\N{EN DASH}"
+
+
+def size(count: float | None) -> str:
+    """Bytes, in the unit that fits."""
+    if count is None:
+        return NOTHING
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.2f} TB"
+
+
+def seconds(count: float | None) -> str:
+    """A span of time."""
+    if count is None:
+        return NOTHING
+    if count < 1:
+        return f"{count * 1000:.0f} ms" if count >= 0.001 else "< 1 ms"
+    if count < 100:
+        return f"{count:.2g} s" if count < 10 else f"{count:.0f} s"
+    if count < 5400:
+        return f"{count / 60:.0f} min"
+    return f"{count / 3600:.1f} h" if count < 2 * 86400 else f"{count / 86400:.1f} days"
+
+
+def moment(time: float | None) -> str:
+    """Seconds since 1970 as local time."""
+    return NOTHING if time is None else f"{datetime.fromtimestamp(time).astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+def value(number: float) -> str:
+    """A loss or metric."""
+    if number != 0 and (abs(number) < 1e-3 or abs(number) >= 1e6):
+        return f"{number:.3g}"
+    return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:#.4g}".rstrip(".")
+
+
+def plural(count: int, noun: str) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

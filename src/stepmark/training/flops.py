@@ -1,0 +1,57 @@
+"""How many floating-point operations a model needs for a token, told from its parameters and its config.
+
+After Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B: training takes 6 N + 12 L H
+T operations a token, with N parameters, L layers, H heads of size Q, and T tokens in a sequence. What is computed a
+second time (activation checkpointing) does not count, and causal attention counts in full. N are the parameters that
+are multiplied: an embedding that is only looked up is left out, one that is tied to the head is in.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from stepmark.sharding.spec import layout_of
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def flops_per_token(model: nn.Module, length: int) -> float | None:
+    """Floating-point operations of forward and backward for one token of a sequence of `length`; None for a model
+    whose config does not tell: one that is not of transformers, or in which a token meets only some parameters."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return None
+    text = config.get_text_config()
+    if text is not config or any(getattr(text, name, None) for name in EXPERTS):
+        return None
+    layers, heads = _number(text, "num_hidden_layers"), _number(text, "num_attention_heads")
+    hidden = _number(text, "hidden_size")
+    if layers is None or heads is None or hidden is None:
+        return None
+    size = _number(text, "head_dim") or hidden // heads
+    return 6.0 * multiplied_parameters(model) + 12.0 * layers * heads * size * length
+
+
+def multiplied_parameters(model: nn.Module) -> int:
+    """Elements of the parameters that take part in matrix products, each once, over all ranks that share one."""
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    used = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    return sum(_numel(parameter) for parameter in model.parameters() if id(parameter) not in looked_up - used)
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    layout = layout_of(parameter)
+    return parameter.numel() if layout is None else math.prod(layout.shape)
+
+
+def _number(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None

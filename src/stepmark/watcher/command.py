@@ -1,0 +1,177 @@
+"""`stepmark evaluate` in one rank: one checkpoint, or the checkpoints of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.lease import Lease
+from stepmark.checkpoint.manifest import MANIFEST
+from stepmark.checkpoint.names import checkpoints, step_of
+from stepmark.errors import CheckpointNotFound, UsageError
+from stepmark.recipe.quiet import quiet_libraries
+from stepmark.recipe.recipe import Recipe
+from stepmark.recipe.used import read_used_recipe
+from stepmark.watcher.data import DataChoice
+from stepmark.watcher.showing import json_of_model, json_of_run, line_of, table_of_model, table_of_run
+
+_APPEAR_EVERY = 1.0  # seconds between two looks for a run that has not begun
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `stepmark evaluate`."""
+
+    path: Path
+    watch: bool = False
+    data: DataChoice = field(default_factory=DataChoice)
+    batch_size: int | None = None
+    device: str = "auto"
+    until: int | None = None
+    patience: int | None = None
+    metrics: str | None = None
+    evaluator: str | None = None
+    metric: str | None = None
+    greater_is_better: bool | None = None
+    interval: float = 2.0
+    as_json: bool = False
+
+    def check(self) -> None:
+        """Raises UsageError for what cannot be meant, before anything is loaded."""
+        self.data.check()
+        for name, least in (("batch_size", 1), ("until", 0), ("patience", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"--{name}: should be at least {least}, and is {value}")
+        if not 0 < self.interval <= 3600:
+            raise UsageError(f"--interval: should be a number of seconds above 0, up to 3600, and is {self.interval}")
+        if not self.path.is_dir() and not (self.watch and not self.path.exists()):
+            raise CheckpointNotFound(f"there is no folder {self.path}")
+        if self.is_run:
+            if self.path.is_dir() and not os.access(self.path, os.W_OK | os.X_OK):
+                raise UsageError(f"{self.path} cannot be written to, and its evaluations are kept there")
+            return
+        for name in ("watch", "until", "patience", "metric", "greater_is_better"):
+            if getattr(self, name) not in (None, False):
+                raise UsageError(f"--{name}: is for a run, and {self.path} is a single model")
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the path is a run, or is to become one; else it is one checkpoint or model."""
+        if (self.path / MANIFEST).exists() or step_of(self.path) is not None:
+            return False
+        return bool(checkpoints(self.path)) or not (self.path / "config.json").is_file()
+
+
+def evaluate_command(request: Request) -> int:
+    """Does what is asked; collective. 0, or 1 where an evaluation has failed."""
+    request.check()
+    quiet_libraries()
+    from stepmark.runtime.context import start
+    from stepmark.runtime.mesh import Mesh
+    from stepmark.watcher.setup import Functions
+
+    functions = Functions.load(request.metrics, request.evaluator)
+    mesh = Mesh.create(context=start(request.device))
+    if request.is_run:
+        return _of_run(request, mesh, functions)
+    return _of_one(request, mesh, functions)
+
+
+def _of_one(request: Request, mesh: Any, functions: Any) -> int:
+    from stepmark.watcher.setup import Setup
+
+    lease = _try_lease(request.path) if mesh.context.host.rank == 0 else None
+    try:
+        recipe = _recipe_beside(request.path)
+        setup = Setup.prepare(mesh, functions, request.data, recipe, request.path, request.batch_size)
+        metrics = setup.evaluate(request.path)
+    finally:
+        if lease is not None:
+            lease.release()
+    if mesh.context.host.rank == 0:
+        samples = {name: len(each.blocks) for name, each in setup.sets.items()}
+        show = json_of_model if request.as_json else table_of_model
+        print(show(request.path, samples, metrics))
+    return 0
+
+
+def _try_lease(path: Path) -> Lease | None:
+    """Where the folder cannot be written to, it is read without: nobody may be deleting there either."""
+    if step_of(path) is None:
+        return None
+    try:
+        lease = Lease.take(path, "once")
+    except OSError:
+        return None
+    if lease is None:
+        raise CheckpointNotFound(f"there is no checkpoint {path}")
+    return lease
+
+
+def _recipe_beside(path: Path) -> Recipe | None:
+    """The recipe of the run that a checkpoint belongs to, or that left this model."""
+    return read_used_recipe(path) or read_used_recipe(path.absolute().parent)
+
+
+def _of_run(request: Request, mesh: Any, functions: Any) -> int:
+    from stepmark.watcher.agenda import Wishes
+    from stepmark.watcher.bookkeeping import Listener
+    from stepmark.watcher.setup import Setup
+    from stepmark.watcher.watcher import Watcher
+
+    leads = mesh.context.host.rank == 0
+    _wait_for_folder(request, mesh.context.host)
+
+    def make_setup(checkpoint: Path) -> Any:
+        recipe = read_used_recipe(request.path)
+        return Setup.prepare(mesh, functions, request.data, recipe, checkpoint, request.batch_size)
+
+    metric, greater = _wanted_metric(request)
+    wishes = Wishes(request.watch, request.until, request.patience, metric, greater, request.interval)
+    stream = request.as_json and request.watch
+
+    def record(line: dict[str, Any], best: bool) -> None:
+        if stream:
+            print(json.dumps(line), flush=True)
+        elif not request.as_json:
+            print(line_of(line, best), flush=True)
+
+    watcher = Watcher(request.path, mesh, make_setup, wishes, Listener(record, _say if leads else _be_silent))
+    failures = watcher.run()
+    if leads and not stream and watcher.records is not None:
+        show = json_of_run if request.as_json else table_of_run
+        print(show(request.path, watcher.records.sorted()))
+    return 1 if failures else 0
+
+
+def _wanted_metric(request: Request) -> tuple[str | None, bool | None]:
+    """The metric that tells the best: the one given here, or the one of the run's recipe."""
+    if request.metric is not None or not request.path.is_dir():
+        return request.metric, request.greater_is_better
+    recipe = read_used_recipe(request.path)
+    if recipe is None or recipe.training.metric_for_best_model is None:
+        return None, request.greater_is_better
+    greater = request.greater_is_better
+    return recipe.training.best_metric_key, recipe.training.greater_is_better if greater is None else greater
+
+
+def _wait_for_folder(request: Request, host: Any) -> None:
+    import time
+
+    if host.rank == 0 and not request.path.is_dir():
+        _say(f"waiting for {request.path} to appear")
+    while not host.broadcast(request.path.is_dir()):
+        time.sleep(_APPEAR_EVERY)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _be_silent(text: str) -> None:
+    """Ranks other than 0 have nothing to say."""

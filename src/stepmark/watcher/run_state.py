@@ -1,0 +1,52 @@
+"""Whether the run that is watched goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.heartbeat import STALE
+from stepmark.checkpoint.lease import Leases
+from stepmark.checkpoint.names import COORDINATION
+
+STATUS = "status.json"
+ENDED = ("done", "failed", "interrupted")
+
+
+class RunState:
+    """What a run's folder tells of it, looked at again and again."""
+
+    def __init__(self, run: Path, *, patience: float = STALE) -> None:
+        """`patience`: seconds without a sign of life after which a run that says it is running is given up."""
+        self._run = run
+        self._signs = Leases(run)
+        self._patience = patience
+        self._silent_since: float | None = None
+
+    def alive(self) -> bool:
+        """Whether a process shows that it owns the folder."""
+        return any(self._signs.alive(path) for path in (self._run / COORDINATION).glob("*/alive.*"))
+
+    def ended(self) -> str | None:
+        """How the run has ended, in words; None while it goes on, or has not begun."""
+        if self.alive():
+            self._silent_since = None
+            return None
+        status = self._status()
+        if status is None:
+            return None
+        if status.get("state") in ENDED:
+            return str(status["state"])
+        self._silent_since = self._silent_since or time.monotonic()
+        if time.monotonic() - self._silent_since < self._patience:
+            return None
+        return f"without a sign of life for {self._patience:.0f} s"
+
+    def _status(self) -> dict[str, Any] | None:
+        try:
+            status = json.loads((self._run / STATUS).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return status if isinstance(status, dict) else None

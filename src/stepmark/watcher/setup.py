@@ -1,0 +1,183 @@
+"""What an evaluation beside the run is: which data, which functions, which loss; the same for every checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from stepmark.checkpoint.manifest import MANIFEST, read_manifest
+from stepmark.errors import DataError, UsageError
+from stepmark.evaluation.evaluate import evaluate
+from stepmark.evaluation.functions import MetricsFunctions, load_function, load_metrics
+from stepmark.evaluation.metrics import plain_numbers, with_prefix
+from stepmark.evaluation.restored import ModelReader, read_config
+from stepmark.recipe.recipe import Recipe
+from stepmark.runtime.mesh import Mesh
+from stepmark.watcher.data import DataChoice, EvaluationSet, prepare_sets
+
+logger = logging.getLogger("stepmark")
+
+PREFIX = "eval"
+DEFAULT_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The user's functions, with the names they were given by."""
+
+    metrics: str | None = None
+    evaluator: str | None = None
+    loaded_metrics: MetricsFunctions | None = field(default=None, compare=False)
+    loaded_evaluator: Callable[..., Any] | None = field(default=None, compare=False)
+
+    @classmethod
+    def load(cls, metrics: str | None, evaluator: str | None) -> Functions:
+        """Imports them. Raises UsageError where there are none of these names."""
+        return cls(
+            metrics,
+            evaluator,
+            load_metrics(metrics, "--metrics") if metrics else None,
+            load_function(evaluator, "--evaluator") if evaluator else None,
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """What an `--evaluator` is given beside model and tokenizer.
+
+    `datasets` are blocks of tokens by name (None: the one without a name), empty where there is no data. `evaluate()`
+    gives loss, perplexity and `--metrics` over them. All ranks of `mesh` call the function, and rank 0's numbers count.
+    """
+
+    checkpoint: Path
+    step: int | None
+    mesh: Mesh
+    datasets: Mapping[str | None, Any]
+    evaluate: Callable[[], dict[str, float]]
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.runtime.device
+
+
+class Setup:
+    """Evaluates checkpoints, each in the same way. Make it with `prepare`, on all ranks."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        functions: Functions,
+        sets: Mapping[str | None, EvaluationSet],
+        tokenizer: Any,
+        recipe: Recipe | None,
+        batch_size: int | None,
+    ) -> None:
+        training = recipe.training if recipe is not None else None
+        self.mesh = mesh
+        self.sets = sets
+        self._functions = functions
+        self._tokenizer = tokenizer
+        self._reader = ModelReader(mesh.runtime)
+        self._bf16 = training.bf16 if training is not None else False
+        self._smoothing = training.label_smoothing_factor if training is not None else 0.0
+        default = training.per_device_eval_batch_size if training is not None else DEFAULT_BATCH_SIZE
+        self._batch_size = batch_size or default
+
+    @classmethod
+    def prepare(
+        cls,
+        mesh: Mesh,
+        functions: Functions,
+        choice: DataChoice,
+        recipe: Recipe | None,
+        checkpoint: Path,
+        batch_size: int | None,
+    ) -> Setup:
+        """`checkpoint` is one of those to be evaluated: its tokenizer serves where no recipe names one.
+
+        Raises DataError or UsageError where there is nothing to evaluate on.
+        """
+        tokenizer = _tokenizer(recipe, checkpoint)
+        sets: dict[str | None, EvaluationSet] = {}
+        if choice.sources or recipe is not None or functions.evaluator is None:
+            if tokenizer is None:
+                raise UsageError(
+                    f"{checkpoint} has no tokenizer, so that texts cannot be read; give a function with --evaluator, "
+                    "or call stepmark.evaluate with data of your own"
+                )
+            longest = getattr(read_config(checkpoint), "max_position_embeddings", None)
+            with mesh.context.leader_first("preparing evaluation data"):
+                try:
+                    sets = prepare_sets(choice, recipe, tokenizer, longest)
+                except DataError as error:
+                    if functions.evaluator is None or choice.sources:
+                        raise
+                    logger.warning("the --evaluator gets no data: %s", error)  # it may not need any
+        return cls(mesh, functions, sets, tokenizer, recipe, batch_size)
+
+    @property
+    def identity(self) -> str:
+        """Changes when the numbers that come out may: with data, functions or loss; not with devices or batch size."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.describe(), sort_keys=True).encode())
+
+    def describe(self) -> dict[str, Any]:
+        """The same in plain values."""
+        return {
+            "data": {name or "": each.content for name, each in self.sets.items()},
+            "metrics": self._functions.metrics,
+            "evaluator": self._functions.evaluator,
+            "bf16": self._bf16,
+            "label_smoothing_factor": self._smoothing,
+        }
+
+    def evaluate(self, checkpoint: Path) -> dict[str, float]:
+        """The numbers of one checkpoint; those of an `--evaluator` may differ among ranks. Collective.
+
+        Raises CheckpointError where it cannot be read, MetricsError where a function of the user's fails.
+        """
+        model = self._reader.read(checkpoint)
+        function = self._functions.loaded_evaluator
+        if function is None:
+            return self._standard(model)
+        step = read_manifest(checkpoint).step if (checkpoint / MANIFEST).is_file() else None
+        blocks = {name: each.blocks for name, each in self.sets.items()}
+        context = EvaluationContext(checkpoint, step, self.mesh, blocks, lambda: self._standard(model))
+        model.eval()
+        with torch.no_grad():
+            found = function(model, self._tokenizer, context)
+        return with_prefix(plain_numbers(found, f"--evaluator {self._functions.evaluator}"), PREFIX)
+
+    def _standard(self, model: nn.Module) -> dict[str, float]:
+        metrics = self._functions.loaded_metrics
+        sets = {name: each.blocks for name, each in self.sets.items()}
+        return evaluate(
+            model,
+            sets.get(None, sets),
+            mesh=self.mesh,
+            batch_size=self._batch_size,
+            bf16=self._bf16,
+            label_smoothing_factor=self._smoothing,
+            compute_metrics=metrics.compute_metrics if metrics is not None else None,
+            preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics if metrics is not None else None,
+            metric_key_prefix=PREFIX,
+        )
+
+
+def _tokenizer(recipe: Recipe | None, checkpoint: Path) -> Any:
+    """The recipe's, else the one in the checkpoint; None where it has none."""
+    from stepmark.data.tokenizer import load_tokenizer
+    from stepmark.recipe.model import build_tokenizer
+
+    if recipe is not None:
+        return build_tokenizer(recipe.model)
+    if not any(checkpoint.glob("tokenizer*")):
+        return None
+    return load_tokenizer(str(checkpoint))

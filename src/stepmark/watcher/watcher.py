@@ -1,0 +1,127 @@
+"""Evaluates the checkpoints of a run as they are committed, beside the run, alone or with other watchers.
+
+Rank 0 decides what is done next (agenda.py) and writes down what came of it (bookkeeping.py); all ranks evaluate. The
+lease on a checkpoint ends when its line is written and `best` points where it should.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.errors import CheckpointDamaged, CheckpointError, MetricsError
+from stepmark.runtime.mesh import Mesh
+from stepmark.watcher.agenda import Agenda, Job, Wishes
+from stepmark.watcher.bookkeeping import Bookkeeper, Listener
+from stepmark.watcher.records import EVALUATED, FAILED, SKIPPED, Records
+from stepmark.watcher.setup import Setup
+
+logger = logging.getLogger("stepmark")
+
+RETRY_AFTER = 1.0  # seconds: a name that retention gives back is gone for less
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How an evaluation went on one rank. `damaged`: it may only have been its name that was gone for a moment."""
+
+    metrics: dict[str, float] | None = None
+    problem: str | None = None
+    damaged: bool = False
+    there: bool = True
+
+
+class Watcher:
+    """Watches the run in a folder. `make_setup` is called with the first checkpoint that there is, on all ranks.
+
+    On rank 0 `records` has what was found, once there is a setup.
+    """
+
+    def __init__(
+        self, run: Path, mesh: Mesh, make_setup: Callable[[Path], Setup], wishes: Wishes, listener: Listener
+    ) -> None:
+        self._run = run
+        self._mesh = mesh
+        self._host = mesh.context.host
+        self._make_setup = make_setup
+        self._wishes = wishes
+        self._listener = listener
+        self._agenda = Agenda(run, wishes, listener.say)
+        self._setup: Setup | None = None
+        self._books: Bookkeeper | None = None
+        self.records: Records | None = None
+
+    def run(self) -> int:
+        """Returns when everything is done: how many evaluations have failed. Collective.
+
+        Raises CheckpointNotFound where there is nothing to evaluate, UsageError where the metric that tells the best
+        never appears.
+        """
+        try:
+            while True:
+                job = self._host.broadcast(self._agenda.look() if self._host.rank == 0 else None)
+                if job.kind == "end":
+                    break
+                self._do(job)
+            return int(self._host.broadcast(self._books.failures if self._books is not None else 0))
+        finally:
+            self._agenda.release()
+            if self._books is not None:
+                self._books.close()
+
+    def _do(self, job: Job) -> None:
+        if job.kind == "wait":
+            time.sleep(self._wishes.interval)
+        elif job.kind == "prepare":
+            assert job.checkpoint is not None
+            self._prepare(job.checkpoint)
+        elif job.kind == "evaluate":
+            self._evaluate(job)
+        elif self._books is not None:
+            assert job.found is not None
+            self._books.record(job.found, SKIPPED, {"reason": "retention deleted it before it was evaluated"})
+
+    def _prepare(self, checkpoint: Path) -> None:
+        self._setup = self._make_setup(checkpoint)
+        self._agenda.release()
+        if self._host.rank != 0:
+            return
+        self.records = Records(self._run, self._setup.identity)
+        description = {**self._setup.describe(), "deleted_before": self._agenda.deleted_before}
+        begun = self.records.begin(description)
+        self._books = Bookkeeper(self._run, self.records, self._wishes, self._listener)
+        self._agenda.begin(self.records, self._setup.identity, int(begun["deleted_before"]))
+
+    def _evaluate(self, job: Job) -> None:
+        assert job.checkpoint is not None
+        outcomes = self._host.all_gather(self._try(job.checkpoint))
+        if any(outcome.damaged for outcome in outcomes) and outcomes[0].there:
+            time.sleep(RETRY_AFTER)
+            outcomes = self._host.all_gather(self._try(job.checkpoint))
+        if self._books is not None:
+            self._settle(self._books, job, outcomes)
+            self._agenda.release()
+
+    def _try(self, checkpoint: Path) -> _Outcome:
+        assert self._setup is not None
+        try:
+            return _Outcome(metrics=self._setup.evaluate(checkpoint))
+        except (CheckpointError, MetricsError) as error:
+            logger.debug("%s", checkpoint, exc_info=True)
+            return _Outcome(None, str(error), isinstance(error, CheckpointDamaged), checkpoint.is_dir())
+
+    def _settle(self, books: Bookkeeper, job: Job, outcomes: list[_Outcome]) -> None:
+        assert job.found is not None
+        problem = next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
+        metrics = outcomes[0].metrics
+        if problem is None:
+            assert metrics is not None
+            where = {"device": self._mesh.runtime.name, "world_size": self._host.size}
+            books.record(job.found, EVALUATED, {**metrics, **where})
+        elif not outcomes[0].there:
+            books.record(job.found, SKIPPED, {"reason": "it was deleted while it was being read"})
+        else:
+            books.record(job.found, FAILED, {"reason": problem})

@@ -1,0 +1,237 @@
+"""What a report reads from the folder of a run, whole or broken."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.errors import StepmarkError, UsageError
+from stepmark.report.checkpoints import read_checkpoints
+from stepmark.report.figures import figures, marks, total_seconds
+from stepmark.report.history import SILENT, read_history
+from stepmark.report.thinning import means, thin
+from stepmark.report.write import write_report
+
+
+def write(path: Path, lines: Sequence[dict[str, Any]], half: str = "") -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + half)
+
+
+def log(step: int, **values: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 10.0 / step, "grad_norm": 1.0, "time": 1000.0 + step, **values}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    return folder
+
+
+def test_steps_that_appear_again_count_once(run: Path) -> None:
+    lines = [
+        *[log(step) for step in range(1, 8)],
+        {"step": 5, "eval_loss": 3.0, "eval_runtime": 1.0, "time": 1005.5},
+        {"step": 7, "eval_loss": 1.0, "time": 1007.5},
+        {"resumed": 5, "attempt": 1, "time": 2000.0},
+        *[log(step, loss=0.5, time=2000.0 + step) for step in range(6, 10)],
+    ]
+    write(run / "metrics.jsonl", lines, half='{"step": 10, "lo')
+    history = read_history(run)
+    assert [line["step"] for line in history.logs] == list(range(1, 10))
+    assert [line["loss"] for line in history.logs[5:]] == [0.5] * 4
+    assert [[line["step"] for line in lost] for lost in history.lost] == [[6, 7]]
+    assert [(each.step, dict(each.values)) for each in history.evaluations] == [(5, {"eval_loss": 3.0})]
+    assert [(one.resumed, one.last, one.ended) for one in history.attempts] == [(None, 7, None), (5, 9, None)]
+    found = [(mark.kind, mark.step, mark.until) for mark in marks([history])]
+    assert found == [("lost", 5, 7), ("resumed", 5, None)]
+
+
+def test_what_a_resumption_gave_up_does_not_count_before_it_is_trained_again(run: Path) -> None:
+    lines = [*[log(step) for step in range(1, 8)], {"step": 7, "eval_loss": 1.0}, {"resumed": 5, "time": 2000.0}]
+    write(run / "metrics.jsonl", lines)
+    history = read_history(run)
+    assert [line["step"] for line in history.logs] == [1, 2, 3, 4, 5]
+    assert history.evaluations == []
+
+
+def test_a_process_that_vanished_is_told_from_one_that_was_stopped(run: Path) -> None:
+    write(
+        run / "metrics.jsonl",
+        [log(1), log(2), {"resumed": 1, "time": 1010.0}, log(2, time=1012.0), {"resumed": 2, "time": 1020.0}],
+    )
+    write(
+        run / "events.jsonl",
+        [
+            {"event": "started", "step": 0, "time": 1000.0},
+            {"event": "resumed", "step": 1, "time": 1009.9},
+            {"event": "interrupted", "step": 2, "reason": "SIGTERM", "time": 1013.0},
+        ],
+    )
+    assert [one.ended for one in read_history(run).attempts] == [SILENT, "interrupted: SIGTERM", None]
+
+
+def test_evaluations_beside_the_run_and_the_best(run: Path) -> None:
+    write(run / "metrics.jsonl", [log(9), {"step": 4, "eval_loss": 2.0}, {"step": 8, "eval_loss": 1.5}])
+    write(
+        run / "evaluations.jsonl",
+        [
+            {"step": 2, "status": "done", "eval_loss": 4.0, "eval_bleu": 0.1},
+            {"step": 6, "status": "skipped", "reason": "retention"},
+            {"step": 6, "status": "failed", "reason": "it raised"},
+            {"step": 8, "status": "done", "eval_loss": 1.25, "eval_bleu": 0.3},
+        ],
+    )
+    history = read_history(run)
+    best = history.best()
+    assert best is not None
+    assert (best.metric, best.step, best.value) == ("eval_loss", 8, 1.25)
+    write(
+        run / "events.jsonl",
+        [{"event": "started", "step": 0, "metric_for_best_model": "eval_bleu", "greater_is_better": True}],
+    )
+    best = read_history(run).best()
+    assert best is not None
+    assert (best.metric, best.value) == ("eval_bleu", 0.3)
+    names = [figure.name for figure in figures([history])]
+    assert names == ["loss", "eval_bleu", "grad_norm"]
+    assert [line["reason"] for line in history.unevaluated] == ["it raised"]
+
+
+def test_the_best_of_several_sets_is_by_the_first(run: Path) -> None:
+    lines = [{"step": step, f"eval_{name}_loss": step / 4} for step in (4, 8) for name in ("b", "a")]
+    write(run / "metrics.jsonl", [log(9), *lines])
+    best = read_history(run).best()
+    assert best is not None
+    assert (best.metric, best.step) == ("eval_a_loss", 4)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        {"metrics.jsonl": ""},
+        {"metrics.jsonl": "\0\0\0{"},
+        {"metrics.jsonl": '[1]\n"x"\n{"step": "3", "loss": 1}\n{"resumed": null}\n{"step": 2, "loss": "NaN"}\n'},
+        {"metrics.jsonl": '{"step": 3, "loss": null, "grad_norm": [], "time": "noon"}\n', "status.json": "{"},
+        {"events.jsonl": '{"event": 3}\n{"event": "trouble"}\n{"event": "saved", "step": "x"}\n{"step": 1}\n'},
+        {"events.jsonl": '{"event": "resumed"}\n{"event": "started", "ranks": "two", "device": []}\n'},
+        {"status.json": "[]"},
+        {"evaluations.jsonl": '{"step": 1}\n{"step": 2, "status": "failed"}\n{"eval_loss": 1}\n'},
+    ],
+)
+def test_a_broken_folder_still_has_a_report(run: Path, broken: dict[str, str]) -> None:
+    (run / "status.json").write_text('{"state": "running", "step": 3}')
+    for name, content in broken.items():
+        (run / name).write_text(content)
+    (run / "checkpoint-7").mkdir()
+    (run / "checkpoint-8").write_text("a file")
+    (run / ".checkpoint-9.abc-000001").mkdir()
+    (run / "damaged-checkpoint-4.1").mkdir()
+    (page,) = write_report(run)
+    text = page.read_text()
+    assert 'data-checkpoint="checkpoint-7" data-state="damaged"' in text
+    assert 'data-checkpoint="damaged-checkpoint-4.1" data-state="aside"' in text
+    assert 'data-checkpoint=".checkpoint-9.abc-000001" data-state="unfinished"' in text
+
+
+def test_what_became_of_saves(run: Path) -> None:
+    saved = {"stall_seconds": 0.25, "durable_seconds": 2.0, "bytes": 4000}
+    write(
+        run / "events.jsonl",
+        [
+            {"event": "save_begun", "step": 5, "stall_seconds": 0.25},
+            {"event": "saved", "step": 5, **saved},
+            {"event": "resumed", "step": 5, "checkpoint": "checkpoint-5"},
+            {"event": "save_begun", "step": 10, "stall_seconds": 0.5},
+            {"event": "save_begun", "step": 15, "stall_seconds": 0.5},
+            {"event": "save_failed", "step": 15, "stall_seconds": 0.5},
+        ],
+    )
+    found = read_checkpoints(read_history(run))
+    assert [(one.step, one.state, one.stall) for one in found] == [
+        (5, "deleted", 0.25),
+        (10, "unfinished", 0.5),
+        (15, "failed", 0.5),
+    ]
+    assert (found[0].size, found[0].durable, found[0].restored) == (4000, 2.0, 1)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder"):
+        read_history(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="is not the folder of a run"):
+        read_history(tmp_path)
+
+
+def test_a_page_that_cannot_be_written(run: Path) -> None:
+    write(run / "metrics.jsonl", [log(1)])
+    with pytest.raises(StepmarkError, match="cannot write .*--out"):
+        write_report(run, out=run / "metrics.jsonl" / "page.html")
+
+
+def test_a_long_curve_keeps_its_peaks_and_gaps() -> None:
+    values: list[float | None] = [math.sin(i / 50) for i in range(100_000)]
+    values[54_321], values[77_777], values[88_888] = 50.0, -50.0, None
+    kept = thin(values, 1500)
+    assert len(kept) < 1600
+    assert {0, 54_321, 77_777, 88_888, 99_999} <= set(kept)
+    assert thin(values[:1500], 1500) == list(range(1500))
+
+
+def test_the_mean_of_a_long_curve_is_that_of_all_values() -> None:
+    values: list[float | None] = [10.0 if i % 10 == 0 else 1.0 for i in range(10_000)]
+    kept = thin(values, 500)
+    found = means(values, kept, 500)
+    assert found is not None
+    assert {round(mean, 6) for mean in found if mean is not None} == {1.9}
+    assert means(values[:500], list(range(500)), 500) is None
+
+
+def test_where_the_time_went_counts_what_was_trained_again(run: Path) -> None:
+    spent = {"seconds_step": 2.0, "seconds_data": 0.5, "seconds_save": 0.0, "seconds_evaluation": 0.25}
+    lines = [log(step, **spent) for step in (1, 2, 3)]
+    write(run / "metrics.jsonl", [*lines, {"resumed": 1, "time": 2000.0}, *lines[1:]])
+    assert total_seconds(read_history(run)) == {"step": 6.0, "data": 1.5, "save": 0.0, "evaluation": 0.75, "again": 5.5}
+
+
+def test_text_of_the_run_cannot_break_the_page(run: Path) -> None:
+    nasty = "</script><script>alert(1)</script><!-- &"
+    write(run / "metrics.jsonl", [log(1)])
+    write(run / "events.jsonl", [{"event": "trouble", "step": 1, "kind": nasty, "message": nasty}])
+    (run / "status.json").write_text(json.dumps({"state": nasty, "reason": nasty}))
+    text = write_report(run)[0].read_text()
+    assert "alert(1)</script>" not in text.replace("&lt;/script&gt;", "")
+    assert "<script>alert" not in text
+    assert text.count("</script>") == 2
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(run: Path) -> None:
+    write(run / "metrics.jsonl", [log(1), log(2)])
+    text = write_report(run)[0].read_text()
+    for word in ("http:", "https:", "src=", "@import", "url(", "fetch("):
+        assert word not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_pictures_of_the_figures(run: Path) -> None:
+    lines = [log(step, seconds_step=1.0) for step in range(1, 9)]
+    write(run / "metrics.jsonl", [*lines, {"step": 8, "eval_loss": 2.0}])
+    paths = write_report(run, out=run / "sub" / "page.html", png=True)
+    assert [path.name for path in paths] == ["page.html", "page-loss.png", "page-grad_norm.png", "page-time.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
+
+
+def test_without_matplotlib_pictures_are_refused_before_anything_is_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(run / "metrics.jsonl", [log(1)])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(StepmarkError, match=r"pip install 'stepmark\[report\]'"):
+        write_report(run, png=True)
+    assert not (run / "report.html").exists()
