@@ -1,15 +1,19 @@
-"""Tries tensor parallelism on every causal language model of transformers, and writes docs/architectures.md.
+"""Tries tensor parallelism on every causal language model of transformers, and writes what passed.
 
 Each architecture with a plan is built with a small random configuration and compared, at tensor_parallel_size 2, with
 itself on one rank: logits, loss, and the gradient of every parameter. The two ranks are threads of this process.
 
-    python scripts/architectures.py [--only MODEL_TYPE …] [--output docs/architectures.md]
+    python scripts/architectures.py [--only MODEL_TYPE …] [--write]
+
+With --write the results go to docs/architectures.md, and the list that `parallelize` asks to
+src/stepmark/sharding/architectures.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import re
 import threading
 import warnings
 from dataclasses import dataclass
@@ -32,9 +36,13 @@ from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.host import HostGroup
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.copies import copies_of
-from stepmark.sharding.plans import PLANS, plan_of
+from stepmark.sharding.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.sharding.spec import layout_of
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architectures.md"
+LIST = ROOT / "src" / "stepmark" / "sharding" / "architectures.py"
+KINDS = {parse_style(style).kind for style in STYLES}
 RANKS = 2
 TOKENS = 8
 TOLERANCE = 1e-4  # of the largest value of the tensor compared
@@ -137,8 +145,11 @@ def attempt(model_type: str) -> Result:
     except Exception as error:  # a configuration that small values contradict says nothing about parallelism
         return Result(model_type, "not built", _first_line(error))
     try:
-        plan_of(model)
-        difference = compare(model)
+        names = [name for name, _ in model.named_modules()]
+        there = [pattern for pattern in own_plan(model) if any(_means(pattern, name) for name in names)]
+        plan = {p: style for p, style in own_plan(model).items() if p in there or parse_style(style).kind not in KINDS}
+        plan_of(model, plan)
+        difference = compare(model, plan)
     except UsageError as error:
         return Result(model_type, "refused", str(error).removeprefix("tensor_parallel_size: ").split("; supported")[0])
     except Exception as error:
@@ -146,7 +157,11 @@ def attempt(model_type: str) -> Result:
     return Result(model_type, "failed", difference) if difference else Result(model_type, "passed")
 
 
-def compare(model: Any) -> str:
+def _means(pattern: str, name: str) -> bool:
+    return bool(re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name))
+
+
+def compare(model: Any, plan: dict[str, str]) -> str:
     """What differs between the model and its halves; empty if nothing does."""
     halves = [copy.deepcopy(model) for _ in range(RANKS)]
     tokens = torch.randint(3, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -161,7 +176,7 @@ def compare(model: Any) -> str:
             runtime = EagerRuntime(torch.device("cpu"))
             context = Context(World(rank, RANKS, rank, RANKS), runtime, HostGroup(rank, RANKS), NoCollectives())
             mesh = Mesh(context, NoCollectives(), ThreadAxis(rank, slots, barrier))
-            parallelize(halves[rank], mesh)
+            parallelize(halves[rank], mesh, plan=plan)
             found[rank] = _run(halves[rank], tokens)
         except BaseException as error:
             errors.append(error)
@@ -248,8 +263,8 @@ def page(results: list[Result], without: list[str]) -> str:
         "configuration, at `tensor_parallel_size: 2` against one rank: logits, loss and the gradient of every",
         f"parameter within {TOLERANCE:g} of the tensor's largest value, in fp32 on a CPU.",
         "",
-        "A model that is refused says why before anything is started. Pass a plan of your own to `parallelize` to try",
-        "one that has none.",
+        "Only those that passed are taken as they are; another says why not before anything is started. With a plan of",
+        "your own, `parallelize(model, mesh, plan={...})`, you can try one that has none, or has not passed.",
     ]
     for verdict, title in (
         ("passed", "Passed"),
@@ -268,10 +283,17 @@ def page(results: list[Result], without: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def listing(results: list[Result]) -> str:
+    """The module that holds the names of those that passed."""
+    before, begin, _ = LIST.read_text().partition("    {\n")
+    names = [f'        "{result.model_type}",\n' for result in results if result.verdict == "passed"]
+    return before + begin + "".join(names) + "    }\n)\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=None)
-    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -282,8 +304,9 @@ def main() -> None:
         if name not in without:
             results.append(attempt(name))
             print(f"{results[-1].verdict:10} {name:28} {results[-1].why}", flush=True)
-    if arguments.output:
-        arguments.output.write_text(page(results, without))
+    if arguments.write:
+        PAGE.write_text(page(results, without))
+        LIST.write_text(listing(results))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 import stepmark
 from stepmark.cli.main import COMMANDS, run
-from stepmark.cli.train import _rank_command
+from stepmark.cli.ranks import rank_command
 from stepmark.errors import CheckpointDamaged, UsageError
 from stepmark.recipe.recipe import all_fields
 from tests.support.recipes import write_recipe
@@ -160,7 +160,7 @@ def test_of_several_ranks_one_tells_of_a_wrong_call(
     ],
 )
 def test_ranks_get_the_same_call_without_nproc(arguments: list[str], kept: list[str]) -> None:
-    assert _rank_command(arguments) == [sys.executable, "-m", "stepmark", *kept]
+    assert rank_command(arguments) == [sys.executable, "-m", "stepmark", *kept]
 
 
 def test_training_as_a_user_calls_it(tmp_path: Path) -> None:

@@ -157,3 +157,50 @@ def graph(replicas: int, model: dict[str, Any]) -> list[dict[str, Any]]:
         return found
 
     return run_replicas(replica, replicas)
+
+
+def zero_1_graphs(replicas: int) -> list[dict[str, Any]]:
+    """Of each replica thread, data parallel by 2 tensor parallel with ZeRO-1 and sequence parallelism: of every graph
+    that one step runs its collectives and its digest; and compilations after each of five steps, between the last of
+    which everything that is saved is copied to the host."""
+    from stepmark.checkpoint.describe import describe
+    from stepmark.runtime.replicas import run_replicas
+    from tests.support.models import training
+
+    made = [build(kind="llama") for _ in range(replicas)]
+
+    def replica(context: Context) -> dict[str, Any]:
+        graphs: list[dict[str, Any]] = []
+        found: dict[str, Any] = {"graphs": graphs, "compilations": []}
+        options = {"model": {}, "tp": 2, "zero_1": True, "sequence": True}
+        step, batches = training(context, options, made[context.world.rank])
+        dispatch = context.runtime._dispatch
+
+        def watched() -> None:
+            graphs.append(_pending(step))
+            dispatch()
+
+        for number, batch in zip(range(5), batches, strict=False):
+            context.runtime._dispatch = dispatch if number else watched
+            step(number, batch)
+            context.runtime._dispatch = dispatch
+            context.runtime.step_boundary(wait=True)
+            counters = context.runtime.counters()
+            found["compilations"].append(counters.compilations)
+            if number >= 2:
+                sections = describe({"model": step.model, "optimizer": step.optimizer})
+                context.runtime.to_host([entry.tensor for each in sections for entry in each.entries.values()])
+        return found
+
+    return run_replicas(replica, replicas)
+
+
+def _pending(step: Any) -> dict[str, Any]:
+    """Of the graph that is recorded for the parameters, their gradients and the optimizer's state."""
+    import torch_xla
+
+    parameters = list(step.model.parameters())
+    live = [*parameters, *step.optimizer._parts, *[each.grad for each in parameters if each.grad is not None]]
+    text = torch_xla._XLAC._get_xla_tensors_hlo(live)
+    kinds = {kind: text.count(f"{kind}(") for kind in ("all-reduce", "all-gather", "reduce-scatter")}
+    return {"digest": xxhash.xxh3_64_hexdigest(text.encode()), **kinds}

@@ -22,4 +22,4 @@ def test_saving_and_restoring_compile_nothing(ranks: Ranks, tmp_path: Path, npro
     for whole, rest in zip(plain, resumed, strict=True):
         assert rest["losses"] == whole["losses"][3:]
         assert rest["values"] == whole["values"]
-        assert rest["compilations"] == whole["compilations"]
+        assert rest["compilations"] <= whole["compilations"]

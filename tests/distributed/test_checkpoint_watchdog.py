@@ -110,7 +110,7 @@ def test_a_phase_that_hangs_is_said_to_with_all_stacks(tmp_path: Path) -> None:
     _, status = os.waitpid(process, 0)
     log = (tmp_path / "log").read_text()
     assert os.waitstatus_to_exitcode(status) == 1
-    assert "save of step 1: 'writing' has not ended within 1 s (save_timeout) on rank 0" in log
+    assert "save of step 1: rank 0 (writing) has not ended this phase within 1 s (save_timeout)" in log
     assert "stuck_in_the_file_system" in log
     assert "error: rank 0:" in log
 

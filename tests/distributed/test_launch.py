@@ -183,6 +183,12 @@ def test_a_failing_rank_under_torchrun_tells_once_and_first(environment: dict[st
     assert ours[0] < theirs[0]
 
 
+def test_a_missing_device_is_told_once_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(torchrun(recipe(tmp_path), "--device", "neuron"), environment, tmp_path)
+    assert done.returncode == 1
+    assert [line[:22] for line in done.stderr.splitlines() if line.startswith("error: ")] == ["error: device: neuron "]
+
+
 def test_slurm_trains(environment: dict[str, str], tmp_path: Path) -> None:
     step = {
         "MASTER_PORT": free_port(),

@@ -43,6 +43,11 @@ def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
             "has 3 heads and 3 key/value heads, which 2 ranks cannot share",
         ),
         ({"kind": "gpt2", "n_inner": 5}, {}, "cannot be cut in 2 equal parts"),
+        (
+            {"kind": "llama"},
+            {"plan": {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}},
+            "does not say what becomes of model.layers.0.mlp.gate_proj.weight",
+        ),
         ({"kind": "llama"}, {"sequence_parallel": True, "length": 7}, "sequences of 7 tokens"),
     ],
 )

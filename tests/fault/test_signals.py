@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.checkpoint import saving
+from stepmark.checkpoint import Checkpointer, saving
 from tests.support import cells
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
@@ -177,3 +177,61 @@ def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
     assert status(out)["state"] == "interrupted", told
     assert steps_saved(out) == [status(out)["step"]], told
     assert launcher == "torchrun" or "error" not in told
+
+
+# Before training
+
+
+def train_slowly(settings: dict[str, Any]) -> Any:
+    """The command line's own way into training; a signal finds it before it has begun."""
+    from stepmark.cli.train import _end_at_signals
+
+    folder = Path(settings["output_dir"])
+    _end_at_signals(folder)
+    if settings.pop("signalled"):
+        os.kill(os.getpid(), TERM)
+        time.sleep(60)
+    return cells.train(settings)
+
+
+@pytest.mark.parametrize("state", [None, "running", "failed"])
+def test_a_signal_before_training_is_told_in_the_status(ranks: Ranks, tmp_path: Path, state: str | None) -> None:
+    folder = tmp_path / "run"
+    if state is not None:
+        folder.mkdir()
+        (folder / "status.json").write_text(json.dumps({"state": state, "step": 4, "time": 1.0, "reason": "before"}))
+    stopped = ranks.run("tests.fault.test_signals:train_slowly", {"output_dir": str(folder), "signalled": True})
+    assert stopped.codes == [75], stopped.logs
+    told = status(folder)
+    assert (told["state"], told["step"]) == ("interrupted", 0 if state is None else 4)
+    assert told["reason"] == "SIGTERM: not training"
+
+
+def test_a_signal_to_a_second_start_leaves_the_status_of_the_live_run(ranks: Ranks, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as live:
+        live.claim()
+        (tmp_path / "status.json").write_text(json.dumps({"state": "running", "step": 4, "time": 1.0, "reason": None}))
+        stopped = ranks.run("tests.fault.test_signals:train_slowly", {"output_dir": str(tmp_path), "signalled": True})
+    assert stopped.codes == [75], stopped.logs
+    assert status(tmp_path)["state"] == "running"
+
+
+RANK = "import signal, sys, time; print('up', flush=True); time.sleep(60)"
+SUPERVISE = (
+    "import sys; from stepmark.launch.supervisor import supervise; "
+    "sys.exit(supervise([sys.executable, '-c', sys.argv[1]], 2, resumable=sys.argv[2] == 'True'))"
+)
+
+
+@pytest.mark.parametrize(("resumable", "code"), [(True, 75), (False, 1)])
+def test_a_signal_before_the_ranks_can_hear_it(resumable: bool, code: int) -> None:
+    """They are ended by it; the run can be started again all the same, where `save_on_signal` is set."""
+    command = [sys.executable, "-c", SUPERVISE, RANK, str(resumable)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline() == "up\n"
+        process.send_signal(TERM)
+        told = process.communicate(timeout=60)[1]
+    assert process.returncode == code, told
+    assert ("was ended by SIGTERM" in told) == (not resumable)

@@ -1,4 +1,4 @@
-"""A rank stopped with SIGSTOP in a phase of a save or restore: the job ends soon after the deadline, and names it."""
+"""A rank is stopped with SIGSTOP, in a save, a restore or training: the job ends after the deadline, and names it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ TIMEOUT = 4.0  # seconds: save_timeout
 ALLOWED = {"nproc": TIMEOUT + 10, "torchrun": TIMEOUT + 45}
 SAVE_PHASES = ["joining", "planning", "copying", "writing", "sealing"]
 SUPERVISE = "import sys; from stepmark.launch.supervisor import supervise; sys.exit(supervise(sys.argv[1:], 2))"
-SAMPLE = [("nproc", 0, "writing")]
+TRAINING = ["training", "evaluating"]  # no phase of a save waits for the rank there
+SAMPLE = [("nproc", 0, "joining"), ("nproc", 0, "writing"), ("nproc", 1, "training")]
 
 
 def cells() -> list[Any]:
-    """Every cell, those beyond the sample in `make prove`. Rank 0 commits without asking the others."""
+    """Every cell, those beyond the sample in `make prove`. Rank 0 commits, and deletes, without asking the others."""
     each = [
-        *product(ALLOWED, (0, 1), [*SAVE_PHASES, "looking"]),
-        *((launcher, 0, "committing") for launcher in ALLOWED),
+        *product(ALLOWED, (0, 1), [*SAVE_PHASES, "saved", "looking", *TRAINING]),
+        *product(ALLOWED, [0], ["committing", "deleting"]),
     ]
     return [pytest.param(*cell, marks=[] if cell in SAMPLE else [pytest.mark.prove]) for cell in each]
 
@@ -42,7 +43,16 @@ def command(launcher: str, rank_command: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(("launcher", "stopped", "phase"), cells())
 def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, launcher: str, stopped: int, phase: str) -> None:
-    recipe = write_recipe(tmp_path, max_steps=4, save_steps=2, save_timeout=TIMEOUT, resume_from_checkpoint=True)
+    recipe = write_recipe(
+        tmp_path,
+        max_steps=40,
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_timeout=TIMEOUT,
+        async_save=phase not in TRAINING,
+        resume_from_checkpoint=True,
+    )
     note = tmp_path / "stopped-at"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
     if phase == "looking":
@@ -55,4 +65,5 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, launcher: str,
     assert done.returncode == 1, done.stderr
     assert took < ALLOWED[launcher], done.stderr
     assert f"rank {stopped}" in done.stderr
-    assert "save_timeout" in done.stderr or "waited in vain" in done.stderr
+    assert ("no sign of life" if phase in TRAINING else "save_timeout") in done.stderr
+    assert "the stacks of all threads" in done.stderr

@@ -95,6 +95,16 @@ def test_an_elementwise_class_of_the_users_is_taken(ranks: Ranks) -> None:
     assert ranks.run("tests.support.zero1_cells:refused", "Sign").check() == [""]
 
 
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_gradients_that_travel_during_the_backward_pass(ranks: Ranks, nproc: int) -> None:
+    """Announcing the last one changes no bit, and one more would be lost: it is an error."""
+    found = ranks.run("tests.support.zero1_cells:announced", False, nproc=nproc).check()
+    assert all(each == found[0] for each in found)
+    assert found[0]["early"] == found[0]["late"]
+    for each in ranks.run("tests.support.zero1_cells:announced", True, nproc=nproc).check():
+        assert each["message"].startswith("a backward pass came after the one that was said to be the step's last")
+
+
 MESHES = [(1, False), (1, True), (2, True), (3, True), (2, False)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
         drops = {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop}
         return GPT2Config(
             n_layer=2, n_embd=32, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
-            **drops, **changes,
+            **{**drops, **changes},
         )  # fmt: skip
     changes.setdefault("num_key_value_heads", 2)
     if "dropout" in changes:
@@ -51,8 +53,18 @@ MODELS: list[Any] = []  # made before replica threads start: they share the gene
 
 
 def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
-    """Loss, tokens and gradient norm of each step. `options`: model (kind and changes), steps, tp, sequence,
-    embedding, accumulation, bf16 (parameters), checkpointing, zero_1, learning_rate."""
+    """Loss, tokens and gradient norm of each of `steps` steps; see `training` for the other options."""
+    step, batches = training(context, options, MODELS.pop() if MODELS else build(**options["model"]))
+    found: list[list[float]] = []
+    for number, batch in zip(range(options.get("steps", 20)), batches, strict=False):
+        statistics = step(number, batch)
+        found += [values.tolist() for values in context.runtime.to_host([statistics.values])]
+    return found
+
+
+def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
+    """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
+    checkpointing, zero_1, smoothing, clip."""
     from stepmark.data.feed import DeviceFeed
     from stepmark.data.loader import DataLoader
     from stepmark.training.loss import MicroBatchLoss
@@ -63,7 +75,6 @@ def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
     tp, accumulation = options.get("tp", 1), options.get("accumulation", 1)
     mesh = Mesh.create(tensor_parallel_size=tp, context=context)
     runtime, axis = mesh.runtime, mesh.data_parallel
-    model = MODELS.pop() if MODELS else build(**options["model"])
     if options.get("bf16"):
         model.to(torch.bfloat16)
     model.train()
@@ -77,8 +88,15 @@ def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
         enable_gradient_checkpointing(model, runtime)
     place_module(model, runtime)
     loss = MicroBatchLoss(model, lazy=runtime.lazy, label_smoothing=options.get("smoothing", 0.0))
-    optimizer = build_optimizer("adamw_torch", list(model.named_parameters()), runtime, learning_rate=1e-3)
-    step = TrainStep(model, optimizer, loss, mesh, accumulation=accumulation)
+    optimizer = build_optimizer(
+        "adamw_torch",
+        list(model.named_parameters()),
+        runtime,
+        learning_rate=1e-3,
+        sharded_over=mesh if options.get("zero_1") else None,
+    )
+    clip = options.get("clip", 1.0)
+    step = TrainStep(model, optimizer, loss, mesh, accumulation=accumulation, max_grad_norm=clip)
     loader = DataLoader(
         Blocks(30),
         4 // axis.size // accumulation,
@@ -87,20 +105,20 @@ def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
         accumulation=accumulation,
         fixed_shape=True,
     )
-    found: list[list[float]] = []
-    while len(found) < options.get("steps", 20):
-        for batch in DeviceFeed(loader, runtime):
-            statistics = step(len(found), batch)
-            found += [values.tolist() for values in runtime.to_host([statistics.values])]
-            if len(found) == options.get("steps", 20):
-                break
-    return found
+    return step, (batch for _ in count() for batch in DeviceFeed(loader, runtime))
 
 
 def cells(device: str, options: list[dict[str, Any]]) -> list[list[list[float]]]:
     """Several trainings, one after the other, in one launch."""
     context = start(device)
     return [train_on(context, each) for each in options]
+
+
+def state_bytes(options: dict[str, Any]) -> int:
+    """Bytes of optimizer state that this rank holds after a step."""
+    step, batches = training(start("cpu"), options, build(**options["model"]))
+    step(0, next(batches))
+    return step.optimizer.state_bytes()
 
 
 def in_replica_threads(replicas: int, options: list[dict[str, Any]]) -> list[list[list[list[float]]]]:

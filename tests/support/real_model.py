@@ -30,7 +30,12 @@ def unpack(folder: str) -> None:
     """Writes the model and its tokenizer as a Hugging Face folder, fp32."""
     file = weights()
     assert file is not None
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    config = type(quantized.config)(
+        **{key: value for key, value in quantized.config.to_dict().items() if key != "quantization_config"}
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(quantized.state_dict())
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 

@@ -1,6 +1,7 @@
-"""A rank of `stepmark train` that stops itself with SIGSTOP when it enters a phase of a save or restore.
+"""A rank of `stepmark train` that stops itself with SIGSTOP somewhere in a run.
 
-Called as `STOPPED_RANK PHASE NOTE` followed by the arguments of `stepmark`; the file NOTE gets the time of the stop.
+Called as `STOPPED_RANK WHERE NOTE` followed by the arguments of `stepmark`. WHERE is a phase of a save or restore, or
+one of PLACES; the file NOTE gets the time of the stop.
 """
 
 from __future__ import annotations
@@ -9,27 +10,68 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from stepmark.__main__ import main
+from stepmark.checkpoint.board import Board
 from stepmark.checkpoint.phases import Phases
-from stepmark.cli.main import run
 
 
-def stop_in(phase: str, note: Path) -> None:
-    """From now on the process stops on entering the phase, having noted when."""
-    enter = Phases.enter
+def stop_before(owner: type, name: str, stops: Callable[..., bool]) -> None:
+    """From now on the process stops before the method is called with arguments for which `stops` is true."""
+    method = getattr(owner, name)
 
-    def enter_and_stop(self: Phases, name: str) -> None:
-        enter(self, name)
-        if name == phase:
+    def stop_and_call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if stops(self, *arguments):
+            note = Path(sys.argv[3])
             note.write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGSTOP)
+        return method(self, *arguments, **named)
 
-    Phases.enter = enter_and_stop  # type: ignore[method-assign]
+    setattr(owner, name, stop_and_call)
+
+
+def stop_in_phase(phase: str) -> None:
+    enter = Phases.enter
+
+    def enter_and_look(self: Phases, name: str) -> None:
+        enter(self, name)
+        self.entered(name)  # type: ignore[attr-defined]
+
+    Phases.enter = enter_and_look  # type: ignore[method-assign]
+    Phases.entered = lambda self, name: None  # type: ignore[attr-defined]
+    stop_before(Phases, "entered", lambda self, name: name == phase)
+
+
+def stop_in_training() -> None:
+    """In the third step, on the way to the gradients' exchange."""
+    from stepmark.training.step import TrainStep
+
+    stop_before(TrainStep, "__call__", lambda self, step, *_: step == 2)
+
+
+def stop_in_evaluation() -> None:
+    from stepmark.evaluation.evaluator import Evaluator
+
+    stop_before(Evaluator, "__call__", lambda *_: True)
+
+
+def stop_after_saving() -> None:
+    """When this rank's part of the first save is done, and it has heard that all is committed."""
+    stop_before(Board, "leave", lambda self: self.has("committed", 0))
+
+
+PLACES: dict[str, Callable[[], None]] = {
+    "training": stop_in_training,
+    "evaluating": stop_in_evaluation,
+    "saved": stop_after_saving,
+}
 
 
 if __name__ == "__main__":
-    stopped, phase, note, *arguments = sys.argv[1:]
+    stopped, where, _, *arguments = sys.argv[1:]
     if os.environ["RANK"] == stopped:
-        stop_in(phase, Path(note))
-    sys.exit(run(arguments))
+        PLACES.get(where, lambda: stop_in_phase(where))()
+    main(arguments)

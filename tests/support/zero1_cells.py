@@ -15,7 +15,7 @@ STEPS = 6
 
 
 class Net(nn.Module):
-    """Shapes that divide by nothing, a scalar, and a parameter that takes no part."""
+    """Shapes that divide by nothing, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def data(step: int, rank: int, size: int) -> Tensor:
     return whole[rank * 12 // size : (rank + 1) * 12 // size]
 
 
-def make(net: Net, name: str, options: dict[str, Any], mesh: Mesh | None, **more: Any) -> torch.optim.Optimizer:
+def make(net: Net, name: str, options: dict[str, Any], mesh: Mesh | None, **more: Any) -> Any:
     kind = getattr(torch.optim, name)
     named = list(net.named_parameters())
     groups = [
@@ -68,6 +68,35 @@ def train(name: str, options: dict[str, Any], sharded: bool) -> dict[str, list[f
         optimizer.zero_grad()
         schedule.step()
     return values(net)
+
+
+def announced(bad: bool) -> dict[str, Any]:
+    """Weights after steps of two backward passes, the last of which is announced or not, in buckets of a parameter or
+    two; a parameter takes no part. With `bad`, what a third pass after the announced one says."""
+    from stepmark.parallel import buckets
+
+    mesh = Mesh.create(device="cpu")
+    buckets.EAGER_BUCKET_ELEMENTS = 16
+    found = {}
+    for announce in (False, True):
+        net, axis = Net(), mesh.data_parallel
+        net.unused = nn.Parameter(torch.ones(7))
+        optimizer = make(net, "AdamW", {"lr": 0.01}, mesh)
+        for step in range(STEPS):
+            first, second = data(step, axis.rank, axis.size).chunk(2)
+            net(first).backward()
+            if announce:
+                optimizer.last_backward()
+            net(second).backward()
+            if bad and announce:
+                try:
+                    net(first).backward()
+                except UsageError as error:
+                    return {"message": str(error)}
+            optimizer.step()
+            optimizer.zero_grad()
+        found["early" if announce else "late"] = values(net)
+    return found
 
 
 def refused(name: str) -> str:

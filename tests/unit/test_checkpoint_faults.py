@@ -19,6 +19,7 @@ from checkpoint_states import net, same, snapshot, train
 from transformers.trainer_utils import get_last_checkpoint
 
 from stepmark.checkpoint import Checkpointer, files
+from stepmark.checkpoint.verify import verify
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
 
 
@@ -90,6 +91,19 @@ def test_a_flipped_bit_is_found_and_named(
         with pytest.raises(CheckpointDamaged, match=name), Checkpointer(folder) as checkpointer:
             checkpointer.restore(state_of(5), 2)
         falls_back(folder, known, caplog, name)
+
+
+@pytest.mark.parametrize("where", [b"saved_offsets", b"DCP_VERSION", b'"pt"', b"  "])
+def test_a_flipped_bit_that_only_other_readers_look_at_is_found(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, where: bytes
+) -> None:
+    """What transformers or torch.distributed.checkpoint read in a header, and the spaces that fill it."""
+    source, known = saved
+    shutil.copytree(source, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint-2" / "model.safetensors"
+    flip(path, path.read_bytes().index(where) + 1)
+    assert [fault.file for fault in verify(path.parent).faults] == [path.name]
+    falls_back(tmp_path / "run", known, caplog, path.name)
 
 
 @pytest.mark.parametrize("name", FILES)

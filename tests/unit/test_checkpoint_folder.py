@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from stepmark.checkpoint import Checkpointer, files, owner
-from stepmark.errors import CheckpointError
+from stepmark.checkpoint import Checkpointer, files, owner, saving
+from stepmark.errors import CheckpointBusy, CheckpointError
+from tests.support.faults import Faults
 
 
 def save(checkpointer: Checkpointer, step: int) -> None:
@@ -79,6 +82,23 @@ def test_a_folder_that_is_removed_under_a_run_is_said_to_be_gone(tmp_path: Path)
     assert not (run / "checkpoint-2").exists()
 
 
+def test_a_run_that_was_taken_for_dead_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It slept in the middle of a save for so long that another run has taken the folder over."""
+    write_manifest, sleeper, other = saving.Saving._write_manifest, Checkpointer(tmp_path), Checkpointer(tmp_path)
+
+    def sleep(self: saving.Saving, sealed: dict[int, str]) -> None:
+        write_manifest(self, sealed)
+        shutil.rmtree(next((tmp_path / ".stepmark").iterdir()))
+        other.claim()
+
+    monkeypatch.setattr(saving.Saving, "_write_manifest", sleep)
+    with pytest.raises(CheckpointBusy, match="taken over by another run"):
+        save(sleeper, 1)
+    sleeper.close()
+    other.close()
+    assert not (tmp_path / "checkpoint-1").exists()
+
+
 def test_a_dead_run_whose_clock_was_ahead_does_not_hold_the_folder_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +114,41 @@ def test_a_dead_run_whose_clock_was_ahead_does_not_hold_the_folder_for_ever(
         save(checkpointer, 1)
     assert time.monotonic() - begun < 60
     assert not dead.exists()
+
+
+def test_a_run_that_was_killed_while_it_claimed_is_not_waited_for(tmp_path: Path) -> None:
+    """Whichever call of the claim came last, the next run begins at once."""
+    killed = 0
+    for calls in range(1, 17):
+        folder = tmp_path / str(calls)
+        process = os.fork()
+        if not process:
+            Faults("killed-after", calls).install()
+            Checkpointer(folder).claim()
+            os._exit(0)
+        killed += os.waitpid(process, 0)[1] == signal.SIGKILL
+        begun = time.monotonic()
+        with Checkpointer(folder) as checkpointer:
+            save(checkpointer, 1)
+        assert time.monotonic() - begun < 20, calls
+    assert killed > 8
+
+
+def test_of_two_runs_that_claim_at_once_one_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while the first has not yet given its claim its name."""
+    rename, second = files.rename, Checkpointer(tmp_path)
+
+    def rename_after_the_second(source: Path, target: Path) -> None:
+        if source.name.startswith("."):
+            monkeypatch.setattr(files, "rename", rename)
+            second.claim()
+        rename(source, target)
+
+    monkeypatch.setattr(files, "rename", rename_after_the_second)
+    with pytest.raises(CheckpointBusy):
+        Checkpointer(tmp_path).claim()
+    save(second, 1)
+    second.close()
 
 
 def test_a_crash_of_the_machine_does_not_take_the_folder_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_save_that_hangs_ends(tmp_path: Path) -> None:
         save({"x": 1}, tmp_path / "a.pt", timeout=0.5)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
-    assert "a.pt: writing has not ended within 0.5 s" in (tmp_path / "log").read_text()
+    assert "a.pt: rank 0 (writing) has not ended this within 0.5 s (timeout)" in (tmp_path / "log").read_text()
 
 
 def test_a_view_brings_no_more_of_its_storage_than_is_saved(tmp_path: Path) -> None:
@@ -147,6 +147,34 @@ def test_a_view_brings_no_more_of_its_storage_than_is_saved(tmp_path: Path) -> N
     tied = {"one": large, "other": large.detach(), "part": large[:3]}
     save(tied, tmp_path / "tied.pt")
     assert (tmp_path / "tied.pt").stat().st_size < 4_100_000
+
+
+@pytest.mark.xla
+def test_what_is_tied_on_a_lazy_device_is_written_once_and_loaded_tied(tmp_path: Path) -> None:
+    import torch_xla
+
+    device = torch_xla.device()
+    first, second = nn.Linear(300, 300).to(device), nn.Linear(300, 300).to(device)
+    second.weight = first.weight
+    flat = torch.zeros(400, device=device)
+    state = {
+        "first": first.state_dict(),  # torch detaches: other objects, the same memory
+        "second": second.state_dict(),
+        "parts": [flat[:200], flat[200:]],
+        "turned": first.weight.detach().t(),
+    }
+    save(state, tmp_path / "tied.pt")
+    assert (tmp_path / "tied.pt").stat().st_size < 3 * 300 * 300 * 4
+    for loaded in (load(tmp_path / "tied.pt"), load(tmp_path / "tied.pt", "xla")):
+        weights = [loaded[name]["weight"] for name in ("first", "second")]
+        assert same(weights[0].cpu(), first.weight.detach().cpu())
+        assert same(loaded["turned"].cpu(), first.weight.detach().cpu().t())
+        with torch.no_grad():
+            weights[0].fill_(7.0)
+            loaded["parts"][0].fill_(1.0)
+        assert bool((weights[1] == 7.0).all())
+        assert not bool((loaded["turned"] == 7.0).any())
+        assert not bool(loaded["parts"][1].any())
 
 
 def test_the_package_has_them() -> None:

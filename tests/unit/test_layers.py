@@ -26,6 +26,8 @@ ORDER = [
     "evaluation",
     "trainer",
     "recipe",
+    "watcher",
+    "report",
     "cli",
 ]
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem == "errors")
@@ -79,6 +81,7 @@ def test_torch_xla_has_one_door() -> None:
         ("import stepmark", {"torch", "transformers", "datasets", "torch_xla", "yaml", "rich"}),
         ("from stepmark.cli.main import build_parser; build_parser()", {"torch", "transformers", "datasets"}),
         ("import stepmark.launch.supervisor", {"torch", "transformers", "torch_xla"}),
+        ("import stepmark.report.write", {"torch", "transformers", "numpy", "matplotlib"}),
     ],
 )
 def test_what_is_quick_stays_quick(code: str, kept_out: set[str]) -> None:

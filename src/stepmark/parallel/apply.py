@@ -16,6 +16,7 @@ from stepmark.parallel.functional import reduce_from
 from stepmark.parallel.heads import Heads, heads_of
 from stepmark.parallel.layers import Region, cut_columns, cut_rows, input_dim
 from stepmark.parallel.sequence import cut_sequence, partial_parameters, sequence_modules
+from stepmark.parallel.soundness import check_plan
 from stepmark.parallel.vocabulary import Head, Vocabulary, cut_embedding, cut_loss
 from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
@@ -70,8 +71,9 @@ def parallelize(
     `plan` maps module names to styles, in place of the model's own tp_plan; embedding and head are cut along the
     vocabulary whatever a plan says, unless `parallelize_embedding` is off.
 
-    Raises UsageError, before anything is changed, for a model without a plan or with unsupported styles, for sizes that
-    do not divide, and for a model that has no sequence parallelism where that is asked for.
+    Raises UsageError, before anything is changed, for a model without a plan that is known to be right, or with
+    unsupported styles; for learned modules among cut ones that the plan does not name; for sizes that do not divide;
+    and for a model that has no sequence parallelism where that is asked for.
     """
     axis = mesh.tensor_parallel
     if axis.size == 1:
@@ -106,6 +108,7 @@ class _Work:
         self._tables = tables if embedding else []
         skipped = set(tables)
         modules = dict(model.named_modules())
+        check_plan(model, plan, tables)
         self._styles = [(name, modules[name], style) for name, style in plan.items() if modules[name] not in skipped]
         self._heads = self._find_heads(modules)
         self._cuts = [*self._vocabulary_cuts(), *self._plan_cuts()]

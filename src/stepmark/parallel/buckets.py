@@ -1,11 +1,12 @@
 """Parameters laid end to end in buckets, of which every data parallel rank has one contiguous part.
 
-A bucket holds parameters of one optimizer group, one dtype, and as many copies on the tensor parallel axis. It is cut
-evenly, wherever that falls, so that ranks differ by nothing; what pads its end is less than one element a rank.
+A bucket holds parameters of one optimizer group, one dtype, and alike in their copies on the tensor parallel axis. It
+is cut evenly, wherever that falls, so that ranks differ by nothing; what pads its end is less than one element a rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,22 +16,76 @@ from torch import Tensor, nn
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives
 from stepmark.sharding.copies import copies_of
-from stepmark.sharding.spec import Layout, Part, Piece, layout_of
+from stepmark.sharding.spec import Box, Layout, Part, Piece, Shape, layout_of
 
-BUCKET_ELEMENTS = 32 * 2**20  # few large collectives, and little memory beside the model
+EAGER_BUCKET_ELEMENTS = 4 * 2**20  # several travel at a time, and what has come is added up meanwhile
+LAZY_BUCKET_ELEMENTS = 32 * 2**20  # few large collectives in a graph, and little memory beside the model
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter and its place in the bucket, in elements."""
+    """A parameter and its place in the bucket, in elements: `boxes` of it one after the other, each in row-major order.
+
+    One box, the whole, unless the parameter holds several projections side by side, as GPT-2's fused query, key and
+    value do. Those lie one after the other, so that a rank's part is few pieces of the global tensor, not some for
+    every row. `runs` are these pieces of all of the parameter, with their first elements' places in the member.
+    """
 
     name: str
     parameter: nn.Parameter
     begin: int
+    boxes: tuple[Box, ...]
+    runs: tuple[tuple[Piece, int], ...]
+
+    @classmethod
+    def of(cls, name: str, parameter: nn.Parameter, begin: int) -> Member:
+        shape = tuple(parameter.shape)
+        layout = layout_of(parameter) or Layout.whole(shape)
+        places = [_place_of_run(part, shape) for part in layout.parts]
+        if None not in places:
+            runs = zip((part.piece for part in layout.parts), places, strict=True)
+            return cls(name, parameter, begin, (Box.whole(shape),), tuple((p, at) for p, at in runs if at is not None))
+        boxes, pieces, filled = [], [], 0
+        for part in layout.parts:
+            assert isinstance(part.at, tuple)
+            boxes.append(Box(part.at, part.piece.box.lengths))
+            pieces.append((part.piece, filled))
+            filled += part.piece.numel
+        assert filled == parameter.numel()
+        return cls(name, parameter, begin, tuple(boxes), tuple(pieces))
 
     @property
     def end(self) -> int:
         return self.begin + self.parameter.numel()
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the member's elements lie in the bucket as they do in the parameter."""
+        return len(self.boxes) == 1
+
+    def boxes_of(self, tensor: Tensor) -> list[Tensor]:
+        """Views of a tensor of the parameter's shape."""
+        if self.in_order:
+            return [tensor]
+        return [tensor[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.lengths, strict=True))] for b in self.boxes]
+
+    def places_in(self, flat: Tensor) -> list[Tensor]:
+        """Where these boxes lie in the bucket's flat tensor: views of their shapes."""
+        places, begin = [], self.begin
+        for box in self.boxes:
+            places.append(flat[begin : begin + box.numel].view(box.lengths))
+            begin += box.numel
+        return places
+
+    def write_to(self, flat: Tensor) -> None:
+        """Gives the bucket's flat tensor the parameter's values."""
+        for place, box in zip(self.places_in(flat), self.boxes_of(self.parameter), strict=True):
+            place.copy_(box)
+
+    def read_from(self, flat: Tensor) -> None:
+        """Gives the parameter its values in the bucket's flat tensor."""
+        for place, box in zip(self.places_in(flat), self.boxes_of(self.parameter), strict=True):
+            box.copy_(place)
 
 
 class Bucket:
@@ -39,7 +94,7 @@ class Bucket:
     def __init__(self, group: int, members: Sequence[Member], axis: Collectives, tensor_axis_size: int) -> None:
         self.group = group
         self.members = list(members)
-        self.copies = copies_of(members[0].parameter, tensor_axis_size).count
+        self.copies = copies_of(members[0].parameter, tensor_axis_size)
         self.dtype = members[0].parameter.dtype
         self.numel = members[-1].end
         self.part = -(-self.numel // axis.size)
@@ -47,13 +102,10 @@ class Bucket:
         self.begin = axis.rank * self.part
         self.end = min(self.begin + self.part, self.numel)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The members' places in a tensor of `padded` (or `numel`) elements, in their own shapes."""
-        return [flat[member.begin : member.end].view(member.parameter.shape) for member in self.members]
-
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """The members' tensors end to end, with zeros as padding."""
-        flat = [tensor.reshape(-1) for tensor in tensors]
+        pairs = zip(self.members, tensors, strict=True)
+        flat = [box.reshape(-1) for member, tensor in pairs for box in member.boxes_of(tensor)]
         if self.padded > self.numel:
             flat.append(flat[0].new_zeros(self.padded - self.numel))
         return torch.cat(flat)
@@ -63,89 +115,60 @@ class Bucket:
         for member in self.members:
             begin, end = max(self.begin, member.begin), min(self.end, member.end)
             if begin < end:
-                whole = layout_of(member.parameter) or Layout.whole(member.parameter.shape)
-                inside = (begin - member.begin, end - member.begin)
-                yield member, cut(whole, tuple(member.parameter.shape), *inside, at=begin - self.begin)
+                shape = layout_of(member.parameter) or Layout.whole(member.parameter.shape)
+                yield (
+                    member,
+                    cut(member.runs, shape.shape, begin - member.begin, end - member.begin, begin - self.begin),
+                )
 
 
-def cut(layout: Layout, local_shape: tuple[int, ...], start: int, stop: int, at: int) -> Layout:
-    """Elements [start, stop) of a flattened local tensor of this layout, which lie from `at` on in another tensor."""
-    parts: list[Part] = []
-    for part in layout.parts:
-        parts.extend(_cut_part(part, local_shape, start, stop, at))
-    return Layout(layout.shape, tuple(parts))
-
-
-def _cut_part(part: Part, local_shape: tuple[int, ...], start: int, stop: int, at: int) -> Iterator[Part]:
-    for piece, begin in _runs(part, local_shape):
+def cut(runs: Sequence[tuple[Piece, int]], shape: Shape, start: int, stop: int, at: int) -> Layout:
+    """Elements [start, stop) of a member with these runs, of a global tensor of `shape`; they lie from `at` on in
+    another tensor."""
+    parts = []
+    for piece, begin in runs:
         low, high = max(start, begin), min(stop, begin + piece.numel)
         if low < high:
             inner = Piece(piece.box, piece.start + low - begin, piece.start + high - begin)
-            yield Part(inner, at + low - start)
+            parts.append(Part(inner, at + low - start))
+    return Layout(shape, tuple(parts))
 
 
-def _runs(part: Part, local_shape: tuple[int, ...]) -> Iterator[tuple[Piece, int]]:
-    """The part as pieces that lie in one run of the flattened local tensor, each with its first element there."""
+def _place_of_run(part: Part, local_shape: Shape) -> int | None:
+    """Where the part begins in the flattened local tensor; None where it does not lie there in one run."""
     if isinstance(part.at, int):
-        yield part.piece, part.at
-        return
+        return part.at
     lengths = part.piece.box.lengths
-    strides = _strides(local_shape)
-    # Trailing dims that the part fills lie in one run with the dim before them.
-    dim = len(lengths)
-    while dim > 0 and lengths[dim - 1] == local_shape[dim - 1]:
-        dim -= 1
-    dim = max(dim - 1, 0)
-    for index in _indices(lengths[:dim]):
-        offsets = (
-            tuple(o + i for o, i in zip(part.piece.box.offsets, index, strict=False)) + part.piece.box.offsets[dim:]
-        )
-        box_lengths = (1,) * dim + lengths[dim:]
-        places = tuple(a + i for a, i in zip(part.at, index, strict=False)) + part.at[dim:]
-        begin = sum(place * stride for place, stride in zip(places, strides, strict=True))
-        yield Piece.of_box(offsets, box_lengths), begin
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, stride = [], 1
-    for length in reversed(shape):
-        strides.append(stride)
-        stride *= length
-    return tuple(reversed(strides))
-
-
-def _indices(lengths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not lengths:
-        yield ()
-        return
-    for first in range(lengths[0]):
-        for rest in _indices(lengths[1:]):
-            yield (first, *rest)
+    first = next((dim for dim, length in enumerate(lengths) if length > 1), len(lengths))
+    if lengths[first + 1 :] != local_shape[first + 1 :]:
+        return None
+    strides = [math.prod(local_shape[dim + 1 :]) for dim in range(len(local_shape))]
+    return sum(place * stride for place, stride in zip(part.at, strides, strict=True))
 
 
 def make_buckets(
-    groups: Sequence[Sequence[tuple[str, nn.Parameter]]], axis: Collectives, tensor_axis_size: int
+    groups: Sequence[Sequence[tuple[str, nn.Parameter]]], axis: Collectives, tensor_axis_size: int, *, lazy: bool
 ) -> list[Bucket]:
-    """Buckets of at most BUCKET_ELEMENTS elements (one parameter may be larger), group by group, in order."""
+    """Buckets of a limited size (one parameter may be larger), group by group, in order."""
+    limit = LAZY_BUCKET_ELEMENTS if lazy else EAGER_BUCKET_ELEMENTS
     buckets = []
     for index, group in enumerate(groups):
-        kinds: dict[tuple[torch.dtype, int], list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in group:
-            kinds.setdefault((parameter.dtype, copies_of(parameter, tensor_axis_size).count), []).append(
-                (name, parameter)
-            )
+            kind = (parameter.dtype, copies_of(parameter, tensor_axis_size))
+            kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
-            buckets += [Bucket(index, run, axis, tensor_axis_size) for run in _cut_into_runs(parameters)]
+            buckets += [Bucket(index, run, axis, tensor_axis_size) for run in _cut_into_runs(parameters, limit)]
     return buckets
 
 
-def _cut_into_runs(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[Member]]:
+def _cut_into_runs(parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[Member]]:
     run: list[Member] = []
     for name, parameter in parameters:
-        if run and run[-1].end + parameter.numel() > BUCKET_ELEMENTS:
+        if run and run[-1].end + parameter.numel() > limit:
             yield run
             run = []
-        run.append(Member(name, parameter, run[-1].end if run else 0))
+        run.append(Member.of(name, parameter, run[-1].end if run else 0))
     if run:
         yield run
 

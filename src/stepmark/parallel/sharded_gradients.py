@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from stepmark.parallel.buckets import Bucket
-from stepmark.parallel.reduced import Reduced, add_partial, squares
+from stepmark.parallel.early import EarlySending
+from stepmark.parallel.reduced import Reduced, squares
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.copies import copies_of
 
 
 class ShardedGradients:
@@ -26,98 +27,126 @@ class ShardedGradients:
         """`travel_in_fp32`: between ranks; otherwise in the parameters' dtype."""
         self._buckets = list(buckets)
         self._travel_in_fp32 = travel_in_fp32
-        self._index = {id(m.parameter): (k, i) for k, b in enumerate(self._buckets) for i, m in enumerate(b.members)}
         self._mesh = mesh
         self._axis = mesh.data_parallel
         runtime = mesh.runtime
-        self._flat: list[Tensor] | None = None
-        self._sums: list[list[Tensor]] | None = None
+        self._index = {id(m.parameter): (k, i) for k, b in enumerate(self._buckets) for i, m in enumerate(b.members)}
+        self._flat: list[Tensor] = []
+        self._sums: list[list[Tensor]] = []
         if not runtime.lazy:
-            device = runtime.device
-            self._flat = [torch.zeros(b.padded, dtype=torch.float32, device=device) for b in self._buckets]
-            self._sums = [b.views(flat) for b, flat in zip(self._buckets, self._flat, strict=True)]
-        elif accumulation > 1 or any(b.dtype != torch.float32 for b in self._buckets):
+            zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self._buckets]
+            self._flat = list(runtime.place(zeros))
+        elif accumulation > 1 or any(bucket.dtype != torch.float32 for bucket in self._buckets):
             self._sums = [
                 list(runtime.place([torch.zeros(m.parameter.shape, dtype=torch.float32) for m in b.members]))
                 for b in self._buckets
             ]
+        self._clean: list[int | None] = [None for _ in self._flat]
+        self._views = [
+            [m.places_in(f)[0] if b.dtype == torch.float32 and m.in_order else None for m in b.members]
+            for b, f in zip(self._buckets, self._flat, strict=False)
+        ]
+        self._weight: Tensor | None = None
+        self._early = (
+            EarlySending(self._buckets, self._axis, self.collect_one, self._start)
+            if isinstance(self._axis, GroupCollectives)
+            else None
+        )
         self.reset()
 
     @torch.no_grad()
     def collect(self) -> None:
         """Takes up what a backward pass left in `parameter.grad`."""
-        if self._sums is None:
-            return
-        for bucket in self._buckets:
+        for bucket in self._buckets if self._flat or self._sums else ():
             for member in bucket.members:
                 self.collect_one(member.parameter)
 
     @torch.no_grad()
     def collect_one(self, parameter: Tensor) -> None:
         """The same, of one parameter, once its gradient is there."""
-        if self._sums is None:
-            return
         number, position = self._index[id(parameter)]
-        total, gradient = self._sums[number][position], parameter.grad
-        if gradient is total:
-            return
-        if self._adds_in_place(
-            self._buckets[number]
-        ):  # somebody has put another tensor, or None, there: that is the gradient now
-            total.zero_() if gradient is None else total.copy_(gradient)
-            parameter.grad = total
-        elif gradient is not None:
-            total.add_(gradient)
+        gradient = parameter.grad
+        if self._flat:
+            view = self._views[number][position]
+            if view is not None and gradient is view:
+                return
+            member = self._buckets[number].members[position]
+            places = member.places_in(self._flat[number])
+            if view is not None:  # somebody has put another tensor, or None, there: that is the gradient now
+                view.zero_() if gradient is None else view.copy_(gradient)
+                parameter.grad = view
+            elif gradient is not None:
+                for place, box in zip(places, member.boxes_of(gradient), strict=True):
+                    place.add_(box)
+                parameter.grad = None
+        elif self._sums and gradient is not None:
+            self._sums[number][position].add_(gradient)
             parameter.grad = None
-
-    def _adds_in_place(self, bucket: Bucket) -> bool:
-        return self._flat is not None and bucket.dtype == torch.float32
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> Reduced:
         """This rank's parts, one tensor a bucket. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim
         float32)."""
-        weighted = [flat * tokens for flat in self._joined()]
-        if not self._travel_in_fp32:
-            weighted = [flat.to(bucket.dtype) for bucket, flat in zip(self._buckets, weighted, strict=True)]
-        parts = [part.float() for part in self._axis.reduce_scatter(weighted)]
-        sums = squares(parts, [bucket.copies for bucket in self._buckets])
+        parts = [part.float() for part in self._parts(tokens)]
+        sums = squares(parts, [bucket.copies.count for bucket in self._buckets])
         (heads,) = self._axis.all_reduce([torch.cat([(loss.float() * tokens).reshape(1), tokens.reshape(1), sums])])
         (square,) = self._mesh.tensor_parallel.all_reduce([heads[2:]])
         total = heads[1]
-        gradients: list[Tensor | None] = [part / total for part in parts]
+        gradients: list[Tensor | None] = [part.div_(total) for part in parts]
         return Reduced(gradients, heads[0] / total, total, square.reshape(()).sqrt() / total)
 
-    def _joined(self) -> list[Tensor]:
-        """Each bucket's gradients of this rank, `padded` elements of float32."""
-        joined = []
-        for index, bucket in enumerate(self._buckets):
-            if self._sums is not None:
-                found: list[Tensor | None] = list(self._sums[index])
-            else:
-                found = [
-                    torch.zeros_like(m.parameter) if m.parameter.grad is None else m.parameter.grad
-                    for m in bucket.members
-                ]
-            copies = [copies_of(m.parameter, self._mesh.tensor_parallel.size) for m in bucket.members]
-            if any(copy.partial for copy in copies):
-                found = add_partial(found, copies, self._mesh)
-                joined.append(bucket.join([gradient for gradient in found if gradient is not None]))
-            elif self._flat is not None:
-                joined.append(self._flat[index])
-            else:
-                joined.append(bucket.join([gradient for gradient in found if gradient is not None]))
-        return joined
+    def last_backward(self, tokens: Tensor) -> None:
+        """Says that the next backward pass is the step's last: on an eager device each bucket is sent as soon as its
+        gradients are complete. `tokens` is what `reduce` will be given."""
+        if self._early is not None:
+            self._weight = tokens
+            self._early.begin()
+
+    def _parts(self, tokens: Tensor) -> list[Tensor]:
+        """Of each bucket, this rank's part of the sum over ranks of their gradients times their tokens."""
+        found = self._flat or [bucket.join(self._apart(number)) for number, bucket in enumerate(self._buckets)]
+        partial: dict[int, list[int]] = {}
+        for number, bucket in enumerate(self._buckets):
+            if bucket.copies.partial and bucket.copies.count > 1:
+                partial.setdefault(bucket.copies.count, []).append(number)
+        for count, numbers in sorted(partial.items()):
+            whole = self._mesh.replicas(count).all_reduce([found[number] for number in numbers])
+            found = [dict(zip(numbers, whole, strict=True)).get(number, flat) for number, flat in enumerate(found)]
+        if self._early is not None and self._early.running:
+            return self._early.finish()
+        pairs = zip(self._buckets, found, strict=True)
+        return self._axis.reduce_scatter([self._to_send(bucket, flat, tokens) for bucket, flat in pairs])
+
+    def _to_send(self, bucket: Bucket, flat: Tensor, tokens: Tensor) -> Tensor:
+        weighted = flat.mul_(tokens)
+        return weighted if self._travel_in_fp32 else weighted.to(bucket.dtype)
+
+    @torch.no_grad()
+    def _start(self, number: int) -> Callable[[], Tensor]:
+        assert isinstance(self._axis, GroupCollectives)
+        assert self._weight is not None
+        sent = self._to_send(self._buckets[number], self._flat[number], self._weight)
+        return self._axis.start_reduce_scatter(sent)
+
+    def _apart(self, number: int) -> list[Tensor]:
+        """A bucket's gradients on a lazy device."""
+        if self._sums:
+            return self._sums[number]
+        parameters = [member.parameter for member in self._buckets[number].members]
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
 
     @torch.no_grad()
     def reset(self) -> None:
         """Makes ready for the next step."""
-        for index, bucket in enumerate(self._buckets):
-            if self._flat is not None:
-                self._flat[index].zero_()
-            elif self._sums is not None:
-                for total in self._sums[index]:
-                    total.zero_()
+        if self._early is not None and self._early.running:
+            self._early.finish()
+        for number, flat in enumerate(self._flat):
+            if self._clean[number] != flat._version:  # else nobody has written there since
+                flat.zero_()
+                self._clean[number] = flat._version
+        for totals in self._sums:
+            for total in totals:
+                total.zero_()
+        for number, bucket in enumerate(self._buckets):
             for position, member in enumerate(bucket.members):
-                in_place = self._sums is not None and self._adds_in_place(bucket)
-                member.parameter.grad = self._sums[index][position] if in_place and self._sums is not None else None
+                member.parameter.grad = self._views[number][position] if self._flat else None

@@ -17,6 +17,7 @@ from stepmark.parallel.buckets import Bucket, make_buckets, whole_on_host
 from stepmark.parallel.elementwise import check_elementwise
 from stepmark.parallel.inner import load_rates, plain, take_empty_step
 from stepmark.parallel.sharded_gradients import ShardedGradients
+from stepmark.runtime.collectives import gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.spec import Shard
 
@@ -41,7 +42,7 @@ class ShardedOptimizer:
         self._runtime = mesh.runtime
         self._axis = mesh.data_parallel
         named = [group["params"] for group in groups]
-        self.buckets = make_buckets(named, self._axis, mesh.tensor_parallel.size)
+        self.buckets = make_buckets(named, self._axis, mesh.tensor_parallel.size, lazy=self._runtime.lazy)
         self.names = [member.name for bucket in self.buckets for member in bucket.members]
         self.parameters = [member.parameter for bucket in self.buckets for member in bucket.members]
         self._flat: list[Tensor | None] = [self._lay_out(bucket) for bucket in self.buckets]
@@ -56,13 +57,15 @@ class ShardedOptimizer:
     @torch.no_grad()
     def _lay_out(self, bucket: Bucket) -> Tensor | None:
         """On an eager device, makes the parameters views of one flat tensor: the parts are then sent and received
-        without a copy. Every Parameter stays the object it is."""
+        without a copy. Every Parameter stays the object it is. One whose elements lie in another order in the bucket
+        keeps memory of its own."""
         if self._runtime.lazy:
             return None
         flat = torch.zeros(bucket.padded, dtype=bucket.dtype, device=self._runtime.device)
-        for member, view in zip(bucket.members, bucket.views(flat), strict=True):
-            view.copy_(member.parameter)
-            member.parameter.data = view
+        for member in bucket.members:
+            member.write_to(flat)
+            if member.in_order:
+                member.parameter.data = member.places_in(flat)[0]
         return flat
 
     def _part(self, bucket: Bucket, flat: Tensor | None) -> nn.Parameter:
@@ -89,18 +92,30 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Updates this rank's part, and gives all ranks the new values."""
+        for bucket, flat in zip(self.buckets, self._flat, strict=True):
+            for member in bucket.members:
+                if flat is not None and bucket.dtype == torch.float32 and not member.in_order:
+                    member.write_to(flat)  # somebody may have changed it, which is seen at once in those in order
         self.inner.step()
         self._publish()
 
     @torch.no_grad()
     def _publish(self) -> None:
-        sent = [part.detach().to(bucket.dtype) for bucket, part in zip(self.buckets, self._parts, strict=True)]
-        for bucket, flat, whole in zip(self.buckets, self._flat, self._axis.all_gather(sent), strict=True):
-            if flat is not None:
-                flat.copy_(whole)
-                continue
-            for member, view in zip(bucket.members, bucket.views(whole), strict=True):
-                member.parameter.copy_(view)
+        """On an eager device each rank's part goes to its place in the flat tensors, of which the parameters are views,
+        and from there to the other ranks."""
+        if self._runtime.lazy:
+            sent = [part.detach().to(bucket.dtype) for bucket, part in zip(self.buckets, self._parts, strict=True)]
+            whole = self._axis.all_gather(sent)
+        else:
+            whole = [flat for flat in self._flat if flat is not None]
+            for flat, part in zip(whole, self._parts, strict=True):
+                if flat.dtype != part.dtype:
+                    self._axis.own_part(flat).copy_(part)
+            gather_in_place(self._axis, whole)
+        for bucket, flat in zip(self.buckets, whole, strict=True):
+            for member in bucket.members:
+                if self._runtime.lazy or not member.in_order:
+                    member.read_from(flat)
 
     def ensure_state(self) -> None:
         """Creates state that the optimizer would make in its first step, so that it can be restored in place.

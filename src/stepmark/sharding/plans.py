@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepmark.errors import UsageError
+from stepmark.sharding.architectures import PASSED
 from stepmark.sharding.spec import Box, Layout, Shape
 
 COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
@@ -69,15 +70,15 @@ class Placement:
 def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Style]:
     """Module name to style, for a transformers model (a user's plan, `given`, comes before the model's own).
 
-    Raises UsageError for a model without a plan, styles that are not supported, and names of the user's plan that are
-    no modules of the model.
+    Raises UsageError for a model without a plan, a plan of its own that has not passed a parity check, styles that are
+    not supported, and names of the user's plan that are no modules of the model.
     """
-    patterns = dict(given) if given is not None else _own_plan(model)
+    patterns = dict(given) if given is not None else own_plan(model)
     if not patterns:
         raise UsageError(
             f"tensor_parallel_size: {type(model).__name__} has no tensor parallel plan; models with a tp_plan in "
             f"transformers and {', '.join(sorted(PLANS))} have one, or pass parallelize(plan={{'layers.*.mlp.up_proj': "
-            "'colwise', ...}})"
+            "'colwise', ...})"
         )
     unknown = sorted({style for style in patterns.values() if style.split(":")[0] not in STYLES})
     if unknown:
@@ -85,6 +86,25 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
             f"tensor_parallel_size: the plan of {type(model).__name__} has styles that are not supported: "
             f"{', '.join(unknown)}; supported are {', '.join(STYLES)}"
         )
+    found, matched = _match(model, patterns)
+    missing = sorted(set(patterns) - matched)
+    if given is not None and missing:
+        raise UsageError(
+            f"plan: {type(model).__name__} has no module {missing[0]!r}; name modules as named_modules() does, with * "
+            "for a layer's number"
+        )
+    kind = _model_type(model)
+    if given is None and kind not in PASSED:
+        raise UsageError(
+            f"tensor_parallel_size: {kind} is not among the architectures whose results were compared with the "
+            "unsharded model's (docs/architectures.md); compare them yourself and pass parallelize(plan=...), with "
+            "model.tp_plan if that is right"
+        )
+    return found
+
+
+def _match(model: Any, patterns: Mapping[str, str]) -> tuple[dict[str, Style], set[str]]:
+    """The modules that the patterns mean, and the patterns that mean one."""
     compiled = [(re.compile(_expression(pattern)), pattern, style) for pattern, style in patterns.items()]
     found: dict[str, Style] = {}
     matched = set()
@@ -93,13 +113,7 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
             if expression.fullmatch(name):
                 found[name] = parse_style(style)
                 matched.add(pattern)
-    missing = sorted(set(patterns) - matched)
-    if given is not None and missing:
-        raise UsageError(
-            f"plan: {type(model).__name__} has no module {missing[0]!r}; name modules as named_modules() does, with * "
-            "for a layer's number"
-        )
-    return found
+    return found, matched
 
 
 def parse_style(text: str) -> Style:
@@ -110,14 +124,22 @@ def parse_style(text: str) -> Style:
     return Style(kind.removeprefix("packed_"), int(count or 2))
 
 
-def _own_plan(model: Any) -> dict[str, str]:
-    kind = getattr(getattr(model, "config", None), "model_type", "")
+def own_plan(model: Any) -> dict[str, str]:
+    """transformers' plan with what we add, or ours, whether or not it has passed a check; empty if there is none.
+
+    Raises UsageError for a model whose plan is known to be wrong.
+    """
+    kind = _model_type(model)
     if kind in REFUSED:
         raise UsageError(f"tensor_parallel_size: {type(model).__name__} is not supported: {REFUSED[kind]}")
     own = dict(getattr(model, "_tp_plan", None) or {})
     ours = ADDED.get(kind, {}) if own else PLANS.get(kind, {})
     prefix = "" if getattr(model, "base_model", model) is model else f"{model.base_model_prefix}."
     return {**own, **{prefix + name: style for name, style in ours.items()}}
+
+
+def _model_type(model: Any) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
 def _expression(pattern: str) -> str:

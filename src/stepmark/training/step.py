@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.parallel.reduced import scale_to
+from stepmark.parallel.sharded_gradients import ShardedGradients
 from stepmark.parallel.zero1 import ShardedOptimizer
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
@@ -91,6 +92,8 @@ class TrainStep:
             self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
             with autocast(self._runtime, self._autocast):
                 loss = self._loss(self.model, micro_batch.inputs, weight)[0]
+            if index == last and isinstance(self._gradients, ShardedGradients):
+                self._gradients.last_backward(tokens.reshape(()))
             loss.backward()
             self._gradients.collect()
             total = total + loss.detach()

@@ -67,6 +67,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             for parameter in self._sharded.parameters:
                 parameter.register_post_accumulate_grad_hook(self._gradients.collect_one)
 
+    def last_backward(self) -> None:
+        """Says that the next backward pass is the last before `step`: on an eager device gradients then travel while it
+        goes on. Nothing else changes; without it they travel in `step`. All ranks say so, or none."""
+        (one,) = self._runtime.place([torch.ones(1)])
+        self._gradients.last_backward(one.reshape(()))
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters on all ranks; collective. Returns what `closure` gives, if there is one."""

@@ -1,0 +1,182 @@
+"""`stepmark evaluate` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.main import run
+from stepmark.trainer.journal import read_metrics
+from tests.support.recipes import write_recipe, write_text
+
+FUNCTIONS = """
+import numpy as np
+
+def preprocess_logits_for_metrics(logits, labels):
+    return logits.argmax(-1)
+
+def accuracy(given):
+    labels = given.label_ids[:, 1:]
+    return {"accuracy": np.mean((given.predictions[:, :-1] == labels)[labels != -100])}
+
+def raises(given):
+    raise ValueError("not today")
+
+def nothing(given):
+    return {"accuracy": None}
+
+def generate(model, tokenizer, context):
+    prompt = tokenizer("the cat", return_tensors="pt").input_ids.to(context.device)
+    made = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert not model.training
+    assert len(context.datasets[None])
+    return {"made": made.shape[1] - prompt.shape[1], "step": context.step, **context.evaluate()}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with three checkpoints, evaluated in the run as well."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "own_functions.py").write_text(FUNCTIONS)
+    fields: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    recipe = write_recipe(folder, **fields, learning_rate=1e-2, validation_split_percentage=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run(["train", str(recipe), "--metrics", "own_functions:accuracy"]) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, which tests may change."""
+    shutil.copytree(trained, tmp_path / "out", symlinks=True)
+    monkeypatch.chdir(trained.parent)
+    return tmp_path / "out"
+
+
+def in_run(folder: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in read_metrics(folder) if "eval_loss" in line}
+
+
+def test_one_checkpoint_for_people_and_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["evaluate", str(folder / "checkpoint-4"), "--json", "--metrics", "own_functions:accuracy"]) == 0
+    found, expected = json.loads(capsys.readouterr().out), in_run(folder)[4]
+    assert found["step"] == 4
+    assert found["samples"][""] > 0
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+    assert found["eval_accuracy"] == expected["eval_accuracy"]
+    assert run(["evaluate", str(folder / "checkpoint-4")]) == 0
+    told = capsys.readouterr().out
+    assert "eval_loss" in told
+    assert f"{expected['eval_loss']:.6g}" in told
+    assert not (folder / "evaluations.jsonl").exists()
+    assert not list((folder / ".stepmark").glob("*lease*"))
+
+
+def test_a_hugging_face_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    assert run(["evaluate", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(in_run(folder)[6]["eval_loss"], rel=1e-6)
+
+
+def test_a_whole_run_and_what_has_come_since(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.move(folder / "checkpoint-6", folder.parent / "later")
+    assert run(["evaluate", str(folder)]) == 0
+    assert "2 evaluated, 0 skipped, 0 failed" in capsys.readouterr().out
+    shutil.move(folder.parent / "later", folder / "checkpoint-6")
+    assert run(["evaluate", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    losses = {line["step"]: line["eval_loss"] for line in found["evaluations"]}
+    assert losses == pytest.approx({step: line["eval_loss"] for step, line in in_run(folder).items()}, rel=1e-6)
+    assert found["best"] == min(losses, key=lambda step: losses[step])
+    assert (folder / "best").resolve() == (folder / f"checkpoint-{found['best']}").resolve()
+
+
+def test_other_data_in_several_sets(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = write_text(tmp_path / "one.txt", 5), write_text(tmp_path / "other.txt", 9)
+    sets = ["--data", f"one={one}", "--data", f"other={other}", "--block_size", "16", "--max_samples", "4"]
+    assert run(["evaluate", str(folder / "checkpoint-2"), *sets, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["samples"] == {"one": 4, "other": 4}
+    assert {"eval_one_loss", "eval_other_loss"} <= found.keys()
+
+
+def test_a_run_without_a_recipe_needs_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "used_recipe.yaml").unlink()
+    assert run(["evaluate", str(folder)]) == 1
+    assert "error: --data: the run has left no recipe" in capsys.readouterr().err
+    text = write_text(tmp_path / "text.txt", 3)
+    assert run(["evaluate", str(folder / "checkpoint-2"), "--data", str(text), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_loss"] > 0
+
+
+def test_a_function_of_ones_own_that_generates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["evaluate", str(folder), "--evaluator", "own_functions:generate", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)["evaluations"]
+    assert [line["eval_step"] for line in lines] == [2, 4, 6]
+    assert [line["eval_made"] for line in lines] == [4, 4, 4]
+    assert all("eval_loss" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [("raises", "ValueError: not today"), ("nothing", "own_functions:nothing) returned None for 'accuracy'")],
+)
+def test_a_function_that_fails_fails_that_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str], function: str, reason: str
+) -> None:
+    arguments = ["evaluate", str(folder), "--watch", "--metrics", f"own_functions:{function}"]
+    assert run(arguments) == 1
+    told = capsys.readouterr().out
+    assert told.count("failed: ") == 3
+    assert told.count(reason) == 3
+    assert not (folder / "best").exists()
+
+
+def test_a_damaged_checkpoint_fails_and_the_others_do_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = folder / "checkpoint-4" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    assert run(["evaluate", str(folder), "--json"]) == 1
+    lines = json.loads(capsys.readouterr().out)["evaluations"]
+    assert [line["status"] for line in lines] == ["done", "failed", "done"]
+    assert "digest" in lines[1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["{run}", "--metric", "nope"], 2, "--metric nope: the evaluation has no such metric; it has eval_loss"),
+        (["{run}", "--metrics", "own_functions:other"], 2, "--metrics: own_functions has no function 'other'"),
+        (["{run}", "--data", "./none.txt"], 2, "--data: there is no ./none.txt"),
+        (["{run}", "--patience", "0"], 2, "--patience: should be at least 1"),
+        (["{run}", "--nproc", "0"], 2, "--nproc: should be at least 1"),
+        (["{run}", "--block_size", "33"], 1, "--block_size: 33 tokens are more than the model's 32 positions"),
+        (["{run}/checkpoint-2", "--watch"], 2, "--watch: is for a run"),
+        (["{run}/runs"], 1, "has no checkpoints; with --watch they are waited for"),
+        (["{run}/none"], 1, "there is no folder"),
+        (["{run}", "--device", "tpu"], 2, "device: 'tpu' is unknown"),
+    ],
+)
+def test_bad_calls(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+) -> None:
+    (folder / "runs").mkdir()
+    assert run(["evaluate", *(each.format(run=folder) for each in arguments)]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_has_ended_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "status.json").write_text('{"state": "failed", "step": 0}')
+    assert run(["evaluate", str(tmp_path), "--watch"]) == 1
+    assert "has no checkpoints, and its run has ended (failed)" in capsys.readouterr().err

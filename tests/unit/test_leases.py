@@ -1,0 +1,149 @@
+"""What is being read, or is the best, is not deleted; a reader that died holds nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.checkpoint import Checkpointer, keeper, lease
+from stepmark.checkpoint.best import best_step, point_best
+from stepmark.checkpoint.keeper import read_deleted
+from stepmark.checkpoint.lease import Lease, Leases
+from stepmark.checkpoint.names import COORDINATION
+
+
+def save(folder: Path, *steps: int) -> None:
+    with Checkpointer(folder, keep_last=1) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, {"nest": {"value": step}}, block=True)
+
+
+def there(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if "checkpoint" in path.name)
+
+
+def test_a_checkpoint_with_a_lease_stays_until_it_is_released(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    held = Lease.take(tmp_path / "checkpoint-1", "test")
+    assert held is not None
+    save(tmp_path, 2, 3)
+    assert there(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    held.release()
+    save(tmp_path, 4)
+    assert there(tmp_path) == ["checkpoint-4"]
+    assert [deleted.step for deleted in read_deleted(tmp_path)] == [2, 1, 3]
+    assert not list((tmp_path / COORDINATION).glob("*lease*"))
+
+
+def test_there_is_no_lease_on_what_is_gone(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert Lease.take(tmp_path / "checkpoint-9", "test") is None
+    assert not list((tmp_path / COORDINATION).glob("*lease*"))
+
+
+def test_a_lease_taken_while_the_name_goes_brings_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader comes between retention's look for leases and its renaming."""
+    save(tmp_path, 1)
+    taken: list[Lease | None] = []
+    delete = keeper.delete
+
+    def delete_late(path: Path, *arguments: Any, **options: Any) -> bool:
+        taken.append(Lease.take(path, "test"))
+        return delete(path, *arguments, **options)
+
+    monkeypatch.setattr(keeper, "delete", delete_late)
+    save(tmp_path, 2)
+    assert there(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    (held,) = taken
+    assert held is not None
+    held.release()
+    assert read_deleted(tmp_path) == []
+
+
+def test_the_best_stays(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    point_best(tmp_path, 1)
+    save(tmp_path, 2, 3)
+    assert there(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    assert os.readlink(tmp_path / "best") == "checkpoint-1"
+    point_best(tmp_path, 3)
+    assert best_step(tmp_path) == 3
+    save(tmp_path, 4)
+    assert there(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "best" in path.name) == ["best"]
+
+
+def test_something_else_of_that_name_is_left(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    with pytest.raises(FileExistsError):
+        point_best(tmp_path, 1)
+    assert best_step(tmp_path) is None
+
+
+READER = """
+import sys, time
+from pathlib import Path
+from stepmark.checkpoint.lease import Lease
+Lease.take(Path(sys.argv[1]), "test")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lease_of_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / "checkpoint-1"
+    reader = subprocess.Popen([sys.executable, "-c", READER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "held\n"
+    leases = Leases(tmp_path)
+    assert leases.held(path)
+    assert leases.held(path, "test")
+    assert not leases.held(path, "other")
+    save(tmp_path, 2)
+    assert there(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    reader.kill()
+    reader.wait()
+    reader.stdout.close()
+    assert not leases.held(path)
+    save(tmp_path, 3)
+    assert there(tmp_path) == ["checkpoint-3"]
+
+
+def elsewhere(folder: Path, age: float) -> Path:
+    """A lease on checkpoint-1 by a reader on another machine, last touched `age` seconds ago."""
+    (folder / COORDINATION).mkdir(parents=True, exist_ok=True)
+    path = folder / COORDINATION / "lease.checkpoint-1.test.abc"
+    path.write_text(json.dumps({"boot": "another machine", "host": "far"}))
+    os.utime(path, (time.time() - age, time.time() - age))
+    return path
+
+
+def test_on_another_machine_silence_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tmp_path / "checkpoint-1"
+    elsewhere(tmp_path, age=lease.STALE + 5)
+    assert not Leases(tmp_path).held(checkpoint)
+    path = elsewhere(tmp_path, age=lease.STALE - 30)
+    leases = Leases(tmp_path)
+    assert leases.held(checkpoint)
+    monkeypatch.setattr(lease, "STALE", 0.2)
+    os.utime(path, (time.time() + 3600,) * 2)  # its clock is ahead: it may well live
+    assert leases.held(checkpoint)
+    time.sleep(0.4)
+    assert not leases.held(checkpoint)  # but it does not touch the file
+    assert not path.exists()
+
+
+def test_half_a_line_of_what_was_deleted_spoils_no_other(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    noted = tmp_path / COORDINATION / keeper.DELETED
+    noted.write_text(noted.read_text() + '\n{"step": 7, "sa')
+    save(tmp_path, 3)
+    assert [deleted.step for deleted in read_deleted(tmp_path)] == [1, 2]

@@ -1,0 +1,143 @@
+"""What a watcher writes down, what it holds for the best, and when it takes a run for ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.checkpoint.heartbeat import Heartbeat
+from stepmark.errors import UsageError
+from stepmark.recipe.recipe import read_recipe
+from stepmark.recipe.used import read_used_recipe, write_used_recipe
+from stepmark.watcher.best import Best
+from stepmark.watcher.data import DataChoice, split_name
+from stepmark.watcher.records import EVALUATED, FAILED, Found, Records, read_evaluations
+from stepmark.watcher.run_state import RunState
+from tests.support.recipes import write_recipe
+
+
+def add(records: Records, step: int, status: str = EVALUATED, save: str = "s", **values: Any) -> dict[str, Any] | None:
+    with records.locked():
+        return records.add(Found(step, save), status, values)
+
+
+def test_a_checkpoint_is_told_once(tmp_path: Path) -> None:
+    one, other = Records(tmp_path, "a"), Records(tmp_path, "a")
+    assert add(one, 5, eval_loss=2.0) is not None
+    assert add(other, 5, eval_loss=2.0) is None
+    assert add(other, 5, save="saved anew", eval_loss=1.0) is not None
+    assert add(Records(tmp_path, "another setup"), 5, eval_loss=3.0) is not None
+    assert [line["eval_loss"] for line in one.evaluated()] == [1.0]
+    assert [line["eval_loss"] for line in one.sorted()] == [2.0, 1.0]
+
+
+def test_what_failed_is_tried_anew_by_the_next_watcher(tmp_path: Path) -> None:
+    records = Records(tmp_path, "a")
+    add(records, 5, FAILED, reason="it raised")
+    assert Found(5, "s") in records.done()
+    again = Records(tmp_path, "a")
+    assert Found(5, "s") not in again.done()
+    add(again, 5, eval_loss=1.0)
+    assert [line["status"] for line in again.sorted()] == [EVALUATED]
+
+
+def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
+    records = Records(tmp_path, "a")
+    add(records, 5, eval_loss=2.0)
+    with open(tmp_path / "evaluations.jsonl", "a") as file:
+        file.write('{"step": 10, "sta')
+    add(records, 15, eval_loss=float("nan"), eval_other=1)
+    lines = read_evaluations(tmp_path)
+    assert [line["step"] for line in lines] == [5, 15]
+    assert lines[1]["eval_loss"] is None  # JSON has no nan
+    table = (tmp_path / "evaluations.csv").read_text().splitlines()
+    assert table[0].startswith("step,status,checkpoint,eval_loss,eval_other,save,setup,time")
+    assert len(table) == 3
+
+
+def test_a_setup_is_noted_once(tmp_path: Path) -> None:
+    first = Records(tmp_path, "a").begin({"deleted_before": 3})
+    assert Records(tmp_path, "a").begin({"deleted_before": 7}) == first
+
+
+def lines(*values: float | None) -> list[dict[str, Any]]:
+    return [{"step": 5 * (index + 1), "eval_x": value} for index, value in enumerate(values)]
+
+
+def test_the_best_and_how_long_ago() -> None:
+    less, more = Best("eval_x", False), Best("eval_x", True)
+    found = lines(3.0, 1.0, None, 1.0, 2.0)
+    assert (less.step(found), less.since(found)) == (10, 3)
+    assert (more.step(found), more.since(found)) == (5, 4)
+    assert (less.step(lines(None, None)), less.since(lines(None, None))) == (None, 2)
+    assert less.step([]) is None
+
+
+def test_which_metric_is_meant() -> None:
+    first = {"eval_loss": 1.0, "eval_accuracy": 0.5, "world_size": 2}
+    assert Best.choose(None, None, first, needed=False) == Best("eval_loss", False)
+    assert Best.choose("accuracy", None, first, needed=False) == Best("eval_accuracy", True)
+    assert Best.choose("eval_accuracy", False, first, needed=False) == Best("eval_accuracy", False)
+    assert Best.choose(None, None, {"eval_a_loss": 1.0, "eval_b_loss": 1.0}, needed=True) == Best("eval_a_loss", False)
+    assert Best.choose(None, None, {"eval_score": 1.0}, needed=False) is None
+    with pytest.raises(UsageError, match="--metric loss: the evaluation has no such metric; it has eval_score"):
+        Best.choose(None, None, {"eval_score": 1.0}, needed=True)
+    with pytest.raises(UsageError, match="--metric world_size"):
+        Best.choose("world_size", None, first, needed=False)
+
+
+def status(folder: Path, state: str) -> None:
+    (folder / "status.json").write_text(json.dumps({"state": state, "step": 5}))
+
+
+def test_when_a_run_has_ended(tmp_path: Path) -> None:
+    state = RunState(tmp_path, patience=0.0)
+    assert state.ended() is None  # it has not begun
+    status(tmp_path, "running")
+    owner = tmp_path / ".stepmark" / "owner"
+    owner.mkdir(parents=True)
+    beat = Heartbeat(owner / "alive.0")
+    beat.start()
+    assert state.ended() is None
+    status(tmp_path, "done")
+    assert state.ended() is None  # it is still at its last save
+    beat.stop()
+    (owner / "alive.0").unlink()
+    assert state.ended() == "done"
+    status(tmp_path, "running")
+    assert state.ended() == "without a sign of life for 0 s"
+    assert RunState(tmp_path, patience=60.0).ended() is None
+
+
+def test_data_is_named_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b.txt").touch()
+    assert split_name("held=python-stdlib") == ("held", "python-stdlib")
+    assert split_name("python-stdlib") == (None, "python-stdlib")
+    assert split_name("a=b.txt") == (None, "a=b.txt")
+    DataChoice(("a=python-stdlib", "b=python-stdlib")).check()
+    for wrong in [("x.txt",), ("python-stdlib", "python-stdlib"), ("a=python-stdlib", "a=python-stdlib")]:
+        with pytest.raises(UsageError, match="--data"):
+            DataChoice(wrong).check()
+    with pytest.raises(UsageError, match="--block_size"):
+        DataChoice(block_size=1).check()
+
+
+def test_the_recipe_of_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, and with paths that mean the same from everywhere."""
+    path = write_recipe(tmp_path, train_file="text.txt", eval_strategy="no", lr_scheduler_kwargs={"min_lr": 1e-5})
+    monkeypatch.chdir(tmp_path)
+    recipe = read_recipe(str(path), {"learning_rate": "1e-4", "save_on_signal": "false"})
+    write_used_recipe(tmp_path, recipe)
+    monkeypatch.chdir("/")
+    kept = read_used_recipe(tmp_path)
+    assert kept is not None
+    assert kept.training == recipe.training
+    assert kept.model == recipe.model
+    assert kept.data.train_file == str(tmp_path / "text.txt")
+    assert read_used_recipe(tmp_path / "nowhere") is None
+    assert os.path.exists(kept.data.train_file)
