@@ -15,14 +15,15 @@ from stepmark.checkpoint.manifest import MANIFEST
 from stepmark.checkpoint.names import checkpoint_path, checkpoints
 from stepmark.data.batch import StepBatch
 from stepmark.data.feed import DeviceFeed
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.trainer.display import Display
+from stepmark.trainer.flow import is_better
 from stepmark.trainer.identity import check_same_run
 from stepmark.trainer.monitor import Monitor
 from stepmark.trainer.running import RunningMeans
 from stepmark.trainer.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.stopping import RunInterrupted, Stopper, stopper_of
-from stepmark.training.schedule import advance, restore_schedule, schedule_state
+from stepmark.training.schedule import advance, follows_metric, restore_schedule, schedule_state
 from stepmark.training.step import StepHooks
 
 if TYPE_CHECKING:
@@ -251,11 +252,26 @@ class TrainingRun:
             self._log()
         if trainer.control.should_evaluate:
             with self.monitor.within("evaluation", trainer.state.global_step):
-                trainer.evaluate_in_run(self)
+                self.evaluate()
         if trainer.control.should_save:  # an evaluation may have asked for it
             with self.monitor.within("save", trainer.state.global_step):
                 trainer.save_checkpoint(self)
             self._heed_request()
+
+    def evaluate(self) -> None:
+        """An evaluation that the run's strategy asked for: the best metric and a schedule may follow it."""
+        trainer, state = self.trainer, self.trainer.state
+        metrics = trainer.evaluate()
+        key = self.args.best_metric_key
+        if key is None:
+            return
+        if key not in metrics:
+            raise UsageError(f"metric_for_best_model: the evaluation has no {key}; it has {', '.join(sorted(metrics))}")
+        if follows_metric(self.schedule):
+            self.schedule.step(metrics[key])
+        if is_better(self.args, metrics[key], state.best_metric):
+            state.best_metric, state.best_global_step = metrics[key], state.global_step
+            trainer.control.should_save |= self.args.save_strategy == "best" or self.args.load_best_model_at_end
 
     # Requests from outside
 

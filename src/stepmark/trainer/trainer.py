@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,9 +32,10 @@ from stepmark.runtime.context import Context, start
 from stepmark.trainer.arguments import TrainingArguments, set_log_level
 from stepmark.trainer.display import Display
 from stepmark.trainer.export import write_model
-from stepmark.trainer.flow import FlowCallback, is_better
+from stepmark.trainer.flow import FlowCallback
 from stepmark.trainer.identity import identity
 from stepmark.trainer.journal import Journal
+from stepmark.trainer.outcome import PredictionOutput, TrainOutput, evaluation_line
 from stepmark.trainer.output import prepare_output, write_model_files
 from stepmark.trainer.preparing import (
     check_start,
@@ -49,26 +50,9 @@ from stepmark.trainer.stopping import RunInterrupted
 from stepmark.trainer.watching import watch_of
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import ParameterOptimizer
-from stepmark.training.schedule import follows_metric
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
-
-
-class TrainOutput(NamedTuple):
-    """What `Trainer.train` returns, as transformers' does."""
-
-    global_step: int
-    training_loss: float
-    metrics: dict[str, float]
-
-
-class PredictionOutput(NamedTuple):
-    """What `Trainer.predict` returns, as transformers' does: numpy arrays of all samples, in their order."""
-
-    predictions: Any
-    label_ids: Any
-    metrics: dict[str, float]
 
 
 class Trainer:
@@ -265,7 +249,7 @@ class Trainer:
         started, first = time.perf_counter(), self.state.global_step
         self.event("on_train_begin")
         if self.args.eval_on_start and restored is None:
-            self.evaluate_in_run(run)
+            run.evaluate()
         run.loop(self.display)
         run.end()
         return self._finish(run, time.perf_counter() - started, self.state.global_step - first)
@@ -350,7 +334,7 @@ class Trainer:
             evaluation = self._evaluate(dataset, gather=self.compute_metrics is not None)
             found = self._metrics(evaluation, prefix)
             self.log(found)
-            self.display.line(_evaluation_line(self.state.global_step, found, prefix))
+            self.display.line(evaluation_line(self.state.global_step, found, prefix))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
             metrics |= found
         if eval_dataset is None and metric_key_prefix == "eval":
@@ -389,20 +373,6 @@ class Trainer:
     def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
         return summarize(evaluation, prefix, causal=self.loss.causal_shift, compute_metrics=self.compute_metrics)
 
-    def evaluate_in_run(self, run: TrainingRun) -> None:
-        """An evaluation that the run's strategy asked for: the best metric and a schedule may follow it."""
-        metrics = self.evaluate()
-        key = self.args.best_metric_key
-        if key is None:
-            return
-        if key not in metrics:
-            raise UsageError(f"metric_for_best_model: the evaluation has no {key}; it has {', '.join(sorted(metrics))}")
-        if follows_metric(run.schedule):
-            run.schedule.step(metrics[key])
-        if is_better(self.args, metrics[key], self.state.best_metric):
-            self.state.best_metric, self.state.best_global_step = metrics[key], self.state.global_step
-            self.control.should_save |= self.args.save_strategy == "best" or self.args.load_best_model_at_end
-
     # Callbacks and logs
 
     def event(self, name: str) -> None:
@@ -425,13 +395,3 @@ class Trainer:
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         self.callback_handler.remove_callback(callback)
-
-
-def _evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
-    quiet = ("_runtime", "_per_second")
-    shown = [
-        f"{key.removeprefix(prefix + '_')} {value:.4f}"
-        for key, value in metrics.items()
-        if isinstance(value, float) and not key.endswith(quiet)
-    ]
-    return f"evaluated step {step}: {', '.join(shown)} ({metrics[f'{prefix}_runtime']:.1f} s)"
