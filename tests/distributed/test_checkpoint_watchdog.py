@@ -14,7 +14,7 @@ import torch.distributed as dist
 from stepmark.checkpoint import Checkpointer, phases
 from stepmark.sharding.spec import Layout, Shard
 
-TIMEOUT = 2.0  # seconds
+TIMEOUT = 4.0  # seconds, twice what 14 processes on two busy cores need for a phase
 ALLOWED = TIMEOUT + 5.0  # and five more that a supervisor gives the others
 PHASES = ["before", "joining", "planning", "copying", "writing", "sealing", "committing"]
 

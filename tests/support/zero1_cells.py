@@ -76,7 +76,7 @@ def announced(bad: bool) -> dict[str, Any]:
     from stepmark.parallel import buckets
 
     mesh = Mesh.create(device="cpu")
-    buckets.EAGER_BUCKET_ELEMENTS = 16
+    buckets.HOST_BUCKET_ELEMENTS = 16
     found = {}
     for announce in (False, True):
         net, axis = Net(), mesh.data_parallel

@@ -108,10 +108,10 @@ class _Work:
         self._tables = tables if embedding else []
         skipped = set(tables)
         modules = dict(model.named_modules())
-        check_plan(model, plan, tables)
         self._styles = [(name, modules[name], style) for name, style in plan.items() if modules[name] not in skipped]
         self._heads = self._find_heads(modules)
         self._cuts = [*self._vocabulary_cuts(), *self._plan_cuts()]
+        check_plan(model, plan, tables)
 
     def _find_heads(self, modules: dict[str, nn.Module]) -> dict[str, Heads]:
         """Of each module with heads that are cut."""

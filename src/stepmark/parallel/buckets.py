@@ -18,7 +18,8 @@ from stepmark.runtime.collectives import Collectives
 from stepmark.sharding.copies import copies_of
 from stepmark.sharding.spec import Box, Layout, Part, Piece, Shape, layout_of
 
-EAGER_BUCKET_ELEMENTS = 4 * 2**20  # several travel at a time, and what has come is added up meanwhile
+HOST_BUCKET_ELEMENTS = 2**20  # several travel at a time, what has come is added up meanwhile, and caches are small
+EAGER_BUCKET_ELEMENTS = 8 * 2**20  # the full bandwidth between accelerators, and still several to overlap
 LAZY_BUCKET_ELEMENTS = 32 * 2**20  # few large collectives in a graph, and little memory beside the model
 
 
@@ -147,10 +148,11 @@ def _place_of_run(part: Part, local_shape: Shape) -> int | None:
 
 
 def make_buckets(
-    groups: Sequence[Sequence[tuple[str, nn.Parameter]]], axis: Collectives, tensor_axis_size: int, *, lazy: bool
+    groups: Sequence[Sequence[tuple[str, nn.Parameter]]], axis: Collectives, tensor_axis_size: int, runtime: Runtime
 ) -> list[Bucket]:
     """Buckets of a limited size (one parameter may be larger), group by group, in order."""
-    limit = LAZY_BUCKET_ELEMENTS if lazy else EAGER_BUCKET_ELEMENTS
+    limit = HOST_BUCKET_ELEMENTS if runtime.host_memory else EAGER_BUCKET_ELEMENTS
+    limit = LAZY_BUCKET_ELEMENTS if runtime.lazy else limit
     buckets = []
     for index, group in enumerate(groups):
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}

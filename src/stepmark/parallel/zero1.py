@@ -42,7 +42,7 @@ class ShardedOptimizer:
         self._runtime = mesh.runtime
         self._axis = mesh.data_parallel
         named = [group["params"] for group in groups]
-        self.buckets = make_buckets(named, self._axis, mesh.tensor_parallel.size, lazy=self._runtime.lazy)
+        self.buckets = make_buckets(named, self._axis, mesh.tensor_parallel.size, self._runtime)
         self.names = [member.name for bucket in self.buckets for member in bucket.members]
         self.parameters = [member.parameter for bucket in self.buckets for member in bucket.members]
         self._flat: list[Tensor | None] = [self._lay_out(bucket) for bucket in self.buckets]
