@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -56,15 +58,16 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
     from stepmark.launch.supervisor import follow_supervisor
 
     follow_supervisor()
-    if recipe.training.save_on_signal:
-        _end_at_signals(Path(recipe.training.output_dir))
-    from stepmark.recipe.train import train
+    heard = recipe.training.save_on_signal
+    with _ending_at_signals(Path(recipe.training.output_dir)) if heard else contextlib.nullcontext():
+        from stepmark.recipe.train import train
 
-    train(recipe, metrics)
+        train(recipe, metrics)
     return 0
 
 
-def _end_at_signals(folder: Path) -> None:
+@contextlib.contextmanager
+def _ending_at_signals(folder: Path) -> Iterator[None]:
     """Before training and after it there is nothing to save: a signal ends the process, and the run can be resumed."""
     from stepmark.launch.signals import INTERRUPTED, STOPPING
     from stepmark.trainer.outside import tell_interrupted
@@ -77,5 +80,9 @@ def _end_at_signals(folder: Path) -> None:
         tell_interrupted(folder, reason, began)
         raise SystemExit(INTERRUPTED)
 
-    for number in STOPPING:
-        signal.signal(number, end)
+    before = {number: signal.signal(number, end) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
