@@ -184,14 +184,13 @@ def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
 
 def train_slowly(settings: dict[str, Any]) -> Any:
     """The command line's own way into training; a signal finds it before it has begun."""
-    from stepmark.cli.train import _end_at_signals
+    from stepmark.cli.train import ending_at_signals
 
-    folder = Path(settings["output_dir"])
-    _end_at_signals(folder)
-    if settings.pop("signalled"):
-        os.kill(os.getpid(), TERM)
-        time.sleep(60)
-    return cells.train(settings)
+    with ending_at_signals(Path(settings["output_dir"])):
+        if settings.pop("signalled"):
+            os.kill(os.getpid(), TERM)
+            time.sleep(60)
+        return cells.train(settings)
 
 
 @pytest.mark.parametrize("state", [None, "running", "failed"])

@@ -67,7 +67,7 @@ class _Ended:
 def first(codes: list[int], reports: list[Failure], first_exit: int) -> Failure:
     """What the supervisor says when ranks ended with `codes`, `first_exit` being the first that it saw."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks = _Ranks([], len(codes), "", listener, 5.0)
+        ranks = _Ranks([], len(codes), "", listener, 5.0, resumable=False)
     ranks._processes = [_Ended(code) for code in codes]  # type: ignore[misc]
     ranks._first_exit = (first_exit, codes[first_exit])
     return ranks.first_failure(reports)

@@ -59,7 +59,7 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
 
     follow_supervisor()
     heard = recipe.training.save_on_signal
-    with _ending_at_signals(Path(recipe.training.output_dir)) if heard else contextlib.nullcontext():
+    with ending_at_signals(Path(recipe.training.output_dir)) if heard else contextlib.nullcontext():
         from stepmark.recipe.train import train
 
         train(recipe, metrics)
@@ -67,7 +67,7 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
 
 
 @contextlib.contextmanager
-def _ending_at_signals(folder: Path) -> Iterator[None]:
+def ending_at_signals(folder: Path) -> Iterator[None]:
     """Before training and after it there is nothing to save: a signal ends the process, and the run can be resumed."""
     from stepmark.launch.signals import INTERRUPTED, STOPPING
     from stepmark.trainer.outside import tell_interrupted
