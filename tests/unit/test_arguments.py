@@ -150,3 +150,16 @@ def test_plain_views() -> None:
     assert json.loads(args.to_json_string())["lr_scheduler_kwargs"] == {"num_cycles": 2}
     assert args.to_dict()["learning_rate"] == 5e-5
     assert all(isinstance(value, (bool, int, float, str)) for value in args.to_sanitized_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: should be at least 1"),
+        ({"sequence_parallel": True}, "sequence_parallel and tensor_parallel_size"),
+        ({"parallelize_embedding": False}, "parallelize_embedding and tensor_parallel_size"),
+    ],
+)
+def test_mesh_fields_that_say_nothing_are_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        TrainingArguments(**fields)

@@ -124,7 +124,10 @@ def _consolidate_one(checkpoint: Path, final: Path, form: str, max_size: int, li
 
 
 def _sources(checkpoint: Path, manifest: Manifest) -> dict[str, list[Source]]:
-    """Where the pieces of each tensor are. Raises CheckpointDamaged, naming file and tensor."""
+    """Where the pieces of each tensor are. Raises CheckpointDamaged, naming file and tensor.
+
+    Files are read through the page cache: the system reads ahead there, which is quicker than our threads' own reads.
+    """
     opened: dict[int, CheckedFile] = {}
     found: dict[str, list[Source]] = {}
     for name, tensor in manifest.tensors[MODEL].items():
@@ -132,7 +135,7 @@ def _sources(checkpoint: Path, manifest: Manifest) -> dict[str, list[Source]]:
         for number, piece in tensor.pieces:
             try:
                 if number not in opened:
-                    opened[number] = CheckedFile(checkpoint, manifest, manifest.files[number], past_cache=True)
+                    opened[number] = CheckedFile(checkpoint, manifest, manifest.files[number], past_cache=False)
             except CheckpointDamaged as error:
                 raise CheckpointDamaged(f"{error}; tensor {name!r} is in this file") from error
             found[name].append(Source(opened[number], opened[number].tensor(name, tensor.dtype, piece)))
