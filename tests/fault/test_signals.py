@@ -215,7 +215,7 @@ def test_a_signal_to_a_second_start_leaves_the_status_of_the_live_run(ranks: Ran
     assert status(tmp_path)["state"] == "running"
 
 
-RANK = "import signal, sys, time; print('up', flush=True); time.sleep(60)"
+RANK = "import os, time; os.write(1, b'up\\n'); time.sleep(60)"  # in one write, so that two ranks' lines stay apart
 SUPERVISE = (
     "import sys; from stepmark.launch.supervisor import supervise; "
     "sys.exit(supervise([sys.executable, '-c', sys.argv[1]], 2, resumable=sys.argv[2] == 'True'))"
