@@ -49,10 +49,7 @@ def evaluate(
     Raises DataError for an empty set, MetricsError for a function that gives no numbers, and CheckpointError.
     """
     mesh = mesh or Mesh.create(device=device)
-    if isinstance(model, nn.Module):
-        place_module(model, mesh.runtime)
-    else:
-        model = ModelReader(mesh.runtime).read(Path(model))
+    model = _on_device(model, mesh)
     runtime, axis = mesh.runtime, mesh.data_parallel
     loss = MicroBatchLoss(
         model, compute_loss_func=compute_loss_func, label_smoothing=label_smoothing_factor, lazy=runtime.lazy
@@ -85,6 +82,13 @@ def evaluate(
         evaluation = evaluator(loader, gather=compute_metrics is not None)
         metrics |= summarize(evaluation, prefix, causal=loss.causal_shift, compute_metrics=compute_metrics)
     return metrics
+
+
+def _on_device(model: nn.Module | str | Path, mesh: Mesh) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        return ModelReader(mesh.runtime).read(Path(model))
+    place_module(model, mesh.runtime)
+    return model
 
 
 def named_sets(dataset: Any, prefix: str) -> list[tuple[str, Any]]:

@@ -64,7 +64,11 @@ def prepare_sets(
     configs = _configs(choice, recipe, _block_size(choice, recipe, tokenizer, longest))
     sets: dict[str | None, EvaluationSet] = {}
     for name, (config, whole) in configs.items():
-        data = prepare(config, tokenizer, may_be_short=whole)
+        try:
+            data = prepare(config, tokenizer, may_be_short=whole)
+        except (DataError, UsageError) as error:  # what is read whole was given under another name
+            given = "--data" if choice.sources else "validation_file"
+            raise type(error)(str(error).replace("train_file: ", f"{given}: ", 1) if whole else str(error)) from error
         blocks = data.train if whole else data.validation
         where = config.train_file or config.dataset_name
         if blocks is None:
