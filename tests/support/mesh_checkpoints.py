@@ -70,7 +70,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
 def _whole(checkpoint: Path, manifest: Manifest, name: str, entry: TensorEntry) -> bytes:
     whole: Any = None
     for index, piece in entry.pieces:
-        file = CheckedFile(checkpoint, manifest, manifest.files[index], past_cache=False)
+        file = CheckedFile(checkpoint, manifest, manifest.files[index])
         stored = file.tensor(name, entry.dtype, piece)
         data = np.frombuffer(bytes(file.read(stored, stored.begin, stored.end)), np.uint8)
         data = data.reshape(piece.numel, -1)

@@ -10,11 +10,11 @@ from ..errors import CheckpointDamaged
 from .tensorfile import PAGE
 
 
-def read_block(path: Path, memory: memoryview, begin: int, end: int, *, past_cache: bool) -> memoryview:
+def read_block(path: Path, memory: memoryview, begin: int, end: int, *, past_cache: bool = False) -> memoryview:
     """Bytes [begin, end) of the file, in `memory`, which is page-aligned and at least two pages longer.
 
-    Reading past the cache takes a fraction of the processor time, and the cache stays the program's; where several
-    ranks of a node read the same bytes, the cache spares the disk. The file is open for the time of the call only:
+    The cache reads ahead, and spares the disk where several ranks of a node read the same bytes. Past it one sees what
+    the disk has, whatever the cache remembers. The file is open for the time of the call only:
     a checkpoint may have more files than a process may have open. Raises CheckpointDamaged where the file ends before,
     or the disk cannot read it.
     """

@@ -14,7 +14,7 @@ from .manifest import FileEntry, Manifest
 from .tensorfile import PAGE, Header, StoredTensor
 from .whole import read_header
 
-BLOCK = 8 * CELL  # bytes that one read takes at most, but for the cells at its ends
+BLOCK = 2 * CELL  # bytes that one read takes at most, but for the cells at its ends: they stay in the processor's cache
 
 _buffers = threading.local()
 
@@ -22,13 +22,12 @@ _buffers = threading.local()
 class CheckedFile:
     """A tensor file of a checkpoint. May be read from several threads."""
 
-    def __init__(self, folder: Path, manifest: Manifest, entry: FileEntry, *, past_cache: bool) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, entry: FileEntry) -> None:
         """Raises CheckpointDamaged where it is not there in full, or its header is not as it was written."""
         self.path = folder / entry.name
         self.header: Header = read_header(folder, manifest, entry)
         self._entry = entry
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
-        self._past_cache = past_cache
 
     def tensor(self, name: str, dtype: str, piece: Piece) -> StoredTensor:
         """Where a piece is. Raises CheckpointDamaged where the header does not say what the manifest says."""
@@ -45,7 +44,7 @@ class CheckedFile:
         start = self.header.size
         cells = covering_cells(tensor.begin, tensor.end, begin, end)
         low, high = cells[0][1], cells[-1][2]
-        data = read_block(self.path, reading_memory(high - low), start + low, start + high, past_cache=self._past_cache)
+        data = read_block(self.path, reading_memory(high - low), start + low, start + high)
         for number, first, last in cells:
             if cell_digest(data[first - low : last - low]) != self.header.digests[tensor.name][number]:
                 raise CheckpointDamaged(

@@ -48,16 +48,12 @@ class Target:
 
 
 class TensorReader:
-    """The tensor files of one checkpoint, and the threads that read them. Use it as a context manager.
+    """The tensor files of one checkpoint, and the threads that read them. Use it as a context manager."""
 
-    `alone`: no other rank of this node reads the same files at the same time.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4, alone: bool = True) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4) -> None:
         self.folder = folder
         self.manifest = manifest
         self._files: dict[int, CheckedFile] = {}
-        self._alone = alone
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stepmark-read")
 
     def __enter__(self) -> TensorReader:
@@ -171,7 +167,7 @@ class TensorReader:
     def _file(self, index: int) -> CheckedFile:
         if index not in self._files:
             entry = self.manifest.files[index]
-            self._files[index] = CheckedFile(self.folder, self.manifest, entry, past_cache=self._alone)
+            self._files[index] = CheckedFile(self.folder, self.manifest, entry)
         return self._files[index]
 
 

@@ -135,7 +135,7 @@ def _sources(checkpoint: Path, manifest: Manifest) -> dict[str, list[Source]]:
         for number, piece in tensor.pieces:
             try:
                 if number not in opened:
-                    opened[number] = CheckedFile(checkpoint, manifest, manifest.files[number], past_cache=False)
+                    opened[number] = CheckedFile(checkpoint, manifest, manifest.files[number])
             except CheckpointDamaged as error:
                 raise CheckpointDamaged(f"{error}; tensor {name!r} is in this file") from error
             found[name].append(Source(opened[number], opened[number].tensor(name, tensor.dtype, piece)))
