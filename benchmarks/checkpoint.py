@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, nargs="+", default=[1.0, 4.0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--large-rounds", type=int, default=3, help="rounds where the state is larger than 1 GiB")
+    parser.add_argument("--large-rounds", type=int, default=7, help="rounds where the state is larger than 1 GiB")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", default=None, help="where to save; must be on a disk (default: the temporary one)")
     parser.add_argument("--xla", action="store_true", help="tensors of an XLA device, beside xm.save")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,9 @@ def test_a_sample_of_all_faults(prepared: Path) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_call_fails_once(prepared: Path, capsys: pytest.CaptureFixture[str], scenario: str, kind: str) -> None:
+def test_every_call_fails_once(
+    prepared: Path, record_property: Callable[[str, object], None], scenario: str, kind: str
+) -> None:
     """Goes on, for each rank, until the number is beyond the last call."""
     tried = 0
     for rank in range(RANKS):
@@ -65,5 +67,4 @@ def test_every_call_fails_once(prepared: Path, capsys: pytest.CaptureFixture[str
                 break
         else:
             pytest.fail(f"rank {rank} makes more than {MOST_CALLS} calls")
-    with capsys.disabled():
-        print(f"\n{scenario}, {kind}: {tried} points")
+    record_property("points", tried)

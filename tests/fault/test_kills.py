@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def kill_and_finish(ranks: Ranks, settings: dict[str, Any], count: int, device: 
     return kills(folder)
 
 
-def check(ranks: Ranks, folder: Path, device: str, wanted: int) -> None:
+def check(ranks: Ranks, folder: Path, device: str, wanted: int) -> list[str]:
+    """Kills runs so many times; returns what was killed."""
     (whole,) = {
         json.dumps([each["losses"], each["evaluations"], each["weights"]])
         for each in ranks.run(CELL, options(folder / "whole", device), nproc=2).check()
@@ -69,7 +71,7 @@ def check(ranks: Ranks, folder: Path, device: str, wanted: int) -> None:
         assert found["losses"] == losses, run
         assert found["evaluations"] == evaluations, run
         assert json.loads((folder / f"killed-{run}" / "status.json").read_text())["state"] == "done"
-    print(f"{len(done)} kills in {run} runs on {device}: {dict(Counter(done))}")
+    return done
 
 
 @pytest.mark.parametrize(
@@ -81,5 +83,8 @@ def check(ranks: Ranks, folder: Path, device: str, wanted: int) -> None:
         pytest.param("xla", 20, marks=[pytest.mark.prove, pytest.mark.xla]),
     ],
 )
-def test_killed_runs_lose_nothing(ranks: Ranks, tmp_path: Path, device: str, wanted: int) -> None:
-    check(ranks, tmp_path, device, wanted)
+def test_killed_runs_lose_nothing(
+    ranks: Ranks, tmp_path: Path, record_property: Callable[[str, object], None], device: str, wanted: int
+) -> None:
+    for killed, times in Counter(check(ranks, tmp_path, device, wanted)).items():
+        record_property(f"kills of {killed}", times)

@@ -14,7 +14,7 @@ def read_block(path: Path, memory: memoryview, begin: int, end: int, *, past_cac
     """Bytes [begin, end) of the file, in `memory`, which is page-aligned and at least two pages longer.
 
     The cache reads ahead, and spares the disk where several ranks of a node read the same bytes. Past it one sees what
-    the disk has, whatever the cache remembers. The file is open for the time of the call only:
+    the disk has, whatever the cache holds. The file is open for the time of the call only:
     a checkpoint may have more files than a process may have open. Raises CheckpointDamaged where the file ends before,
     or the disk cannot read it.
     """

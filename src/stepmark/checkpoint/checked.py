@@ -11,6 +11,7 @@ from ..sharding.spec import Piece
 from .blockio import read_block
 from .digests import CELL, cell_digest, covering_cells
 from .manifest import FileEntry, Manifest
+from .pagecache import PassingThrough
 from .tensorfile import PAGE, Header, StoredTensor
 from .whole import read_header
 
@@ -22,11 +23,14 @@ _buffers = threading.local()
 class CheckedFile:
     """A tensor file of a checkpoint. May be read from several threads."""
 
-    def __init__(self, folder: Path, manifest: Manifest, entry: FileEntry) -> None:
-        """Raises CheckpointDamaged where it is not there in full, or its header is not as it was written."""
+    def __init__(self, folder: Path, manifest: Manifest, entry: FileEntry, *, passing: bool = False) -> None:
+        """`passing`: what is read will not be read again on this node, and need not stay in the page cache.
+
+        Raises CheckpointDamaged where it is not there in full, or its header is not as it was written."""
         self.path = folder / entry.name
         self.header: Header = read_header(folder, manifest, entry)
         self._entry = entry
+        self._passing = PassingThrough(self.path) if passing else None
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
 
     def tensor(self, name: str, dtype: str, piece: Piece) -> StoredTensor:
@@ -45,6 +49,8 @@ class CheckedFile:
         cells = covering_cells(tensor.begin, tensor.end, begin, end)
         low, high = cells[0][1], cells[-1][2]
         data = read_block(self.path, reading_memory(high - low), start + low, start + high)
+        if self._passing is not None:
+            self._passing.has_read(start + low, start + high)
         for number, first, last in cells:
             if cell_digest(data[first - low : last - low]) != self.header.digests[tensor.name][number]:
                 raise CheckpointDamaged(
@@ -52,6 +58,11 @@ class CheckedFile:
                     f"{start + last} of the file, written by rank {self._entry.writer_of(first)}"
                 )
         return data[begin - low : end - low]
+
+    def close(self) -> None:
+        """Nothing more will be read."""
+        if self._passing is not None:
+            self._passing.close()
 
 
 def reading_memory(size: int) -> memoryview:

@@ -236,7 +236,8 @@ class Checkpointer:
             phases.board.open()
             phases.enter("looking")
             tensors = [entry.tensor for section in describe(state) for entry in section.entries.values()]
-            loader = Loader(self._meeting, phases, self._runtime_of(tensors), 2 * self._threads, accept)
+            threads, alone = 2 * self._threads, member.alone_on_node()
+            loader = Loader(self._meeting, phases, self._runtime_of(tensors), threads, alone, accept)
             if checkpoint is None:
                 candidates = self._meeting.ask_first(
                     lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board

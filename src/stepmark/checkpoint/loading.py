@@ -38,12 +38,16 @@ class Outcome:
 class Loader:
     """Restores a state from checkpoints, with all ranks of a group."""
 
-    def __init__(self, meeting: Meeting, phases: Phases, runtime: Runtime, threads: int, accept: Accept | None) -> None:
-        """`accept` may refuse a checkpoint, by raising, before it is compared with the state."""
+    def __init__(
+        self, meeting: Meeting, phases: Phases, runtime: Runtime, threads: int, alone: bool, accept: Accept | None
+    ) -> None:
+        """`alone`: no other rank is on this node. `accept` may refuse a checkpoint, by raising, before it is compared
+        with the state."""
         self._meeting = meeting
         self._phases = phases
         self._runtime = runtime
         self._threads = threads
+        self._alone = alone
         self._accept = accept
         self.aside: list[tuple[Path, str]] = []  # what was set aside on this rank, and why
 
@@ -86,7 +90,7 @@ class Loader:
                 self._accept(path, manifest)
             if self._meeting.rank == 0:
                 check_whole(path, manifest)
-            reader = TensorReader(path, manifest, threads=self._threads)
+            reader = TensorReader(path, manifest, threads=self._threads, alone=self._alone)
             restoration = Restoration(manifest, read_values(path, manifest), self._runtime, str(path))
             for value in state.values():
                 if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step

@@ -49,6 +49,10 @@ class Membership:
         """A new board for these ranks; open it."""
         return Board(self._owner.folder / name, self._meeting.rank)
 
+    def alone_on_node(self) -> bool:
+        """Whether no other rank is on this rank's node."""
+        return self.nodes.count(self.nodes[self._meeting.rank]) == 1
+
     def lost(self) -> bool:
         """Whether another run has taken the folder over."""
         return self._owner.lost()

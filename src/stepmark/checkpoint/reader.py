@@ -48,12 +48,16 @@ class Target:
 
 
 class TensorReader:
-    """The tensor files of one checkpoint, and the threads that read them. Use it as a context manager."""
+    """The tensor files of one checkpoint, and the threads that read them. Use it as a context manager.
 
-    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4) -> None:
+    `alone`: no other rank of this node reads the same files at the same time.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4, alone: bool = True) -> None:
         self.folder = folder
         self.manifest = manifest
         self._files: dict[int, CheckedFile] = {}
+        self._alone = alone
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stepmark-read")
 
     def __enter__(self) -> TensorReader:
@@ -65,8 +69,10 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads, and lets go of the files."""
         self._pool.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            file.close()
 
     def fill(self, targets: Sequence[Target], runtime: Runtime) -> None:
         """Reads every target and gives live tensors their values, through the runtime where they are not host memory.
@@ -167,7 +173,7 @@ class TensorReader:
     def _file(self, index: int) -> CheckedFile:
         if index not in self._files:
             entry = self.manifest.files[index]
-            self._files[index] = CheckedFile(self.folder, self.manifest, entry)
+            self._files[index] = CheckedFile(self.folder, self.manifest, entry, passing=self._alone)
         return self._files[index]
 
 
