@@ -71,5 +71,5 @@ def test_a_restored_checkpoint_is_not_left_in_the_cache(cached: Path, tmp_path: 
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"state": state}, block=True)
         checkpointer.restore({"state": state})
-    (file,) = (tmp_path / "run" / "checkpoint-1").glob("*.safetensors")
+    (file,) = (tmp_path / "run" / "checkpoint-1").rglob("*.safetensors")
     assert resident(file) < 0.2
