@@ -1,4 +1,7 @@
-"""Reading blocks of files into page-aligned memory, through the page cache or past it."""
+"""Reading blocks of files, through the page cache or past it.
+
+A file is open for the time of a call only: a checkpoint may have more files than a process may have open.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,39 @@ from ..errors import CheckpointDamaged
 from .tensorfile import PAGE
 
 
-def read_block(path: Path, memory: memoryview, begin: int, end: int, *, past_cache: bool = False) -> memoryview:
-    """Bytes [begin, end) of the file, in `memory`, which is page-aligned and at least two pages longer.
+def read_block(path: Path, memory: memoryview, begin: int) -> None:
+    """Fills `memory` with the file's bytes from `begin` on. The page cache reads ahead, and spares the disk where
+    several ranks of a node read the same bytes.
 
-    The cache reads ahead, and spares the disk where several ranks of a node read the same bytes. Past it one sees what
-    the disk has, whatever the cache holds. The file is open for the time of the call only:
-    a checkpoint may have more files than a process may have open. Raises CheckpointDamaged where the file ends before,
-    or the disk cannot read it.
+    Raises CheckpointDamaged where the file ends before, or the disk cannot read it.
+    """
+    _read_to_the_end(path, memory, begin, len(memory), past_cache=False)
+
+
+def read_past_cache(path: Path, memory: memoryview, begin: int, end: int) -> memoryview:
+    """Bytes [begin, end) of the file as the disk has them, whatever the cache holds, if the file system can do that.
+
+    They are in `memory`, which is page-aligned and at least two pages longer. Raises as `read_block` does.
     """
     low = begin // PAGE * PAGE
     block = memory[: (end + PAGE - 1) // PAGE * PAGE - low]
+    _read_to_the_end(path, block, low, end - low, past_cache=True)
+    return block[begin - low : end - low]
+
+
+def _read_to_the_end(path: Path, block: memoryview, low: int, needed: int, *, past_cache: bool) -> None:
     done = 0
     try:
         if past_cache:
-            done = _read(path, block, low, end - low, os.O_DIRECT)
-        if done < end - low:  # not past the cache; or its last bytes, which are less than a page
-            done += _read(path, block[done:], low + done, end - low - done, 0)
+            done = _read(path, block, low, needed, os.O_DIRECT)
+        if done < needed:  # through the cache; or the last bytes past it, which are less than a page
+            done += _read(path, block[done:], low + done, needed - done, 0)
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{path} is missing") from error
     except OSError as error:
         raise CheckpointDamaged(f"{path}: byte {low + done} cannot be read: {error.strerror}") from error
-    if done < end - low:
+    if done < needed:
         raise CheckpointDamaged(f"{path} ends at byte {low + done}")
-    return block[begin - low : end - low]
 
 
 def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int) -> int:

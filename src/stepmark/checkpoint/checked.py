@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import CheckpointDamaged
@@ -45,10 +46,23 @@ class CheckedFile:
 
         Raises CheckpointDamaged, naming file, tensor, bytes and writer.
         """
-        start = self.header.size
         cells = covering_cells(tensor.begin, tensor.end, begin, end)
         low, high = cells[0][1], cells[-1][2]
-        data = read_block(self.path, reading_memory(high - low), start + low, start + high)
+        data = reading_memory(high - low)[: high - low]
+        self._read(tensor, cells, data)
+        return data[begin - low : end - low]
+
+    def read_into(self, memory: memoryview, tensor: StoredTensor, begin: int, end: int) -> None:
+        """The same bytes, into `memory`, where they may be before they are checked. Raises as `read` does."""
+        cells = covering_cells(tensor.begin, tensor.end, begin, end)
+        if (cells[0][1], cells[-1][2]) == (begin, end):
+            self._read(tensor, cells, memory)
+        else:
+            memory[:] = self.read(tensor, begin, end)
+
+    def _read(self, tensor: StoredTensor, cells: Sequence[tuple[int, int, int]], data: memoryview) -> None:
+        start, low, high = self.header.size, cells[0][1], cells[-1][2]
+        read_block(self.path, data, start + low)
         if self._passing is not None:
             self._passing.has_read(start + low, start + high)
         for number, first, last in cells:
@@ -57,7 +71,6 @@ class CheckedFile:
                     f"{self.path}: tensor {tensor.name!r} differs from its digest in bytes {start + first} to "
                     f"{start + last} of the file, written by rank {self._entry.writer_of(first)}"
                 )
-        return data[begin - low : end - low]
 
     def close(self) -> None:
         """Nothing more will be read."""
@@ -66,7 +79,7 @@ class CheckedFile:
 
 
 def reading_memory(size: int) -> memoryview:
-    """This thread's memory for `read_block`."""
+    """This thread's memory for reading a block: page-aligned, and two pages longer at least."""
     memory: memoryview | None = getattr(_buffers, "memory", None)
     if memory is None or len(memory) < size + 2 * PAGE:
         memory = _buffers.memory = memoryview(mmap.mmap(-1, max(size, BLOCK + 2 * CELL) + 2 * PAGE))

@@ -22,9 +22,11 @@ from .checked import BLOCK, CheckedFile
 from .dtypes import item_size, torch_dtype
 from .manifest import Manifest, TensorEntry
 from .snapshot import block_views, narrow
+from .staging import host_memory
 from .tensorfile import StoredTensor
 
 Bytes = NDArray[np.uint8]
+LARGE = 4 << 20  # bytes from which a tensor's memory on the host is a mapping of its own
 IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read straight into place
 
 
@@ -101,7 +103,7 @@ class TensorReader:
             host, size = live.detach(), 0
         elif live is not None:
             covered = sum(part.piece.numel for target in group for part in target.layout.parts)
-            host = torch.empty(live.shape, dtype=live.dtype) if covered == live.numel() else runtime.to_host([live])[0]
+            host = _like_on_host(live) if covered == live.numel() else runtime.to_host([live])[0]
             size = host.nbytes
         else:
             host = torch.empty(group[0].local_shape(), dtype=torch_dtype(group[0].dtype))
@@ -139,6 +141,7 @@ class TensorReader:
         assert isinstance(part.at, int)
         size, position = item_size(entry.dtype), part.piece.start
         flat = target.host.view(-1).view(torch.uint8).numpy()
+        copy = _copy_run if _in_use(target) else _read_run
         for index, stored in sorted(entry.pieces, key=lambda piece: piece[1].start):
             start, stop = max(stored.start, part.piece.start), min(stored.stop, part.piece.stop)
             if start >= stop:
@@ -151,7 +154,7 @@ class TensorReader:
             origin = tensor.begin - stored.start * size  # where in the data the box would begin
             shift = (part.at - part.piece.start) * size - origin
             for begin, end in _blocks(origin + start * size, origin + stop * size):
-                yield partial(_copy_run, file, tensor, begin, end, flat[begin + shift : end + shift])
+                yield partial(copy, file, tensor, begin, end, flat[begin + shift : end + shift])
         if position != part.piece.stop:
             raise self._incomplete(target)
 
@@ -177,12 +180,30 @@ class TensorReader:
         return self._files[index]
 
 
+def _like_on_host(live: Tensor) -> Tensor:
+    """Memory for all elements of a device's tensor, for the moment."""
+    if live.nbytes < LARGE:
+        return torch.empty(live.shape, dtype=live.dtype)
+    return host_memory(live.nbytes).view(live.dtype).view(live.shape)
+
+
 def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
     """Cuts bytes [begin, end) of a file's data where multiples of BLOCK are, so that no cell is read twice."""
     while begin < end:
         cut = min(end, (begin // BLOCK + 1) * BLOCK)
         yield begin, cut
         begin = cut
+
+
+def _in_use(target: Target) -> bool:
+    """Whether somebody else has the memory that is filled: no byte may get there unchecked."""
+    assert target.host is not None
+    live = target.live
+    return live is not None and live.device.type == "cpu" and live.data_ptr() == target.host.data_ptr()
+
+
+def _read_run(file: CheckedFile, tensor: StoredTensor, begin: int, end: int, where: Bytes) -> None:
+    file.read_into(where.data, tensor, begin, end)
 
 
 def _copy_run(file: CheckedFile, tensor: StoredTensor, begin: int, end: int, where: Bytes) -> None:

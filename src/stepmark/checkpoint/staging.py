@@ -51,6 +51,13 @@ class StagingMemory:
 
 
 def _touched(size: int) -> Tensor:
+    tensor = host_memory(size)
+    tensor[:: mmap.PAGESIZE] = 0
+    return tensor
+
+
+def host_memory(size: int) -> Tensor:
+    """`size` bytes of new page-aligned memory, in huge pages where there are such, as a uint8 tensor."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -59,9 +66,7 @@ def _touched(size: int) -> Tensor:
             memory.madvise(mmap.MADV_HUGEPAGE)
     if hasattr(mmap, "MADV_DONTFORK"):  # a forked loader worker would have the next save copy every page anew
         memory.madvise(mmap.MADV_DONTFORK)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    tensor[:: mmap.PAGESIZE] = 0
-    return tensor
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def free_host_memory() -> int | None:

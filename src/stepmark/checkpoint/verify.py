@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointDamaged, CheckpointNotFound
-from .blockio import read_block
+from .blockio import read_past_cache
 from .checked import BLOCK, reading_memory
 from .digests import cell_digest
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
@@ -81,7 +81,7 @@ def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPo
 
     def check(cells: list[Cell]) -> list[Fault]:
         low, high = header.size + cells[0][0], header.size + cells[-1][1]
-        data = read_block(folder / entry.name, reading_memory(high - low), low, high, past_cache=True)
+        data = read_past_cache(folder / entry.name, reading_memory(high - low), low, high)
         origin = cells[0][0]
         bad = [cell for cell in cells if cell_digest(data[cell[0] - origin : cell[1] - origin]) != cell[3]]
         return [_fault(entry, header, cell) for cell in bad]
