@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 from checkpoint_states import net, same, snapshot, train
 
-from stepmark.checkpoint import Checkpointer, saving
+from stepmark.checkpoint import Checkpointer, SaveHandle, saving
 from stepmark.errors import CheckpointError, CheckpointTimeout, UsageError
 
 
@@ -201,3 +203,55 @@ def test_a_wrong_option_is_named(tmp_path: Path) -> None:
         Checkpointer(tmp_path, save_timeout=0)
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="step: -1"):
         checkpointer.save(-1, {})
+
+
+def test_an_interrupted_wait_leaves_the_save_its_memory(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while one save waits for another: the next one must not copy over what is still being written."""
+    tensor = torch.full((1 << 16,), 1.0)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {"tensor": tensor}})
+        with monkeypatch.context() as patch:
+            patch.setattr(SaveHandle, "wait", lambda self, timeout=None: raise_interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.wait()
+        tensor.fill_(2.0)
+        threading.Timer(0.3, gate.open).start()
+        checkpointer.save(2, {"nest": {"tensor": tensor}})
+        checkpointer.wait()
+        for step in (1, 2):
+            checkpointer.restore({"nest": {"tensor": tensor}}, step)
+            assert tensor.eq(step).all()
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_save_that_is_late_keeps_its_memory(tmp_path: Path, gate: Gate) -> None:
+    """Its thread may go on writing after the error has been taken up; what it writes is still the old state."""
+    tensor = torch.full((1 << 16,), 1.0)
+    with Checkpointer(tmp_path, save_timeout=0.5) as checkpointer:
+        checkpointer.save(1, {"nest": {"tensor": tensor}})
+        with pytest.raises(CheckpointTimeout):
+            checkpointer.wait()
+        late = checkpointer._memory.take(tensor.nbytes, pinned=False)
+        tensor.fill_(2.0)
+        with pytest.raises(CheckpointTimeout):  # the gate is closed for this one too
+            checkpointer.save(2, {"nest": {"tensor": tensor}}, block=True)
+        assert late.view(torch.float32)[: tensor.numel()].eq(1.0).all()
+        gate.open()
+
+
+def test_a_program_whose_last_save_failed_does_not_end_well(tmp_path: Path) -> None:
+    script = """
+import sys, torch
+from stepmark.checkpoint import Checkpointer, saving
+def fail(*arguments, **options): raise OSError(28, "No space left on device")
+saving.write_extents = fail
+Checkpointer(sys.argv[1]).save(1, {"nest": {"tensor": torch.zeros(3)}})
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: rank 0: step 1 was not saved: No space left on device" in done.stderr

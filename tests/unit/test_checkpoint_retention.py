@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,14 +36,32 @@ def test_policies_keep_what_they_say() -> None:
     assert run(steps, [KeepLast(2), KeepEvery(40)]) == [40, 80, 110, 120]
     assert run(steps, [KeepEachInterval(4 / 60)]) == [10, 50, 90, 120]
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 5.0, 60: float("nan")}
-    assert run(steps[:6], [KeepBest("loss")], losses) == [40, 60]
+    assert run(steps[:6], [KeepBest("loss")], losses) == [20, 60]  # of equal ones the first, as for the Trainer
     assert run(steps[:6], [KeepBest("loss", greater_is_better=True, count=2)], losses) == [10, 50, 60]
-    assert run(steps[:6], [KeepLast(1), KeepBest("loss")], losses) == [40, 60]
+    assert run(steps[:6], [KeepLast(1), KeepBest("loss")], losses) == [20, 60]
     assert run(steps[:6], [KeepBest("other")], losses) == [60]
 
 
 def test_a_save_of_an_earlier_step_stays() -> None:
     assert run([10, 20, 30, 15], [KeepLast(1)]) == [30, 15]
+
+
+def test_the_last_are_those_saved_last() -> None:
+    """A run that went back to step 20 keeps what it saves from there on."""
+    assert run([10, 20, 30, 40, 21, 22, 23], [KeepLast(3)]) == [40, 21, 22, 23]
+
+
+def test_models_alone_do_not_push_out_what_a_run_can_be_resumed_from() -> None:
+    saved = [Saved(step, float(step), {}, whole=step <= 20) for step in (10, 20, 30, 40, 50)]
+    assert superfluous(saved, [KeepLast(2)], 50) == [10, 30]
+
+
+def test_the_engine_knows_models_alone(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        for step in range(4):
+            state = {"model": torch.nn.Linear(1, 1), "nest": {}}
+            checkpointer.save(step, state, model_only=step > 1)
+    assert folders(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
 @given(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from stepmark.errors import DataError, PeerFailed, UsageError
-from stepmark.launch.failure import Failure, read_failures
+from stepmark.launch.failure import REPORTS, Failure, read_failures
 from stepmark.launch.supervisor import _describe, _Ranks
 
 
@@ -96,3 +99,19 @@ def test_only_consequences() -> None:
 
 def test_signals_without_a_name() -> None:
     assert _describe(-50) == "was ended by signal 50"
+
+
+@pytest.mark.parametrize("reports", ["missing", None])
+def test_a_process_ends_whatever_becomes_of_its_words(tmp_path: Path, reports: str | None) -> None:
+    """The folder for reports is gone, and nobody reads the standard output in which something is left."""
+    script = "import sys; from stepmark.launch.ending import end_process; print('left'); end_process(OSError('x'), 3)"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONUNBUFFERED", REPORTS)}
+    if reports:
+        environment[REPORTS] = str(tmp_path / reports)
+    reader, writer = os.pipe()
+    run = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=writer, stderr=subprocess.PIPE)
+    os.close(reader)
+    os.close(writer)
+    _, told = run.communicate(timeout=30)
+    assert run.returncode == 1
+    assert told.decode().startswith("error: rank 3: OSError: x")

@@ -34,6 +34,7 @@ class Background:
         self._keeper = keeper
         self._flying: SaveHandle | None = None
         self._aftermath: SaveHandle | None = None
+        self._reading: set[SaveHandle] = set()  # saves whose threads read the staging memory
         self._threads: list[threading.Thread] = []
 
     def phases(self, what: str, board: Board, handle: SaveHandle) -> Phases:
@@ -51,9 +52,15 @@ class Background:
         """Whether a save is being written."""
         return self._flying is not None and not self._flying.done()
 
+    @property
+    def reads_memory(self) -> bool:
+        """Whether a thread still reads the staging memory: of a save that was late, for example."""
+        return bool(self._reading)
+
     def begin(self, saving: Saving, memory: memoryview, handle: SaveHandle) -> None:
         """Begins to write a save. Wait for the last one first."""
         self._flying = handle
+        self._reading.add(handle)
         self._spawn(self._finish, saving, memory, handle)
 
     def check(self) -> None:
@@ -64,8 +71,10 @@ class Background:
 
     def wait(self) -> None:
         """Returns when no save is being written. Raises the error of what has failed."""
-        flying, self._flying = self._flying, None
+        flying = self._flying
         if flying is not None:
+            flying.wait()  # if this is interrupted, it is still on its way
+            self._flying = None
             flying.result()
         aftermath = self._aftermath
         if aftermath is not None and aftermath.failed():
@@ -95,7 +104,9 @@ class Background:
             handle.fail(error)
             if isinstance(error, CheckpointTimeout):
                 end_unless(handle.collected, error, self._rank)
+            self._reading.discard(handle)
         else:
+            self._reading.discard(handle)
             handle.succeed(path)
             if self._rank == 0:
                 self._retain(path, saving)
@@ -120,14 +131,15 @@ class Background:
             phases.stop()
 
     def _farewell(self, board: Board, temporary: Path | None, handle: SaveHandle) -> None:
-        """Leaves a board. When all have, rank 0 removes it, and what a save that failed has left."""
+        """Leaves a board. When all have, rank 0 removes it, and what a save that failed has left. Where a rank is late
+        or gone, the others may still want to know what it was doing: then both stay, until the folder is given back or
+        claimed anew."""
         board.leave()
-        if self._rank != 0:
+        if self._rank != 0 or handle.timed_out():
             return
-        patience = 0.0 if handle.timed_out() else min(self._timeout, FAREWELL)
         try:
-            board.close(range(1, self._size), time.monotonic() + patience)
-            if temporary is not None:
+            gone = board.close(range(1, self._size), time.monotonic() + min(self._timeout, FAREWELL))
+            if gone and temporary is not None:
                 discard(temporary)
         except OSError as error:
             logger.warning("cannot remove what a save has left: %s", describe_error(error))

@@ -74,13 +74,16 @@ class Board:
         """Tells that this rank reads here no more."""
         self.try_to_post(_DONE)
 
-    def close(self, ranks: Collection[int], deadline: float) -> None:
-        """Removes the posts, when these ranks have left, or the deadline has passed: then a rank has died."""
+    def close(self, ranks: Collection[int], deadline: float) -> bool:
+        """Removes the posts when these ranks have left; they stay where one has not by the deadline. Returns whether
+        they are gone."""
         try:
             self.wait(_DONE, ranks, deadline, heed_failures=False)
         except (CheckpointTimeout, OSError) as error:
             logger.warning("not all ranks have ended a save: %s", error)
+            return False
         files.remove_tree(self.folder)
+        return True
 
     def has(self, topic: str, rank: int) -> bool:
         """Whether a rank has posted under the topic."""
@@ -107,8 +110,7 @@ class Board:
             if wanted.keys() <= present:
                 return {rank: self.read(topic, rank) for rank in ranks}
             if time.monotonic() > deadline:
-                late = sorted(rank for name, rank in wanted.items() if name not in present)
-                raise CheckpointTimeout(f"{self.describe(late)} has not {topic}")
+                raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} came too late")
             if time.monotonic() - signed > _SIGN_EVERY:
                 self.post(_PHASE, self._phase)
                 signed = time.monotonic()
@@ -120,6 +122,11 @@ class Board:
             topic, _, rank = name.partition(".")
             if topic == _FAILED and rank.isdigit() and int(rank) != self.rank:
                 raise RankFailed(f"rank {rank}: {self.read(_FAILED, int(rank))}")
+
+    def missing(self, topic: str, ranks: Collection[int]) -> str | None:
+        """Which of these ranks have not posted under the topic, and what they are doing; None where all have."""
+        late = sorted(rank for rank in ranks if not self.has(topic, rank))
+        return f"{self.describe(late)} has not {topic}" if late else None
 
     def describe(self, ranks: Collection[int]) -> str:
         """These ranks, each with what it was doing last, and how long ago that was if it is long."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
+from ..launch.ending import end_process
 from ..runtime.base import Runtime
 from ..runtime.host import HostGroup
 from ..runtime.select import runtime_for
@@ -188,6 +189,8 @@ class Checkpointer:
         check_disk(self.folder, plan)
         entries = drafted.entries()
         runtime = self._runtime_of([entry.tensor for entry in entries.values()])
+        if self._background.reads_memory:
+            self._memory.release()  # whoever reads it keeps it
         memory = self._memory.take(size, pinned=runtime.device.type == "cuda")
         phases.enter("copying")
         runtime.step_boundary(wait=True)
@@ -301,12 +304,12 @@ class Checkpointer:
         if self._member is None:
             self._member = Membership.join(self.folder, self._meeting, self._timeout)
             self._planner = Planner(self._meeting, self._member.nodes, self._max_file_size)
-            atexit.register(self.close)
+            atexit.register(self._close_at_exit)
         return self._member
 
     def close(self) -> None:
         """Waits for the save on its way, and gives the folder back. Raises the error of a save that failed."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         try:
             self.wait()
         finally:
@@ -315,6 +318,13 @@ class Checkpointer:
                 self._member.release()
                 self._member = None
             self._memory.release()
+
+    def _close_at_exit(self) -> None:
+        """A program that never asked how its last save went does not end as if all were well."""
+        try:
+            self.close()
+        except CheckpointError as error:
+            end_process(error, self._group.rank)
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -31,13 +31,17 @@ class SaveHandle:
 
         Raises what made the save fail, and CheckpointTimeout after `timeout` seconds.
         """
-        if not self._ended.wait(timeout):
-            raise CheckpointTimeout(f"the save of step {self.step} has not ended within {timeout:g} s")
+        self.wait(timeout)
         self.collected.set()
         if self._error is not None:
             raise self._error
         assert self._path is not None
         return self._path
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until it has ended, well or not. Raises CheckpointTimeout after `timeout` seconds."""
+        if not self._ended.wait(timeout):
+            raise CheckpointTimeout(f"the save of step {self.step} has not ended within {timeout:g} s")
 
     def failed(self) -> bool:
         """Whether it has ended with an error, which `result` raises."""

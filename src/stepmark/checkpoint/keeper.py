@@ -86,7 +86,8 @@ class Keeper:
 
 def _saved(path: Path) -> tuple[Saved, str]:
     manifest = read_manifest(path)
-    return Saved(manifest.step, manifest.time, decode_plain(manifest.metrics)), manifest.save
+    saved = Saved(manifest.step, manifest.time, decode_plain(manifest.metrics), whole=not manifest.model_only)
+    return saved, manifest.save
 
 
 def _note(folder: Path, deleted: Deleted) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ..errors import CheckpointTimeout
@@ -48,13 +48,19 @@ class Phases:
             watchdog.release(self._watch)
             self._watch = None
 
-    def wait(self, topic: str, ranks: Collection[int]) -> dict[int, Any]:
+    def wait(
+        self, topic: str, ranks: Collection[int], needs: Sequence[tuple[str, Collection[int]]] = ()
+    ) -> dict[int, Any]:
         """The posts of these ranks under the topic. Raises RankFailed where one has failed, and once this
-        phase should have ended CheckpointTimeout, which names the late ones and what they are doing."""
+        phase should have ended CheckpointTimeout, which names the late ones and what they are doing.
+
+        `needs`: what those ranks wait for themselves, the first first; the one to name may be late there.
+        """
         try:
             return self.board.wait(topic, ranks, self.deadline)
         except CheckpointTimeout as error:
-            raise CheckpointTimeout(late(str(error), self.timeout)) from error
+            reason = next((found for each in needs if (found := self.board.missing(*each))), str(error))
+            raise CheckpointTimeout(late(reason, self.timeout)) from error
 
     def _expire(self) -> None:
         what = f"{self.what}: rank {self.board.rank} ({self._name}) has not ended this phase"

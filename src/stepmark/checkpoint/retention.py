@@ -17,6 +17,7 @@ class Saved:
     step: int
     time: float
     metrics: Mapping[str, float]
+    whole: bool = True  # not the model alone: a run can be resumed from it
 
 
 class Retention(Protocol):
@@ -28,12 +29,13 @@ class Retention(Protocol):
 
 @dataclass(frozen=True)
 class KeepLast:
-    """The last `count`."""
+    """The `count` that were saved last."""
 
     count: int
 
     def keeps(self, saved: Sequence[Saved]) -> set[int]:
-        return {checkpoint.step for checkpoint in saved[-self.count :]} if self.count > 0 else set()
+        ordered = sorted(saved, key=lambda checkpoint: (checkpoint.time, checkpoint.step))
+        return {checkpoint.step for checkpoint in ordered[-self.count :]} if self.count > 0 else set()
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class KeepEachInterval:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """The `count` best by a metric; of equal ones the later. Those saved without the metric do not count."""
+    """The `count` best by a metric; of equal ones the first. Those saved without the metric do not count."""
 
     metric: str
     greater_is_better: bool = False
@@ -73,18 +75,19 @@ class KeepBest:
     def keeps(self, saved: Sequence[Saved]) -> set[int]:
         sign = 1.0 if self.greater_is_better else -1.0
         scored = [
-            (sign * checkpoint.metrics[self.metric], checkpoint.step)
+            (sign * checkpoint.metrics[self.metric], -checkpoint.step)
             for checkpoint in saved
             if self.metric in checkpoint.metrics and checkpoint.metrics[self.metric] == checkpoint.metrics[self.metric]
         ]
-        return {step for _, step in sorted(scored)[-self.count :]} if self.count > 0 else set()
+        return {-step for _, step in sorted(scored)[-self.count :]} if self.count > 0 else set()
 
 
 def superfluous(saved: Sequence[Saved], policies: Sequence[Retention], newest: int) -> list[int]:
     """The steps that no policy keeps, in order; none where there is no policy. `newest` was committed last, and stays,
-    as does the highest step."""
+    as do the highest step and the highest that a run can be resumed from."""
     if not policies or not saved:
         return []
     ordered = sorted(saved, key=lambda checkpoint: checkpoint.step)
-    kept = {newest, ordered[-1].step}.union(*(policy.keeps(ordered) for policy in policies))
+    resumable = [checkpoint.step for checkpoint in ordered if checkpoint.whole]
+    kept = {newest, ordered[-1].step, *resumable[-1:]}.union(*(policy.keeps(ordered) for policy in policies))
     return [checkpoint.step for checkpoint in ordered if checkpoint.step not in kept]

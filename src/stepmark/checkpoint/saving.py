@@ -100,10 +100,12 @@ class Saving:
 
     def _commit(self) -> Path:
         self.phases.enter("committing")
+        written = ("written", {share.rank for file in self.plan.files for share in file.shares})
+        sealed_by = ("sealed", {file.sealer for file in self.plan.files})
         if self.rank != 0:
-            posted = self.phases.wait("committed", [0])
+            posted = self.phases.wait("committed", [0], [written, sealed_by])
             return Path(posted[0])
-        posts = self.phases.wait("sealed", {file.sealer for file in self.plan.files})
+        posts = self.phases.wait("sealed", sealed_by[1], [written])
         sealed = {int(index): digest for post in posts.values() for index, digest in post.items()}
         self._write_manifest(sealed)
         if self.lost():

@@ -6,8 +6,10 @@ here the two meet, and the position that the consumer has reached is kept.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointMismatch, DataError, UsageError
+from ..launch.signals import STOPPING
 from .batch import MicroBatch, StepBatch
 from .collate import FIXED_SHAPES, Padding, sample_length
 from .fetching import CollateFn, Failure, Fetcher, MicroTask
@@ -195,6 +198,7 @@ class DataLoader:
                 sampler=_Once(tasks),
                 num_workers=self.num_workers,
                 collate_fn=_same,
+                worker_init_fn=_outlive_a_signal,
                 generator=torch.Generator(),  # else the caller's generator gives the workers' seeds
             )
         )
@@ -233,6 +237,18 @@ class _Once(torch.utils.data.Sampler[MicroTask]):
 
     def __iter__(self) -> Iterator[MicroTask]:
         return self._tasks
+
+
+def _outlive_a_signal(_: int) -> None:
+    """In a worker: a signal that a launcher sends to all processes of a job reaches it too, and its rank still needs it
+    to finish a step. The next one ends it: it may be the rank's own."""
+
+    def let_it_pass(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.set_wakeup_fd(-1)  # it is the rank's, who would hear a signal that is not for it
+    for number in STOPPING:
+        signal.signal(number, let_it_pass)
 
 
 def _same(result: Any) -> Any:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
+import threading
+from typing import NoReturn
 
 from stepmark.launch.failure import REPORTS, Failure
 
 STDERR = 2
+FLUSHING = 1.0  # seconds that it may take
 
 
 def print_stacks(reason: str) -> None:
@@ -20,18 +24,41 @@ def print_stacks(reason: str) -> None:
 def end_process(error: BaseException, rank: int) -> None:
     """Ends this process at once, as a failed one; the error goes where errors of a rank go."""
     failure = Failure.of(error, rank)
-    if REPORTS in os.environ:
-        failure.leave(os.environ[REPORTS])
-    else:
-        os.write(STDERR, f"error: rank {rank}: {failure.message}\n".encode())
-    sys.stdout.flush()
-    os._exit(failure.exit_code)
+    try:
+        if not _reported(failure):
+            os.write(STDERR, f"error: rank {rank}: {failure.message}\n".encode())
+    finally:
+        leave(failure.exit_code)
+
+
+def _reported(failure: Failure) -> bool:
+    """Leaves the failure for whoever started this rank; False where nobody asked for it, or it cannot be written."""
+    try:
+        if REPORTS in os.environ:
+            failure.leave(os.environ[REPORTS])
+        return REPORTS in os.environ
+    except OSError:
+        return False
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends this process at once. What it has printed is flushed, if that is possible and does not take long."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    try:
+        flushing.start()
+        flushing.join(FLUSHING)
+    finally:
+        os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a pipe that nobody reads, a full disk, a stream of the user's own
+            stream.flush()
 
 
 def end_rank(exit_code: int) -> None:
     """Ends this process at once, if it is one of several ranks. After a failure: tidying up takes seconds, waits for a
     rank that is stopped, and aborts the process where threads are in collectives."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+        leave(exit_code)

@@ -140,6 +140,9 @@ class _Ranks:
                 self.send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         self._first_exit = self._first_exit or self._find_failed()
+        for process in self._processes:  # what a rank that a signal ended has left
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def expect_end(self) -> None:
         """A signal has been sent to ranks: they end by themselves, each in its time."""
@@ -161,10 +164,12 @@ class _Ranks:
         return None
 
     def send(self, number: int) -> None:
+        """To the ranks; SIGKILL to all that they have started as well. Those that load data are for the ranks to end:
+        a rank whose loaders are gone cannot finish its step."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+                    (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
     def first_failure(self, reported: list[Failure]) -> Failure:
         """The first cause among the ranks' own reports and, for ranks that could not report, how they ended."""

@@ -17,11 +17,11 @@ A second signal changes nothing: launchers often send several, and the grace is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import statistics
-import sys
 import threading
 import time
 from collections import deque
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 
 from stepmark.checkpoint import SaveHandle
+from stepmark.launch.ending import STDERR, leave
 from stepmark.launch.failure import Failure
 from stepmark.launch.signals import INTERRUPTED, SignalNotice
 from stepmark.runtime.context import Context
@@ -43,7 +44,6 @@ FAREWELL = 1.0  # seconds that the thread has to end in
 FIRST = 3  # steps, from which on their length is known
 LEAVE, SAVE = "leave", "save"
 _ALL_POSTED = "decision"
-_STDERR = 2
 
 logger = logging.getLogger("stepmark")
 _runs = 0
@@ -238,9 +238,7 @@ class Stopper:
         if self._rank == 0 and self._size > 1:
             time.sleep(3 * POLL_SECONDS)
         self._ending(f"{self._signal}: {why}; the last checkpoint stands")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(INTERRUPTED)
+        leave(INTERRUPTED)
 
 
 def stopper_of(trainer: Trainer) -> Stopper:
@@ -255,7 +253,8 @@ def stopper_of(trainer: Trainer) -> Stopper:
         except OSError as error:
             logger.warning("cannot write the run's status: %s", error)
         if trainer.is_world_process_zero():
-            os.write(_STDERR, f"interrupted by {reason}\n".encode())
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                os.write(STDERR, f"interrupted by {reason}\n".encode())
 
     args = trainer.args
     return Stopper(

@@ -1,0 +1,49 @@
+"""What ranks tell each other of a save."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from stepmark.checkpoint.board import Board
+from stepmark.checkpoint.phases import Phases
+from stepmark.errors import CheckpointTimeout
+
+
+def board(folder: Path, rank: int, phase: str) -> Board:
+    made = Board(folder / "run" / "save", rank)
+    made.folder.mkdir(parents=True, exist_ok=True)
+    made.enter(phase)
+    return made
+
+
+def test_the_rank_that_is_late_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    """Rank 1 waits for rank 0, which waits for rank 2."""
+    boards = [board(tmp_path, rank, phase) for rank, phase in enumerate(["sealing", "committing", "writing"])]
+    phases = Phases("save of step 1", boards[1], 0.2, lambda error: None)
+    needs = [("written", [0, 1, 2]), ("sealed", [0])]
+    boards[0].post("written")
+    boards[1].post("written")
+    for expected in (r"rank 2 \(writing\) has not written", r"rank 0 \(sealing\) has not sealed"):
+        phases.enter("committing")
+        with pytest.raises(CheckpointTimeout, match=expected):
+            phases.wait("committed", [0], needs)
+        phases.stop()
+        boards[2].post("written")
+    boards[0].post("sealed")
+    phases.enter("committing")
+    with pytest.raises(CheckpointTimeout, match=r"rank 0 \(sealing\) has not committed"):
+        phases.wait("committed", [0], needs)
+    phases.stop()
+
+
+def test_posts_stay_for_a_rank_that_has_not_read_them(tmp_path: Path) -> None:
+    boards = [board(tmp_path, rank, "committing") for rank in range(2)]
+    boards[0].post("committed", "path")
+    assert not boards[0].close([1], time.monotonic())
+    assert boards[1].wait("committed", [0], time.monotonic()) == {0: "path"}
+    boards[1].leave()
+    assert boards[0].close([1], time.monotonic())
+    assert not boards[0].folder.exists()
