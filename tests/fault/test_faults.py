@@ -28,7 +28,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def try_points(points: Iterator[Point], folder: Path, at_once: int = 8) -> int:
+def try_points(points: Iterator[Point], folder: Path, at_once: int = 12) -> int:
     """Runs them; how many of them came to their call."""
     tried, problems = 0, []
     for _, reached, problem in run_points(points, folder, at_once):

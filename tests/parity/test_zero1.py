@@ -133,7 +133,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
     for group, entries in manifest.tensors.items():
         for name, entry in entries.items():
             for index, piece in entry.pieces:
-                file = CheckedFile(checkpoint, manifest, manifest.files[index], past_cache=False)
+                file = CheckedFile(checkpoint, manifest, manifest.files[index])
                 stored = file.tensor(name, entry.dtype, piece)
                 data = bytes(file.read(stored, stored.begin, stored.end))
                 found.setdefault(f"{group}/{name}", {})[piece.start] = data

@@ -32,7 +32,7 @@ from .disk import Disk
 from .faults import Faults, read_journal
 
 RANKS = 2
-TIMEOUT = 2.0  # seconds a phase may last
+TIMEOUT = 4.0  # seconds a phase may last: room for a busy machine
 DEADLINE = 60.0  # seconds after which a point is taken to hang
 State = dict[str, Any]
 
