@@ -83,3 +83,33 @@ def test_all_threads_copy_what_a_single_copy_would(tmp_path: Path) -> None:
         assert checkpointer.restore(fresh) == 1
     for name, tensor in fresh["nest"].items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("own", "mount", "fields"),
+    [
+        ("0::/job/step\n", "", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:cpu,cpuacct:/x\n7:memory:/job/step\n",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_the_limit_of_a_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, mount: str, fields: tuple[str, str, str]
+) -> None:
+    """Of a process's own group, and of those that this one is in; both versions of control groups."""
+    limit, use, inactive = fields
+    for folder, most, used in (("job", 5 << 20, 2 << 20), ("job/step", 1 << 40, 1 << 20)):
+        place = tmp_path / mount / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / limit).write_text(f"{most}\n")
+        (place / use).write_text(f"{used}\n")
+        (place / "memory.stat").write_text(f"anon 5\n{inactive} 1000\n")
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(staging, "_CGROUP", tmp_path)
+    monkeypatch.setattr(staging, "_OWN_CGROUPS", tmp_path / "own")
+    assert staging.free_host_memory() == (3 << 20) + 1000
+    (tmp_path / mount / "job" / limit).write_text("max\n")
+    assert (staging.free_host_memory() or 0) > 1 << 30

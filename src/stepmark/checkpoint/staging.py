@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from ..errors import CheckpointError
 
 _RESERVE = 64 << 20  # bytes that are left to everything else
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 class StagingMemory:
@@ -85,28 +87,46 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_left() -> int | None:
-    """What the control groups (version 2) leave that this process is in: a container's, or a batch job's."""
-    try:
-        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return None
-    folder, left = _CGROUP / own.lstrip("/"), []
-    while folder.is_relative_to(_CGROUP):
-        left.append(_left_in(folder))
-        folder = folder.parent
+    """What the control groups leave that this process is in: a container's, or a batch job's."""
+    left = []
+    for root, own in _cgroups():
+        folder = root / own.lstrip("/")
+        while folder.is_relative_to(root):
+            left.append(_left_in(folder))
+            folder = folder.parent
     return min((bytes_left for bytes_left in left if bytes_left is not None), default=None)
 
 
-def _left_in(folder: Path) -> int | None:
+def _cgroups() -> Iterator[tuple[Path, str]]:
+    """The control groups of this process that count memory, of either version: where they are mounted, and its own."""
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        used = int((folder / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
-        return int(limit) - used
-    except (OSError, ValueError):
-        return None
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if not controllers:
+            yield _CGROUP, own
+        elif "memory" in controllers.split(","):
+            yield _CGROUP / "memory", own
+
+
+_FIELDS = (  # limit, use, and the part of it that can be had back, in versions 2 and 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _left_in(folder: Path) -> int | None:
+    for limit, use, inactive in _FIELDS:
+        try:
+            most = (folder / limit).read_text().strip()
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            if most != "max":
+                return int(most) - int((folder / use).read_text()) + int(statistics.get(inactive, 0))
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def _gib(size: int) -> str:
