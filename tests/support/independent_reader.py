@@ -118,7 +118,7 @@ def decode(value: Any, tensors: dict[str, Any]) -> Any:
     if "$" not in value:
         return {key: decode(item, tensors) for key, item in value.items()}
     kind, inner = value["$"], value["v"]
-    if kind in ("dict", "ordered"):
+    if kind in ("dict", "ordered", "counter"):
         return {decode(key, tensors): decode(item, tensors) for key, item in inner}
     if kind in ("tuple", "set", "frozenset"):
         return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(item, tensors) for item in inner)

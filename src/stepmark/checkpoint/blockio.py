@@ -9,7 +9,7 @@ import errno
 import os
 from pathlib import Path
 
-from ..errors import CheckpointDamaged
+from .reading import FileIncomplete, cannot_read
 from .tensorfile import PAGE
 
 
@@ -17,7 +17,8 @@ def read_block(path: Path, memory: memoryview, begin: int) -> None:
     """Fills `memory` with the file's bytes from `begin` on. The page cache reads ahead, and spares the disk where
     several ranks of a node read the same bytes.
 
-    Raises CheckpointDamaged where the file ends before, or the disk cannot read it.
+    Raises CheckpointDamaged where the file ends before, or the disk cannot read it, and CheckpointError where it cannot
+    be read for a reason that has nothing to do with its bytes.
     """
     _read_to_the_end(path, memory, begin, len(memory), past_cache=False)
 
@@ -40,12 +41,10 @@ def _read_to_the_end(path: Path, block: memoryview, low: int, needed: int, *, pa
             done = _read(path, block, low, needed, os.O_DIRECT)
         if done < needed:  # through the cache; or the last bytes past it, which are less than a page
             done += _read(path, block[done:], low + done, needed - done, 0)
-    except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path} is missing") from error
     except OSError as error:
-        raise CheckpointDamaged(f"{path}: byte {low + done} cannot be read: {error.strerror}") from error
+        raise cannot_read(path, error, f"byte {low + done}") from error
     if done < needed:
-        raise CheckpointDamaged(f"{path} ends at byte {low + done}")
+        raise FileIncomplete(f"{path} ends at byte {low + done}")
 
 
 def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int) -> int:

@@ -8,7 +8,7 @@ Nothing is copied and nothing runs on a device.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from .values import Encoder, Path, show
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
+MASTER = "master"  # the key of an optimizer's own copy of a parameter, in fp32
 Kind = str  # "module", "optimizer", "named", "object" or "nested"
 
 
@@ -35,16 +36,21 @@ class Entry:
     tensor: Tensor
     layout: Layout
     dtype: str
+    first: bool = False  # where ranks hold the same piece, that of the first of them is saved, whole
 
     def rows(self) -> Iterator[Row]:
         """One row for each piece."""
         for part in self.layout.parts:
-            yield Row(self.group, self.name, self.dtype, self.layout.shape, part.piece)
+            yield Row(self.group, self.name, self.dtype, self.layout.shape, part.piece, self.first)
 
 
 @dataclass
 class Section:
-    """`values` is what goes into state.json: dicts all the way down where ranks may hold different keys."""
+    """`values` is what goes into state.json: dicts all the way down where ranks may hold different keys.
+
+    Of the names in `entries`, `shards` are those that were Shards, `derived` those of a module's state dict that are
+    neither parameters nor buffers, and `extra` those inside values of a module.
+    """
 
     name: str
     kind: Kind
@@ -52,14 +58,20 @@ class Section:
     value: Any
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    shards: set[str] = field(default_factory=set)
+    derived: set[str] = field(default_factory=set)
+    extra: set[str] = field(default_factory=set)
 
-    def add(self, name: str, tensor: Tensor | Shard, layout: Layout | None = None) -> None:
+    def add(self, name: str, tensor: Tensor | Shard, layout: Layout | None = None, *, first: bool = False) -> None:
         """Takes a tensor in. Raises UsageError where it cannot be stored, or the name is taken."""
         if isinstance(tensor, Shard):
             layout, tensor = tensor.layout, tensor.tensor
+            self.shards.add(name)
         dtype = dtype_name(tensor.dtype)
         where = f"{self.name}: tensor {name!r}"
-        if dtype is None or tensor.is_sparse or tensor.is_quantized:
+        if name == "__metadata__":
+            raise UsageError(f"{where} has a name that tensor files use themselves; give it another name")
+        if dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
             raise UsageError(f"{where} is {tensor.dtype}, {tensor.layout}, which cannot be stored; convert it first")
         if type(tensor).__name__ == "DTensor":
             raise UsageError(f"{where} is a DTensor; save its local tensor as a stepmark Shard")
@@ -68,7 +80,7 @@ class Section:
         if name in self.entries:
             raise UsageError(f"{where} occurs twice in what is saved; give one of them another name")
         chosen = layout or layout_of(tensor) or Layout.whole(tuple(tensor.shape))
-        self.entries[name] = Entry(self.group, name, tensor, chosen, dtype)
+        self.entries[name] = Entry(self.group, name, tensor, chosen, dtype, first)
 
     def encode(self, value: Any, path: Path) -> Any:
         """A value in JSON form; its tensors are taken in under the rest of the path."""
@@ -109,18 +121,67 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _describe_module(name: str, module: nn.Module) -> Section:
+    """What is no parameter may differ between the ranks that train copies of a module, such as the statistics of batch
+    normalisation: it is taken from the first of them, as DistributedDataParallel does."""
     section = Section(name, "module", MODEL if name == MODEL else f"{STATE}/{name}", module)
     state = module.state_dict(keep_vars=True)
-    kept = kept_names(module, state)
-    extra: dict[str, Any] = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor | Shard):
-            extra[key] = section.encode(value, (name, key))
-        elif kept[key] == key:
-            section.add(key, value)
+    tensors = {
+        key: value for key, value in state.items() if isinstance(value, Tensor | Shard) and not is_extra_state(key)
+    }
+    kept = kept_names(module, tensors)
+    parameters, buffers = _Owned(module.parameters()), _Owned(module.buffers())
+    for key, value in tensors.items():
+        if kept[key] == key:
+            trained = isinstance(value, Shard) or parameters.has(value)
+            section.add(key, value, first=not trained)
+            if isinstance(value, Shard) or trained or buffers.has(value):
+                _check_writable(section.entries[key].tensor, f"{name}: tensor {key!r}")
+            else:
+                section.derived.add(key)
+    before = set(section.entries)
+    extra = {key: section.encode(value, (name, key)) for key, value in state.items() if key not in tensors}
+    section.extra = section.entries.keys() - before
     tied = {key: other for key, other in kept.items() if key != other}
     section.values = {"class": type(module).__name__, "tied": tied, "extra": extra}
     return section
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements share memory, as in what expand() gives: such a tensor can be read, and not written."""
+    if tensor.layout != torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _check_writable(tensor: Tensor, where: str) -> None:
+    if overlaps_itself(tensor):
+        raise UsageError(
+            f"{where} has elements that share memory, and could not be restored; give it its own: .clone()"
+        )
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether this name in a state dict is that of what a module's get_extra_state() gave."""
+    return name == "_extra_state" or name.endswith("._extra_state")
+
+
+class _Owned:
+    """Tensors of a module, by identity; on devices that tell addresses, by their memory as well."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        found = list(tensors)
+        self._identities = {id(tensor) for tensor in found}
+        self._memory = {address for tensor in found if (address := _memory_of(tensor)) is not None}
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is one of them, or has their memory."""
+        return id(tensor) in self._identities or _memory_of(tensor) in self._memory
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    return tensor.untyped_storage().data_ptr() or None
 
 
 def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
@@ -150,6 +211,7 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
         layouts = {names[id(p)]: p for group in value.param_groups for p in group["params"]}
         _add_optimizer(section, state, groups, layouts)
         section.values["class"] = type(value).__name__
+        _add_others(section, value)
     elif hasattr(value, "named_state") and hasattr(value, "named_groups"):
         section = Section(name, "named", f"{OPTIMIZER}/{name}", value)
         names = parameter_names(modules)
@@ -157,11 +219,36 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
         _add_optimizer(section, value.named_state(), value.named_groups(), parameters)
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         section = Section(name, "object", f"{STATE}/{name}", value)
-        section.values = {"value": section.encode(value.state_dict(), (name,))}
+        section.values = {"value": section.encode(_state_of_object(value), (name,))}
     else:
         section = Section(name, "nested", f"{STATE}/{name}", value)
         section.values = {"value": section.encode(value, (name,))}
     return section
+
+
+def _add_others(section: Section, optimizer: torch.optim.Optimizer) -> None:
+    """State under keys that are no parameters, and what the optimizer's own state_dict() has besides torch's."""
+    keys = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    if keys:
+        section.values["keys"] = section.encode(keys, (section.name, "keys"))
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or hooks:
+        torchs = ("state", "param_groups")
+        own = {key: value for key, value in optimizer.state_dict().items() if key not in torchs}
+        if own:
+            section.values["own"] = section.encode(own, (section.name, "own"))
+
+
+def _state_of_object(value: Any) -> Any:
+    """Its state dict; of a learning rate scheduler's without the functions, which stay those of the live one."""
+    state = value.state_dict()
+    return _without_functions(state) if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else state
+
+
+def _without_functions(state: Any) -> Any:
+    if type(state) is dict:
+        return {key: _without_functions(value) for key, value in state.items() if not callable(value)}
+    return [_without_functions(item) for item in state] if type(state) is list else state
 
 
 def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -209,6 +296,7 @@ def _add_optimizer(
         for key, value in items.items():
             path = (section.name, parameter, str(key))
             if isinstance(value, Tensor | Shard):
+                _check_writable(value.tensor if isinstance(value, Shard) else value, show(path))
                 section.add(f"{parameter}/{key}", value, _inherited_layout(path, value, parameters.get(parameter)))
             else:
                 values.setdefault(parameter, {})[str(key)] = section.encode(value, path)

@@ -80,8 +80,8 @@ def draft(
 
     Raises UsageError for what cannot be saved.
     """
-    if type(step) is not int or step < 0:
-        raise UsageError(f"step: {step!r} is not a natural number")
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise UsageError(f"step: {step!r} is not a natural number of less than 64 bits; count steps from 0")
     sections = describe(state, model_only=model_only)
     extra: list[str] = []
     if write_files is not None:
@@ -89,6 +89,7 @@ def draft(
         write_files(temporary)
         extra = list(files.regular_files(temporary))
         for name in extra:
+            _check_extra(temporary, name)
             if name in (MANIFEST, VALUES, INDEX) or name.endswith(".safetensors"):
                 raise UsageError(f"files: {name} is a name that the checkpoint itself uses; choose another")
     return Draft(
@@ -102,6 +103,21 @@ def draft(
         model_only,
         extra,
     )
+
+
+def _check_extra(folder: Path, name: str) -> None:
+    """Puts a copy of its target in place of a link, which would lead out of the checkpoint, or nowhere, once that is
+    moved. Raises UsageError for what is no file, and for a name that no manifest can hold."""
+    path = folder / name
+    if "\\" in name:
+        raise UsageError(f"files: {name!r} has a backslash in its name; rename it")
+    if not path.is_file():
+        kind = "a link that leads to no file" if path.is_symlink() else "neither a file nor a folder"
+        raise UsageError(f"files: {name!r} is {kind}; leave it out, or write a file in its place")
+    if path.is_symlink():
+        target = path.resolve()
+        path.unlink()
+        shutil.copyfile(target, path)
 
 
 @dataclass(frozen=True)

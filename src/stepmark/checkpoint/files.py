@@ -14,6 +14,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import descriptors
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -44,14 +46,14 @@ def open_for_writing(path: Path, *, truncate: bool = False, exclusive: bool = Fa
     """A descriptor of the file, made if it is not there."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     flags |= (os.O_TRUNC if truncate else 0) | (os.O_EXCL if exclusive else 0)
-    return os.open(path, flags, 0o666)
+    return descriptors.opened(os.open(path, flags, 0o666))
 
 
 def open_past_cache(path: Path) -> int | None:
     """A descriptor that writes past the page cache: whole pages only, from page-aligned memory. None where the file
     system has no such thing. It costs a tenth of the processor time, and leaves the cache to the program."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        return descriptors.opened(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOTSUP):
             return None
@@ -74,21 +76,26 @@ def sync(descriptor: int) -> None:
 
 def close(descriptor: int) -> None:
     """Closes the descriptor; some network file systems report a failed write only here."""
+    descriptors.closing(descriptor)
     os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:
-    """Returns when the folder's entries are on the disk."""
+    """Returns when the folder's entries are on the disk, as far as the file system can see to that: some, of FUSE or of
+    virtual machines, cannot sync folders."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
 
 def sync_file(path: Path) -> None:
-    """Returns when a file that somebody else wrote is on the disk."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    """Returns when a file that somebody else wrote, and that may be read-only, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         sync(descriptor)
     finally:

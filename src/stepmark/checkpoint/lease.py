@@ -56,6 +56,13 @@ class Lease:
             logger.warning("cannot remove %s: %s", self.path, error.strerror)
 
 
+def _remove(path: Path) -> None:
+    try:
+        files.remove_file(path)
+    except OSError as error:  # it holds nothing, and is looked at again
+        logger.warning("cannot remove %s, which a dead reader has left: %s", path, error.strerror)
+
+
 class Leases:
     """The leases on a run's checkpoints, as one process sees them: it remembers what it saw when."""
 
@@ -75,7 +82,7 @@ class Leases:
             if self.alive(path):
                 found = True
             else:
-                files.remove_file(path)
+                _remove(path)
         return found
 
     def alive(self, path: Path) -> bool:

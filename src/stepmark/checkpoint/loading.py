@@ -16,6 +16,7 @@ from .meeting import Meeting
 from .names import set_aside
 from .phases import Phases
 from .reader import TensorReader
+from .reading import FileIncomplete
 from .restoring import Names, Restoration
 from .telling import describe_error
 from .whole import check_whole, read_values
@@ -27,12 +28,19 @@ Accept = Callable[[Path, Manifest], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage went on one rank. `damaged`: another checkpoint may do."""
+    """How a stage went on one rank. `damaged`: another checkpoint may do; `incomplete`: a file is missing or short,
+    which every rank should see."""
 
     problem: str | None = None
     damaged: bool = False
+    incomplete: bool = False
     mismatch: bool = False
     unexpected: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def troubled(self) -> bool:
+        """Whether there was a problem that says nothing about the checkpoint."""
+        return self.problem is not None and not (self.damaged or self.mismatch)
 
 
 class Loader:
@@ -119,7 +127,8 @@ class Loader:
         try:
             outcome = Outcome(unexpected=frozenset(stage()))
         except CheckpointDamaged as problem:
-            outcome, error = Outcome(str(problem), damaged=True), problem
+            outcome = Outcome(str(problem), damaged=True, incomplete=isinstance(problem, FileIncomplete))
+            error = problem
         except CheckpointMismatch as problem:
             outcome, error = Outcome(str(problem), mismatch=True), problem
         except Exception as problem:
@@ -127,16 +136,41 @@ class Loader:
         what = f"{name} {path.name}"
         outcomes: list[Outcome] = self._meeting.all_gather(outcome, what, self._phases.board)
         self._phases.leave()
-        if any(other.damaged for other in outcomes):
-            return next(other.problem for other in outcomes if other.damaged)
+        if outcome.troubled and error is not None:
+            raise error
+        for rank, other in enumerate(outcomes):
+            if other.troubled:  # whatever else a rank reports: a checkpoint is set aside only where nothing is in doubt
+                raise CheckpointError(f"rank {rank}: {other.problem}")
+        reason = self._damage(outcomes, path)
+        if reason is not None:
+            return reason
         if error is not None:
             raise error
         for rank, other in enumerate(outcomes):
-            if other.problem is not None:
-                raise (CheckpointMismatch if other.mismatch else CheckpointError)(f"rank {rank}: {other.problem}")
+            if other.mismatch:
+                raise CheckpointMismatch(f"rank {rank}: {other.problem}")
         for _, name in sorted(frozenset.intersection(*(other.unexpected for other in outcomes))):
             raise CheckpointMismatch(f"{path} has a tensor {name!r}, which the state to be restored has not")
         return None
+
+    def _damage(self, outcomes: Sequence[Outcome], path: Path) -> str | None:
+        """The reason where a rank has found the checkpoint damaged. What only other ranks miss rank 0 looks for itself:
+        raises CheckpointError, on all ranks, where it is there."""
+        damaged = [(rank, outcome.problem) for rank, outcome in enumerate(outcomes) if outcome.damaged]
+        if not damaged:
+            return None
+        rank, reason = damaged[0]
+        if rank == 0 or not all(outcome.incomplete for outcome in outcomes if outcome.damaged):
+            return reason
+        seen: str | None = self._meeting.ask_first(
+            lambda: _what_is_wrong(path), f"looking at {path.name} again", board=self._phases.board
+        )
+        if seen is None:
+            raise CheckpointError(
+                f"rank {rank}: {reason}, but rank 0 finds all files of {path.name} there: see to it that every node "
+                f"has the same file system at {path.parent}, and try again"
+            )
+        return seen
 
     def _set_aside(self, damaged: Sequence[tuple[Path, str]], used: Path) -> None:
         if self._meeting.rank != 0:
@@ -149,6 +183,14 @@ class Loader:
                 logger.error("the damaged %s could not be set aside: %s", path, describe_error(error))
             else:
                 logger.error("set the damaged %s aside as %s; using %s instead", path.name, aside, used.name)
+
+
+def _what_is_wrong(path: Path) -> str | None:
+    try:
+        check_whole(path, read_manifest(path))
+    except CheckpointDamaged as error:
+        return str(error)
+    return None
 
 
 def _no_names(function: Callable[..., None], *arguments: Any) -> Callable[[], Names]:

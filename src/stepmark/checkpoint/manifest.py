@@ -14,6 +14,7 @@ from ..errors import CheckpointDamaged, CheckpointError
 from ..sharding.spec import Box, Piece, Shape
 from .digests import FILE_DIGEST_LENGTH, bytes_digest
 from .dtypes import DTYPES, item_size
+from .reading import FileIncomplete, cannot_read
 from .tensorfile import natural_numbers
 
 MANIFEST = "manifest.json"
@@ -140,13 +141,15 @@ def read_manifest(folder: Path) -> Manifest:
     """The checked manifest of a checkpoint.
 
     Raises CheckpointDamaged where it is missing, differs from its digest or makes no sense, and CheckpointError for a
-    newer version.
+    newer version, or where it cannot be read for the moment.
     """
     path = folder / MANIFEST
     try:
         return parse_manifest(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointDamaged(f"{path} is missing; the folder is not a whole checkpoint") from error
+        raise FileIncomplete(f"{path} is missing; the folder is not a whole checkpoint") from error
+    except OSError as error:
+        raise cannot_read(path, error) from error
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
 

@@ -10,6 +10,7 @@ damaged-checkpoint-N[.k]        set aside: bytes are missing or wrong
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -20,8 +21,11 @@ from . import files
 
 COORDINATION = ".stepmark"
 
+logger = logging.getLogger("stepmark")
+
 _CHECKPOINT = re.compile(r"checkpoint-(0|[1-9]\d*)\Z")
 _HIDDEN = re.compile(r"\.(replaced-|deleted-|)checkpoint-(\d+)\.(.+)\Z")
+_REPLACED, _DELETED = ".replaced-", ".deleted-"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -57,7 +61,8 @@ def sync_tree(folder: Path) -> None:
 def publish(temporary: Path, save: str) -> Path:
     """Gives a complete, synced temporary folder its final name, in one step; returns the path.
 
-    A checkpoint of the same step is whole under that name until the new one is.
+    A checkpoint of the same step is whole under that name until the new one is. If that cannot be deleted then, the new
+    one is committed all the same, and the next owner of the folder removes what is left.
     """
     match = _HIDDEN.match(temporary.name)
     assert match is not None
@@ -68,12 +73,14 @@ def publish(temporary: Path, save: str) -> Path:
         files.rename(temporary, final)
         files.sync_folder(folder)
     elif files.exchange(temporary, final):
-        discard(temporary)
+        files.sync_folder(folder)
+        _remove_or_leave(temporary)
     else:
         replaced = folder / f".replaced-checkpoint-{step}.{save}"
         files.rename(final, replaced)
         files.rename(temporary, final)
-        discard(replaced)
+        files.sync_folder(folder)
+        _remove_or_leave(replaced)
     return final
 
 
@@ -86,6 +93,26 @@ def discard(path: Path) -> None:
     if os.path.lexists(path):
         files.sync_folder(path.parent)
         files.remove_tree(path)
+
+
+def _remove_or_leave(path: Path) -> bool:
+    """Deletes a hidden folder, none of whose names on the disk is a checkpoint's. Where that fails (somebody has a file
+    open on NFS, or the rights are gone) it stays, under a name that no checkpoint is brought back from."""
+    try:
+        files.remove_tree(path)
+    except OSError as error:
+        logger.warning("%s cannot be deleted; the next run on this folder tries again: %s", path, error)
+        _never_bring_back(path)
+        return False
+    return True
+
+
+def _never_bring_back(path: Path) -> None:
+    if path.name.startswith(_REPLACED):
+        try:
+            files.rename(path, path.with_name(_DELETED + path.name.removeprefix(_REPLACED)))
+        except OSError as error:
+            logger.warning("%s cannot be renamed either: %s", path, error)
 
 
 def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
@@ -115,7 +142,7 @@ def set_aside(path: Path) -> Path:
 
 def recover(folder: Path) -> list[Path]:
     """Ends what a dead run has begun: brings back a checkpoint that was losing its name to a new one, and deletes what
-    is not whole. Returns what was deleted. Call it only as the owner of the folder."""
+    is not whole, as far as it can be. Returns what was deleted. Call it only as the owner of the folder."""
     deleted = []
     for path in sorted(folder.iterdir()):
         match = _HIDDEN.match(path.name)
@@ -126,8 +153,9 @@ def recover(folder: Path) -> list[Path]:
             files.rename(path, final)
             files.sync_folder(folder)
         else:
-            discard(path)
-            deleted.append(path)
+            files.sync_folder(folder)
+            if _remove_or_leave(path):
+                deleted.append(path)
     return deleted
 
 

@@ -73,7 +73,7 @@ class Ownership:
                 continue
             if other.name.startswith("."):
                 if self._died_unborn(other):
-                    files.remove_tree(other)
+                    _remove(other)
                 continue
             if self._alive(other):
                 if _claimed(other) > _claimed(self.folder):
@@ -82,7 +82,7 @@ class Ownership:
                     f"{folder} belongs to another run that is alive{_whereabouts(other)}; stop that run, or choose "
                     "another folder"
                 )
-            files.remove_tree(other)
+            _remove(other)
         for leftover in recover(folder):
             logger.info("removed %s, which a run that died had left", leftover)
 
@@ -139,6 +139,17 @@ def held_by_another(folder: Path) -> bool:
         if not is_here(path) and (verdict or (verdict is None and _is_young(path, time.time()))):
             return True
     return False
+
+
+def _remove(claim: Path) -> None:
+    """Removes a dead run's claim. What cannot be deleted yet loses its name at least: by that its run would see, if it
+    was alive after all, that it has lost the folder."""
+    try:
+        files.remove_tree(claim)
+    except OSError as error:
+        logger.warning("%s, which a dead run has left, cannot be deleted; going on: %s", claim, error)
+        if not claim.name.startswith("."):
+            files.rename(claim, claim.with_name(f".{claim.name}"))
 
 
 def _claimed(owner: Path) -> int:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapreplace
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,19 +24,25 @@ from .digests import CELL
 from .dtypes import item_size
 from .tensorfile import PAGE, StoredTensor, header_size, order
 
+MAX_HEADER = 50_000_000  # bytes; safetensors refuses more than 100 million
+
 MODEL = "model"
 OPTIMIZER = "optimizer"
 STATE = "state"
 
 
 class Row(NamedTuple):
-    """A piece that a rank holds. `group` is the file it goes to, without number and suffix: model, state/loader."""
+    """A piece that a rank holds. `group` is the file it goes to, without number and suffix: model, state/loader.
+
+    `first`: of ranks that hold the same piece the first writes all of it, since the others' may differ.
+    """
 
     group: str
     name: str
     dtype: str
     shape: Shape
     piece: Piece
+    first: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -115,13 +121,17 @@ def plan_save(
     numbered: dict[str, list[tuple[tuple[StoredTensor, ...], tuple[Share, ...]]]] = defaultdict(list)
     for group, replicas, rows in _by_replicas(holdings):
         for members, node_rows in _divide_among_nodes(rows, replicas, nodes):
-            files = [order([row[1:] for row in part]) for part in _files_of(node_rows, max_file_size)]
-            for tensors, shares in zip(files, _divide_bytes(files, members, loads), strict=True):
-                numbered[group].append((tensors, shares))
+            # Rows of the first rank lie together, so that they take few cells away from the others.
+            parts = [sorted(part, key=lambda row: row.first) for part in _files_of(node_rows, max_file_size)]
+            files = [order([row[1:5] for row in part]) for part in parts]
+            kept = [{row.name for row in part if row.first} for part in parts]
+            for index, shares in enumerate(_divide_bytes(files, members, loads)):
+                taken = _taken_whole(files[index], kept[index])
+                numbered[group].append((files[index], _give(shares, taken, members[0], loads)))
     files_of_all = []
-    for group, parts in numbered.items():
-        for number, (tensors, shares) in enumerate(parts, start=1):
-            name = file_name(group, number, len(parts))
+    for group, planned in numbered.items():
+        for number, (tensors, shares) in enumerate(planned, start=1):
+            name = file_name(group, number, len(planned))
             files_of_all.append(PlannedFile(name, group, save, tensors, shares))
     return SavePlan(tuple(files_of_all), tuple(loads))
 
@@ -172,7 +182,8 @@ def _check_coverage(rows: Iterable[Row]) -> None:
 def _divide_among_nodes(
     rows: list[Row], replicas: tuple[int, ...], nodes: Sequence[int]
 ) -> list[tuple[tuple[int, ...], list[Row]]]:
-    """Whole pieces to nodes, the largest first, each to the node that has least; with the replicas on that node."""
+    """Whole pieces to nodes, the largest first, each to the node that has least; with the replicas on that node. Those
+    of the first rank go to its node."""
     members: dict[int, list[int]] = defaultdict(list)
     for rank in replicas:
         members[nodes[rank]].append(rank)
@@ -182,7 +193,14 @@ def _divide_among_nodes(
     least = [(0.0, node) for node in members]
     indices: dict[int, list[int]] = {node: [] for node in members}
     sizes = [row.nbytes for row in rows]
+    home = nodes[replicas[0]]
+    indices[home] = [index for index, row in enumerate(rows) if row.first]
+    if indices[home]:
+        least = [(sum(sizes[i] for i in indices[n]) / len(members[n]), n) for n in members]
+        heapify(least)
     for index in sorted(range(len(rows)), key=lambda i: -sizes[i]):
+        if rows[index].first:
+            continue
         load, node = least[0]
         heapreplace(least, (load + sizes[index] / len(members[node]), node))
         indices[node].append(index)
@@ -194,19 +212,77 @@ def _divide_among_nodes(
 
 
 def _files_of(rows: list[Row], max_file_size: int) -> list[list[Row]]:
-    """Rows in order, cut where a file would grow beyond the limit; no file has two pieces of one tensor."""
+    """Rows in order, cut where a file, or its header, would grow beyond the limit; no file has two pieces of one
+    tensor."""
     lanes: dict[int, list[list[Row]]] = {}
     sizes: dict[int, int] = {}
+    headers: dict[int, int] = {}
     seen: dict[str, int] = defaultdict(int)
     for row in rows:
         lane = seen[row.name]
         seen[row.name] += 1
-        if lane not in lanes or sizes[lane] + row.nbytes > max_file_size:
+        size, header = row.nbytes, largest_header(row.name, row.shape, row.nbytes)
+        if lane not in lanes or sizes[lane] + size > max_file_size or headers[lane] + header > MAX_HEADER:
             lanes.setdefault(lane, []).append([])
-            sizes[lane] = 0
+            sizes[lane] = headers[lane] = 0
         lanes[lane][-1].append(row)
-        sizes[lane] += row.nbytes
+        sizes[lane] += size
+        headers[lane] += header
     return [part for parts in lanes.values() for part in parts]
+
+
+def largest_header(name: str, shape: Shape, nbytes: int) -> int:
+    """Bytes that a tensor takes in a file's header at most."""
+    plain = name.isascii() and name.isprintable() and '"' not in name and "\\" not in name
+    # A character outside of the basic plane is two escapes, whose backslashes are escaped again.
+    letters = len(name) if plain else 14 * len(name)
+    return 4 * letters + 6 * 21 * len(shape) + 18 * (nbytes // CELL + 2) + 400
+
+
+def _taken_whole(tensors: Sequence[StoredTensor], names: set[str]) -> list[tuple[int, int]]:
+    """The bytes of these tensors in a file, and of the cells of the grid in which they lie."""
+    if not names:
+        return []
+    end = tensors[-1].end
+    taken: list[tuple[int, int]] = []
+    for tensor in tensors:
+        if tensor.name in names and tensor.begin < tensor.end:
+            low, high = tensor.begin // CELL * CELL, min(end, -(-tensor.end // CELL) * CELL)
+            if taken and low <= taken[-1][1]:
+                taken[-1] = (taken[-1][0], high)
+            else:
+                taken.append((low, high))
+    return taken
+
+
+def _give(
+    shares: tuple[Share, ...], taken: Sequence[tuple[int, int]], rank: int, loads: list[int]
+) -> tuple[Share, ...]:
+    """The shares of a file once a rank has been given these bytes of it; adapts `loads`."""
+    for begin, end in taken:
+        pieces = [Share(rank, begin, end)]
+        for share in shares:
+            left, right = min(share.end, begin), max(share.begin, end)
+            pieces += [Share(share.rank, share.begin, left)] if share.begin < left else []
+            pieces += [Share(share.rank, right, share.end)] if right < share.end else []
+            loads[share.rank] -= max(0, min(share.end, end) - max(share.begin, begin))
+        loads[rank] += end - begin
+        shares = tuple(_joined(sorted(pieces, key=lambda share: share.begin)))
+    return shares
+
+
+def _joined(shares: Iterable[Share]) -> Iterable[Share]:
+    """The same shares; neighbours of one rank are one."""
+    last: Share | None = None
+    for share in shares:
+        if last is not None and last.rank == share.rank:
+            last = Share(last.rank, last.begin, share.end)
+            continue
+        if last is not None:
+            yield last
+        last = share
+    if last is not None:
+        yield last
 
 
 def _divide_bytes(

@@ -99,7 +99,8 @@ class TensorReader:
     def _prepare(self, group: list[Target], runtime: Runtime) -> int:
         """Gives the targets, which share one live tensor, their host memory; returns the bytes that takes."""
         live = group[0].live
-        if live is not None and live.device.type == "cpu" and live.is_contiguous():
+        plain = live is not None and live.is_contiguous() and not live.is_conj() and not live.is_neg()
+        if live is not None and live.device.type == "cpu" and plain:
             host, size = live.detach(), 0
         elif live is not None:
             covered = sum(part.piece.numel for target in group for part in target.layout.parts)

@@ -15,28 +15,24 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointDamaged, CheckpointMismatch
 from ..runtime.base import Runtime
-from ..sharding.spec import Layout, layout_of
-from .describe import Section, optimizer_state, parameter_names, unwrap
+from ..sharding.spec import Shard
+from .describe import Section, is_extra_state, overlaps_itself, parameter_names, unwrap
 from .manifest import Manifest
-from .reader import Target, check_entry
+from .reader import Target
+from .restoring_optimizer import OptimizerComparison
 from .values import TAG, decode
+from .wanted import Names, Wanted, tensor_names
 
-Names = set[tuple[str, str]]
 Modules = Mapping[str, nn.Module]
 
 
-class Restoration:
+class Restoration(Wanted):
     """The comparison of a state with one checkpoint, and what has to be read and set. `values` is state.json's."""
 
     def __init__(self, manifest: Manifest, values: Mapping[str, Any], runtime: Runtime, where: str) -> None:
-        self.manifest = manifest
-        self.runtime = runtime
-        self.where = where
-        self.targets: list[Target] = []
-        self.expected: Names = set()
+        super().__init__(manifest, runtime, where)
         self._values = values
         self._groups: set[str] = set()
-        self._finishers: list[Callable[[], None]] = []
 
     def compare(self, state: Mapping[str, Any], sections: Iterable[Section]) -> None:
         """Plans the restoring of these sections of the state. Raises CheckpointMismatch, naming what differs."""
@@ -61,7 +57,7 @@ class Restoration:
         if section.kind == "module":
             self._compare_module(section)
         elif section.kind in ("optimizer", "named"):
-            self._compare_optimizer(section, parameter_names(modules))
+            OptimizerComparison(self, section, self._values[section.name], parameter_names(modules)).compare()
         elif section.kind == "object":
             self._compare_object(section)
         else:
@@ -80,233 +76,107 @@ class Restoration:
         stored = {(group, name) for group in self._groups for name in self.manifest.tensors.get(group, ())}
         return stored - self.expected
 
-    def finish(self) -> None:
-        """Sets what is not in live tensors, once all targets are filled."""
-        for finisher in self._finishers:
-            finisher()
-
-    def _want(self, group: str, name: str, live: Tensor | None, layout: Layout, dtype: str) -> Target:
-        target = Target(group, name, layout, dtype, live)
-        check_entry(self.manifest.tensors.get(group, {}).get(name), target, self.where)
-        self.targets.append(target)
-        self.expected.add((group, name))
-        return target
-
-    def _want_new(self, group: str, name: str, layout: Layout | None = None) -> Target:
-        entry = self.manifest.tensors.get(group, {}).get(name)
-        if entry is None:
-            raise CheckpointMismatch(f"{self.where} has no tensor {name!r}, which its values refer to")
-        return self._want(group, name, None, layout or Layout.whole(entry.shape), entry.dtype)
-
     def _compare_module(self, section: Section) -> None:
-        module: nn.Module = section.value
         saved = self._values[section.name]
-        stored = self.manifest.tensors.get(section.group, {})
+        stored = self.stored(section.group)
+        derived: dict[str, Target] = {}
+        aliases: dict[str, list[str]] = {}
+        for alias, kept in section.values["tied"].items():
+            aliases.setdefault(kept, []).append(alias)
         for name, entry in section.entries.items():
-            aliases = [alias for alias, kept in section.values["tied"].items() if kept == name]
-            candidates = [name, *aliases, *filter(None, [saved["tied"].get(name)])]
+            if name in section.extra:
+                continue
+            candidates = [name, *aliases.get(name, ()), *filter(None, [saved["tied"].get(name)])]
             source = next((candidate for candidate in candidates if candidate in stored), name)
-            self._want(section.group, source, entry.tensor, entry.layout, entry.dtype)
-        for name, encoded in saved["extra"].items():
-            tensors = self._tensors_in(section.group, encoded)
-            owner = module.get_submodule(name.removesuffix("_extra_state").removesuffix("."))
-            self._finishers.append(
-                lambda owner=owner, encoded=encoded, tensors=tensors: owner.set_extra_state(  # type: ignore[misc]
-                    decode(encoded, lambda key: tensors[key].host)
-                )
+            target = self.want(
+                section.group, source, None if name in section.derived else entry.tensor, entry.layout, entry.dtype
             )
+            if name in section.derived:
+                derived[name] = target
+        extra = dict(saved["extra"])
+        for name in section.values["extra"].keys() - extra.keys():
+            if name not in stored:  # where it is, it was saved as a tensor of the module
+                raise CheckpointMismatch(f"{self.where} has no extra state {name!r} of section {section.name!r}")
+            extra[name] = {TAG: "tensor", "v": name}
+        for name in extra.keys() - section.values["extra"].keys():
+            raise CheckpointMismatch(
+                f"{self.where} has an extra state {name!r} of section {section.name!r}, and the module here has none"
+            )
+        tensors = {name: self.tensors_in(section.group, encoded) for name, encoded in extra.items()}
+
+        def load() -> None:
+            values = {
+                name: decode(encoded, lambda key, found=tensors[name]: found[key].host)  # type: ignore[misc]
+                for name, encoded in extra.items()
+            }
+            values.update({name: target.host for name, target in derived.items()})
+            load_extra(section.value, values, self.where)
+
+        if extra or derived:
+            self.finishers.append(load)
 
     def _compare_object(self, section: Section) -> None:
         encoded = self._values[section.name]["value"]
-        tensors = self._tensors_in(section.group, encoded)
-
-        def load() -> None:
-            section.value.load_state_dict(decode(encoded, lambda name: tensors[name].host))
-
-        self._finishers.append(load)
-
-    def _tensors_in(self, group: str, encoded: Any) -> dict[str, Target]:
-        """New tensors for all that an encoded value refers to."""
-        return {name: self._want_new(group, name) for name in tensor_names(encoded)}
+        tensors: dict[str, Callable[[], Any]] = {}
+        for name in tensor_names(encoded):
+            entry = section.entries.get(name)
+            if entry is not None and name in section.shards:
+                local = torch.zeros(entry.tensor.shape, dtype=entry.tensor.dtype)
+                self.want(section.group, name, local, entry.layout, entry.dtype)
+                tensors[name] = partial(Shard, local, entry.layout)
+            else:
+                tensors[name] = partial(_filled, self.want_new(section.group, name))
+        self.finishers.append(lambda: section.value.load_state_dict(decode(encoded, lambda name: tensors[name]())))
 
     def _compare_nested(self, section: Section, state: Mapping[str, Any]) -> None:
         encoded = self._values[section.name]["value"]
         names = set(tensor_names(encoded))
         tensors: dict[str, Target] = {}
         for name, entry in section.entries.items():
-            tensors[name] = self._want(section.group, name, entry.tensor, entry.layout, entry.dtype)
+            live = None if overlaps_itself(entry.tensor) else entry.tensor
+            tensors[name] = self.want(section.group, name, live, entry.layout, entry.dtype)
         for name in sorted(names - tensors.keys()):
-            tensors[name] = self._want_new(section.group, name)
+            tensors[name] = self.want_new(section.group, name)
+
+        def filled(name: str) -> Any:
+            tensor = _filled(tensors[name])
+            return Shard(tensor, tensors[name].layout) if name in section.shards else tensor  # type: ignore[arg-type]
 
         def update() -> None:
-            value = decode(encoded, lambda name: _filled(tensors[name]))
+            value = decode(encoded, filled)
             live = section.value
             if _both(live, value, dict) or _both(live, value, list):
                 update_in_place(live, value)
             elif isinstance(state, dict):
                 state[section.name] = value
 
-        self._finishers.append(update)
+        self.finishers.append(update)
 
-    def _compare_optimizer(self, section: Section, names: Mapping[int, str]) -> None:
-        saved = self._values[section.name]
-        if section.kind == "optimizer":
-            state, groups = optimizer_state(section.name, section.value, names)
-            parameters = {
-                name: parameter
-                for group, named in zip(section.value.param_groups, groups, strict=True)
-                for name, parameter in zip(named["params"], group["params"], strict=True)
-            }
-        else:
-            state, groups, parameters = section.value.named_state(), section.value.named_groups(), {}
-        stored = _by_parameter(self.manifest.tensors.get(section.group, {}), state)
-        self._check_optimizer_class(section, saved)
-        for name in state:
-            if name not in saved["members"]:
-                raise CheckpointMismatch(f"{self.where} has no state of parameter {name!r} in section {section.name!r}")
-            self._compare_parameter(section, name, stored.get(name, {}), saved, parameters.get(name))
-        self._compare_groups(section, groups, saved)
 
-    def _check_optimizer_class(self, section: Section, saved: Mapping[str, Any]) -> None:
-        was, now = saved.get("class"), section.values.get("class")
-        if was is not None and now is not None and was != now and not section.entries:
-            raise CheckpointMismatch(
-                f"section {section.name!r} was saved from {was} in {self.where}, and is {now} here"
-            )
+def load_extra(module: nn.Module, values: Mapping[str, Any], where: str) -> None:
+    """Gives a module what its state dict has besides parameters and buffers, by name in the state dict.
 
-    def _compare_parameter(
-        self, section: Section, name: str, stored: Mapping[str, str], saved: Mapping[str, Any], parameter: Tensor | None
-    ) -> None:
-        """One parameter's state; `stored` is its keys to the names of their tensors."""
-        nested = saved["state"].get(name, {})
-        in_values = {tensor for encoded in nested.values() for tensor in tensor_names(encoded)}
-        direct = {key: tensor for key, tensor in stored.items() if tensor not in in_values}
-        live = {n: e for n, e in section.entries.items() if n.startswith(f"{name}/")}
-        fresh: dict[str, Target] = {}
-        for key, tensor_name in direct.items():
-            entry = live.get(tensor_name)
-            if entry is not None:
-                self._want(section.group, tensor_name, entry.tensor, entry.layout, entry.dtype)
-            elif parameter is not None:
-                layout = self._layout_like(parameter, tensor_name, section)
-                fresh[key] = self._want_new(section.group, tensor_name, layout)
-                if key != "step" or _step_is_on_device(section.value, parameter):
-                    fresh[key].place = partial(self._placed, parameter)
-        if parameter is None:
-            for tensor_name in live.keys() - set(direct.values()):
-                entry = live[tensor_name]
-                self._want(section.group, tensor_name, entry.tensor, entry.layout, entry.dtype)
+    Raises CheckpointMismatch where the module does not take it.
+    """
+    rest = {name: value for name, value in values.items() if not is_extra_state(name)}
+    try:
+        if rest:  # only the module's own hooks know what these stand for, and they may need the others with them
+            state = module.state_dict()  # with the versions of its modules, which hooks may ask for
+            state.update(values)
+            module.load_state_dict(state)
             return
-        tensors = {tensor: self._want_new(section.group, tensor) for tensor in in_values}
-        for target in tensors.values():
-            target.place = partial(self._placed, parameter)
-        self._finishers.append(lambda: self._set_state(section.value, parameter, set(direct), fresh, nested, tensors))
-
-    def _layout_like(self, parameter: Tensor, name: str, section: Section) -> Layout | None:
-        layout = layout_of(parameter)
-        entry = self.manifest.tensors[section.group][name]
-        return layout if layout is not None and entry.shape == layout.shape else None
-
-    def _set_state(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameter: Tensor,
-        keep: set[str],
-        fresh: Mapping[str, Target],
-        nested: Mapping[str, Any],
-        tensors: Mapping[str, Target],
-    ) -> None:
-        """Creates what a fresh optimizer lacks, and removes what the saved one had not."""
-        state = optimizer.state[parameter]
-        for key in [key for key in state if key not in keep and key not in nested]:
-            del state[key]
-        for key, target in fresh.items():
-            state[key] = target.host
-        for key, encoded in nested.items():
-            state[key] = decode(encoded, lambda name: tensors[name].host)
-        if not state:
-            del optimizer.state[parameter]
-
-    def _placed(self, parameter: Tensor, value: Tensor) -> Tensor:
-        placed = value if parameter.device.type == "cpu" else self.runtime.place(value)
-        assert isinstance(placed, Tensor)
-        return placed
-
-    def _compare_groups(self, section: Section, groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> None:
-        order = []
-        for index, group in enumerate(groups):
-            indices = {saved["members"][name] for name in group.get("params", ())} or {index}
-            if len(indices) != 1 or str(min(indices)) not in saved["groups"]:
-                raise CheckpointMismatch(
-                    f"section {section.name!r}: the parameters of group {index} are in several groups in {self.where}"
-                )
-            order.append(str(indices.pop()))
-        tensors: dict[str, Target] = {}
-        for key in dict.fromkeys(order):
-            tensors.update(self._tensors_in(section.group, saved["groups"][key]))
-        self.expected.update((section.group, name) for name in section.entries if name.startswith("param_groups/"))
-
-        def load() -> None:
-            loaded = [decode(saved["groups"][key], lambda name: tensors[name].host) for key in order]
-            if not all(isinstance(group, dict) for group in loaded):
-                raise CheckpointDamaged(f"{self.where}: the groups of section {section.name!r} make no sense")
-            if section.kind == "named":
-                named = [{**new, "params": group.get("params", [])} for new, group in zip(loaded, groups, strict=True)]
-                section.value.load_named_groups(named)
-                return
-            for group, new in zip(section.value.param_groups, loaded, strict=True):
-                for key, value in new.items():
-                    self._set_hyperparameter(group, key, value)
-
-        self._finishers.append(load)
-
-    def _set_hyperparameter(self, group: dict[str, Any], key: str, value: Any) -> None:
-        live = group.get(key)
-        if isinstance(live, Tensor):
-            saved = torch.as_tensor(value, dtype=live.dtype).reshape(live.shape)
-            self.runtime.write(live, saved)
-        elif isinstance(live, float | int) and isinstance(value, Tensor):
-            group[key] = value.item()
-        else:
-            group[key] = value
-
-
-def _step_is_on_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """torch's optimizers count steps on the host, unless they are fused, or run inside captured graphs."""
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    return bool(group.get("capturable") or group.get("fused"))
-
-
-def tensor_names(encoded: Any) -> list[str]:
-    """The names of the tensors that an encoded value refers to."""
-    names: list[str] = []
-    waiting = [encoded]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, list):
-            waiting.extend(item)
-        elif isinstance(item, dict):
-            if item.get(TAG) == "tensor":
-                names.append(str(item["v"]))
-            else:
-                waiting.extend(item.values())
-    return list(dict.fromkeys(names))
+        for name, value in values.items():
+            owner = module.get_submodule(name.removesuffix("_extra_state").removesuffix("."))
+            owner.set_extra_state(value)
+    except RuntimeError as error:
+        raise CheckpointMismatch(
+            f"{where}: the module's load_state_dict() does not take what its state_dict() had saved, "
+            f"{', '.join(sorted(values))}: {error}"
+        ) from error
 
 
 def _filled(target: Target) -> Tensor | None:
     return target.live if target.live is not None else target.host
-
-
-def _by_parameter(stored: Iterable[str], parameters: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Parameter -> key -> tensor name, for tensors named `<parameter>/<key>`; the longest parameter that fits."""
-    found: dict[str, dict[str, str]] = {}
-    for name in stored:
-        position = name.rfind("/")
-        while position > 0 and name[:position] not in parameters:
-            position = name.rfind("/", 0, position)
-        if position > 0:
-            found.setdefault(name[:position], {})[name[position + 1 :]] = name
-    return found
 
 
 def update_in_place(live: Any, saved: Any) -> None:

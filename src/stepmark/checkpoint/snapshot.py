@@ -132,7 +132,7 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
 
 
 def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
-    flat = _flat(source.resolve_conj().resolve_neg())[at + copy.start : at + copy.stop]
+    flat = source.resolve_conj().resolve_neg().contiguous().view(-1)[at + copy.start : at + copy.stop]
     return flat.view(torch.uint8).numpy()
 
 

@@ -48,7 +48,7 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
 def _row_to_json(row: Row) -> list[Any]:
     piece = row.piece
     place = None if piece.is_whole(row.shape) else [piece.box.offsets, piece.box.lengths, piece.start, piece.stop]
-    return [row.name, row.dtype, row.shape, place]
+    return [row.name, row.dtype, row.shape, place, row.first]
 
 
 def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
@@ -57,11 +57,11 @@ def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
     last: Any = None
     shape: tuple[int, ...] = ()
     piece = Piece.whole(())
-    for name, dtype, raw_shape, place in json.loads(data):
+    for name, dtype, raw_shape, place, first in json.loads(data):
         if (raw_shape, place) != last:
             last, shape = (raw_shape, place), tuple(raw_shape)
             piece = Piece.whole(shape) if place is None else _piece_from_json(place)
-        rows.append(Row(group, name, dtype, shape, piece))
+        rows.append(Row(group, name, dtype, shape, piece, first))
     return tuple(rows)
 
 

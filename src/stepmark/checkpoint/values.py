@@ -1,8 +1,8 @@
 """Plain values as JSON, exactly: every float bit for bit, tuples, keys of any plain type, bytes; never pickle.
 
 What JSON has is written as such. The rest is an object with the key "$" that names its type:
-tuple, set, frozenset, dict (pairs), ordered (pairs), float (16 hexadecimal digits), int (hexadecimal), complex, bytes
-(base64), array and scalar (numpy), size, dtype, device (torch), and tensor (a name in one of the tensor files).
+tuple, set, frozenset, dict, ordered and counter (pairs), float (16 hexadecimal digits), int (hexadecimal), complex,
+bytes (base64), array and scalar (numpy), size, dtype, device (torch), and tensor (a name in one of the tensor files).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..errors import CheckpointDamaged, UsageError
 TAG = "$"
 Path = tuple[str, ...]
 OnTensor = Callable[[Any, Path], str]  # takes a tensor or a shard out of the value; returns the name it is stored under
+_DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _LARGEST_DECIMAL = 1 << 1024  # Python refuses to parse very long decimal integers
 
 
@@ -54,7 +55,7 @@ class Encoder:
             return value if math.isfinite(value) else {TAG: "float", "v": struct.pack(">d", value).hex()}
         if self._is_tensor(value):
             return {TAG: "tensor", "v": self._on_tensor(value, path)}
-        if kind is dict or kind is OrderedDict:
+        if kind in _DICTS:
             return self._encode_dict(value, path)
         if kind is list:
             return self._encode_items(value, path)
@@ -79,7 +80,7 @@ class Encoder:
         pairs = [
             [self._encode(key, (*path, "key")), self._encode(item, (*path, str(key)))] for key, item in value.items()
         ]
-        return {TAG: "dict" if type(value) is dict else "ordered", "v": pairs}
+        return {TAG: _DICTS[type(value)], "v": pairs}
 
 
 def _encode_scalar(value: Any) -> dict[str, Any] | None:
@@ -88,10 +89,17 @@ def _encode_scalar(value: Any) -> dict[str, Any] | None:
         return {TAG: "bytes", "v": base64.b64encode(value).decode()}
     if kind is complex:
         return {TAG: "complex", "v": struct.pack(">dd", value.real, value.imag).hex()}
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
-        data = base64.b64encode(value.tobytes()).decode()
+    if (
+        (kind in (np.ndarray, np.memmap) or isinstance(value, np.generic))
+        and not value.dtype.hasobject
+        and value.dtype.names is None
+    ):
         tag = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {TAG: tag, "dtype": value.dtype.str, "shape": list(value.shape), "v": data}
+        found = np.asarray(value)
+        if not found.dtype.itemsize:  # texts of length 0, of which numpy cannot read an array back
+            found = found.astype(np.dtype((found.dtype.type, 1)))
+        data = base64.b64encode(found.tobytes()).decode()
+        return {TAG: tag, "dtype": found.dtype.str, "shape": list(found.shape), "v": data}
     return _encode_torch(value)
 
 
@@ -126,9 +134,9 @@ def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     tag, inner = value[TAG], value["v"]
     if tag == "tensor":
         return tensor(inner)
-    if tag in ("dict", "ordered"):
+    if tag in _DICTS.values():
         pairs = [(_decode(key, tensor), _decode(item, tensor)) for key, item in inner]
-        return dict(pairs) if tag == "dict" else OrderedDict(pairs)
+        return next(kind for kind, name in _DICTS.items() if name == tag)(dict(pairs) if tag == "counter" else pairs)
     if tag in ("tuple", "set", "frozenset"):
         items = [_decode(item, tensor) for item in inner]
         return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](items)

@@ -14,7 +14,7 @@ from .digests import cell_digest
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from .names import checkpoints
 from .tensorfile import Header
-from .whole import check_file, foreign_tensor_files, read_header
+from .whole import check_file, check_name, foreign_tensor_files, read_header
 
 Cell = tuple[int, int, str, str]  # first byte, last + 1, tensor, digest
 
@@ -45,12 +45,17 @@ class Report:
 
 
 def verify(folder: Path, *, threads: int = 4) -> Report:
-    """Checks the checkpoint in `folder`."""
+    """Checks the checkpoint in `folder`. Raises CheckpointError where a file cannot be read for the moment, so that
+    nothing can be said of it."""
     try:
         manifest = read_manifest(folder)
     except CheckpointDamaged as error:
         return Report(folder, None, 0, (Fault(MANIFEST, _short(error, folder / MANIFEST)),))
     faults: list[Fault] = []
+    try:
+        check_name(folder, manifest)
+    except CheckpointDamaged as error:
+        faults.append(Fault(MANIFEST, _short(error, folder / MANIFEST)))
     with ThreadPoolExecutor(threads, thread_name_prefix="stepmark-verify") as pool:
         for number, entry in enumerate(manifest.files):
             try:

@@ -1,4 +1,8 @@
-"""Whether a checkpoint is whole: what can be told without reading the tensors' bytes."""
+"""Whether a checkpoint is whole: what can be told without reading the tensors' bytes.
+
+Everything here raises CheckpointDamaged for what is missing or wrong, and a plain CheckpointError where that cannot be
+told, because a file cannot be read for the moment.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ from typing import Any
 from ..errors import CheckpointDamaged
 from .digests import bytes_digest, file_digest
 from .files import regular_file_size, regular_files
-from .manifest import VALUES, FileEntry, Manifest
+from .manifest import MANIFEST, VALUES, FileEntry, Manifest
+from .names import step_of
+from .reading import FileIncomplete, cannot_read
 from .tensorfile import Header, parse_header
 
 SUFFIX = ".safetensors"
@@ -20,6 +26,7 @@ def check_whole(folder: Path, manifest: Manifest) -> None:
 
     Raises CheckpointDamaged, naming the first file that is not as it was written.
     """
+    check_name(folder, manifest)
     for entry in manifest.files:
         if entry.header is None:
             check_file(folder, entry)
@@ -29,20 +36,35 @@ def check_whole(folder: Path, manifest: Manifest) -> None:
         raise CheckpointDamaged(f"{folder / name} does not belong to this checkpoint; move it away")
 
 
+def check_name(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointDamaged where a folder with a checkpoint's name holds another step: a copy under that name."""
+    step = step_of(folder)
+    if step is not None and step != manifest.step:
+        raise CheckpointDamaged(
+            f"{folder / MANIFEST} is of step {manifest.step}: the folder was copied or renamed; give it another name"
+        )
+
+
 def foreign_tensor_files(folder: Path, manifest: Manifest) -> list[str]:
     """Tensor files that the manifest does not list; other programs would read them."""
     known = {entry.name for entry in manifest.files}
-    return [name for name in regular_files(folder) if name.endswith(SUFFIX) and name not in known]
+    try:
+        return [name for name in regular_files(folder) if name.endswith(SUFFIX) and name not in known]
+    except OSError as error:
+        raise cannot_read(folder, error) from error
 
 
 def check_size(folder: Path, entry: FileEntry) -> Path:
     """The file's path. Raises CheckpointDamaged where it is missing or has another size."""
     path = folder / entry.name
-    size = regular_file_size(path)
+    try:
+        size = regular_file_size(path)
+    except OSError as error:
+        raise cannot_read(path, error) from error
     if size is None or not path.resolve().is_relative_to(folder.resolve()):  # a link may lead anywhere
-        raise CheckpointDamaged(f"{path} is missing")
+        raise FileIncomplete(f"{path} is missing")
     if size != entry.size:
-        raise CheckpointDamaged(f"{path} has {size} bytes instead of {entry.size}")
+        raise FileIncomplete(f"{path} has {size} bytes instead of {entry.size}")
     return path
 
 
@@ -52,7 +74,7 @@ def check_file(folder: Path, entry: FileEntry) -> None:
     try:
         _, digest = file_digest(path)
     except OSError as error:
-        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
+        raise cannot_read(path, error) from error
     if digest != entry.digest:
         raise CheckpointDamaged(f"{path} differs from its digest")
 
@@ -66,7 +88,7 @@ def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
         with path.open("rb", buffering=0) as file:
             data = file.read(entry.header)
     except OSError as error:
-        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
+        raise cannot_read(path, error) from error
     if bytes_digest(data) != entry.digest:
         raise CheckpointDamaged(f"{path}: its header differs from its digest")
     try:
@@ -88,7 +110,7 @@ def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
+        raise cannot_read(path, error) from error
     if bytes_digest(data) != entry.digest:
         raise CheckpointDamaged(f"{path} differs from its digest")
     try:

@@ -13,6 +13,7 @@ from stepmark.checkpoint.dtypes import torch_dtype
 from stepmark.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from stepmark.checkpoint.plan import MODEL
 from stepmark.checkpoint.reader import TensorReader
+from stepmark.checkpoint.reading import cannot_read
 from stepmark.checkpoint.restoring import Restoration
 from stepmark.checkpoint.values import decode_plain
 from stepmark.checkpoint.whole import check_whole, read_values
@@ -99,7 +100,7 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
         with TensorReader(folder, manifest) as reader:
             reader.fill(restoration.targets, runtime)
     except OSError as error:
-        raise CheckpointDamaged(f"{folder} cannot be read: {error.strerror or error}") from error
+        raise cannot_read(folder, error) from error
     restoration.finish()
 
 

@@ -25,7 +25,8 @@ from ..checkpoint.whole import check_size, check_whole
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from .containers import MAKERS
 from .gather import Job, Source, Target, jobs
-from .shards import Shard, cut, index_of
+from .shards import Shard, cut, index_of, tensor_bytes
+from .sums import Sums, write_sums
 
 THREADS = 4
 AHEAD = 4 * THREADS  # jobs that are given to the threads at a time
@@ -183,8 +184,12 @@ def _write_shards(
             places = MAKERS[form](folder / shard.name, shard.tensors)
             descriptor = files.open_for_writing(folder / shard.name)
             open_files.append(descriptor)
-            targets = [Target(name, tensor, descriptor, places[name]) for name, tensor in shard.tensors.items()]
+            sums = Sums() if form == "pytorch" else None
+            targets = [Target(name, tensor, descriptor, places[name], sums) for name, tensor in shard.tensors.items()]
             _do(pool, (job for target in targets for job in jobs(target, sources[target.name])), listener)
+            if sums is not None:
+                ends = {target.begin: target.begin + tensor_bytes(target.tensor) for target in targets}
+                write_sums(folder / shard.name, descriptor, ends, sums)
             syncs.append(pool.submit(files.sync, descriptor))
         for sync in syncs:
             sync.result()

@@ -41,7 +41,7 @@ def make_pytorch(path: Path, tensors: Tensors) -> dict[str, int]:
     """Makes a file as torch.save does, whose tensors are holes; the byte of the file at which each begins.
 
     torch writes the file itself, without looking at the tensors' bytes: these are in memory that is reserved, and
-    never touched. Such a file has no checksums of its own; torch.load asks for none.
+    never touched. It leaves their checksums out; `write_sums` adds them.
     """
     import torch
 

@@ -24,6 +24,7 @@ from ..checkpoint.tensorfile import StoredTensor
 from ..errors import CheckpointDamaged
 from ..sharding.overlap import disjoint
 from ..sharding.spec import Block, Box, Piece, Shape
+from .sums import Sums
 
 WINDOW = 32 << 20  # bytes of a tensor that a thread puts together at a time
 
@@ -41,12 +42,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor's place: it begins at byte `begin` of an open file."""
+    """A tensor's place: it begins at byte `begin` of an open file. `sums` hears of every block, if there is one."""
 
     name: str
     tensor: TensorEntry
     descriptor: int
     begin: int
+    sums: Sums | None = None
+
+    def write(self, data: memoryview, begin: int) -> None:
+        """Writes a block at byte `begin` of the file."""
+        files.write_at(self.descriptor, data, begin)
+        if self.sums is not None:
+            self.sums.add(begin, data)
 
 
 def jobs(target: Target, sources: Sequence[Source]) -> Iterator[Job]:
@@ -100,7 +108,7 @@ def _blocks_of(target: Target, source: Source, start: int) -> Iterator[Job]:
 
 
 def _copy(target: Target, source: Source, begin: int, end: int, shift: int) -> int:
-    files.write_at(target.descriptor, source.file.read(source.stored, begin, end), begin + shift)
+    target.write(source.file.read(source.stored, begin, end), begin + shift)
     return end - begin
 
 
@@ -125,7 +133,7 @@ def _fill(target: Target, sources: Sequence[Source], wanted: Piece) -> int:
     # the tensor, so one window at least has too few then, unless they lie twice in one.
     if sum(box.numel for box in found) != wanted.numel or not disjoint(found):
         raise _incomplete(target, sources)
-    files.write_at(target.descriptor, window.data, target.begin + wanted.start * size)
+    target.write(window.data, target.begin + wanted.start * size)
     return wanted.numel * size
 
 

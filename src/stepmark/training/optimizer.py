@@ -103,14 +103,32 @@ class ParameterOptimizer:
         """Creates state that the optimizer would make in its first step, so that it can be restored in place.
 
         Any optimizer makes it in a step; this one has zero gradients and learning rate 0, on parameters that are put
-        back afterwards. Its values mean nothing: call it only when they are about to be replaced.
+        back afterwards. Its values mean nothing: call it only when they are about to be replaced. What has state keeps
+        it, and its gradient.
         """
-        if all(tensor in self.inner.state for tensor in self._worked_on):
+        missing = [tensor for tensor in self._worked_on if tensor not in self.inner.state]
+        if not missing:
             return
-        saved = self._runtime.to_host(self._worked_on)
-        take_empty_step(self.inner, self._worked_on, self._runtime)
-        for tensor, value in zip(self._worked_on, saved, strict=True):
+        gradients = [tensor.grad for tensor in self._worked_on]
+        for tensor in self._worked_on:
+            tensor.grad = None
+        saved = self._runtime.to_host(missing)
+        take_empty_step(self.inner, missing, self._runtime)
+        for tensor, value in zip(missing, saved, strict=True):
             self._runtime.write(tensor, value)
+        for tensor, gradient in zip(self._worked_on, gradients, strict=True):
+            tensor.grad = gradient
+
+    def forget_state(self, names: Sequence[str]) -> bool:
+        """Removes the state of these parameters, as before their first gradient. False, and nothing is removed, where
+        the optimizer has made it at the start and cannot do without."""
+        if self._runtime.lazy:
+            return False
+        gone = set(names)
+        for name, tensor in zip(self.names, self._worked_on, strict=True):
+            if name in gone:
+                self.inner.state.pop(tensor, None)
+        return True
 
     def named_state(self) -> dict[str, dict[str, Any]]:
         """Parameter name to state: the inner optimizer's live tensors and values, and `master` where there is one."""

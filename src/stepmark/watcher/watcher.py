@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.errors import CheckpointDamaged, CheckpointError, MetricsError
+from stepmark.errors import CheckpointError, CheckpointMismatch, MetricsError
 from stepmark.runtime.mesh import Mesh
 from stepmark.watcher.agenda import Agenda, Job, Wishes
 from stepmark.watcher.bookkeeping import Bookkeeper, Listener
@@ -26,11 +26,12 @@ RETRY_AFTER = 1.0  # seconds: a name that retention gives back is gone for less
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How an evaluation went on one rank. `damaged`: it may only have been its name that was gone for a moment."""
+    """How an evaluation went on one rank. `again`: another time it may go well, if its name was gone for a moment
+    only, or the file system did not answer."""
 
     metrics: dict[str, float] | None = None
     problem: str | None = None
-    damaged: bool = False
+    again: bool = False
     there: bool = True
 
 
@@ -98,7 +99,7 @@ class Watcher:
     def _evaluate(self, job: Job) -> None:
         assert job.checkpoint is not None
         outcomes = self._host.all_gather(self._try(job.checkpoint))
-        if any(outcome.damaged for outcome in outcomes) and outcomes[0].there:
+        if any(outcome.again for outcome in outcomes) and outcomes[0].there:
             time.sleep(RETRY_AFTER)
             outcomes = self._host.all_gather(self._try(job.checkpoint))
         if self._books is not None:
@@ -111,7 +112,8 @@ class Watcher:
             return _Outcome(metrics=self._setup.evaluate(checkpoint))
         except (CheckpointError, MetricsError) as error:
             logger.debug("%s", checkpoint, exc_info=True)
-            return _Outcome(None, str(error), isinstance(error, CheckpointDamaged), checkpoint.is_dir())
+            again = isinstance(error, CheckpointError) and not isinstance(error, CheckpointMismatch)
+            return _Outcome(None, str(error), again, checkpoint.is_dir())
 
     def _settle(self, books: Bookkeeper, job: Job, outcomes: list[_Outcome]) -> None:
         assert job.found is not None

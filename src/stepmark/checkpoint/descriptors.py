@@ -1,0 +1,39 @@
+"""The files that are open for writing, of which a forked process keeps none.
+
+A data worker that is forked while a save is on its way inherits its descriptors, and the space of a file that is
+deleted stays taken as long as anybody has it open. In the new process they lead nowhere from the start; their numbers
+stay taken, so that objects that know them close nothing else. Locks are not inherited, and the parent keeps its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+_open: set[int] = set()
+
+
+def opened(descriptor: int) -> int:
+    """Notes an open descriptor; returns it."""
+    _open.add(descriptor)
+    return descriptor
+
+
+def closing(descriptor: int) -> None:
+    """Call it just before a descriptor is closed."""
+    _open.discard(descriptor)
+
+
+def _let_go() -> None:
+    if not _open:
+        return
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # no descriptor is left: the files stay open as long as this process lives
+        return
+    for descriptor in _open:
+        os.dup2(nowhere, descriptor, inheritable=False)
+    os.close(nowhere)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,76 @@
+"""What restoring has to read, and what it sets afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import CheckpointMismatch
+from ..runtime.base import Runtime
+from ..sharding.spec import Layout
+from .manifest import Manifest, TensorEntry
+from .reader import Target, check_entry
+from .values import TAG
+
+Names = set[tuple[str, str]]
+
+
+class Wanted:
+    """The tensors wanted of one checkpoint, by group and name, and the functions to call once they are read."""
+
+    def __init__(self, manifest: Manifest, runtime: Runtime, where: str) -> None:
+        self.manifest = manifest
+        self.runtime = runtime
+        self.where = where
+        self.targets: list[Target] = []
+        self.expected: Names = set()
+        self.finishers: list[Callable[[], None]] = []
+
+    def finish(self) -> None:
+        """Sets what is not in live tensors, once all targets are filled."""
+        for finisher in self.finishers:
+            finisher()
+
+    def stored(self, group: str) -> dict[str, TensorEntry]:
+        """The checkpoint's tensors in a group."""
+        return dict(self.manifest.tensors.get(group, {}))
+
+    def want(self, group: str, name: str, live: Tensor | None, layout: Layout, dtype: str) -> Target:
+        """A tensor to be read into `live`, or where that is None into a new one.
+
+        Raises CheckpointMismatch where the checkpoint has it not, or as another.
+        """
+        target = Target(group, name, layout, dtype, live)
+        check_entry(self.manifest.tensors.get(group, {}).get(name), target, self.where)
+        self.targets.append(target)
+        self.expected.add((group, name))
+        return target
+
+    def want_new(self, group: str, name: str, layout: Layout | None = None) -> Target:
+        """A tensor to be read into a new one, whole or the part that `layout` says. Raises CheckpointMismatch."""
+        entry = self.manifest.tensors.get(group, {}).get(name)
+        if entry is None:
+            raise CheckpointMismatch(f"{self.where} has no tensor {name!r}, which its values refer to")
+        return self.want(group, name, None, layout or Layout.whole(entry.shape), entry.dtype)
+
+    def tensors_in(self, group: str, encoded: Any) -> dict[str, Target]:
+        """New tensors for all that an encoded value refers to."""
+        return {name: self.want_new(group, name) for name in tensor_names(encoded)}
+
+
+def tensor_names(encoded: Any) -> list[str]:
+    """The names of the tensors that an encoded value refers to."""
+    names: list[str] = []
+    waiting = [encoded]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, dict):
+            if item.get(TAG) == "tensor":
+                names.append(str(item["v"]))
+            else:
+                waiting.extend(item.values())
+    return list(dict.fromkeys(names))

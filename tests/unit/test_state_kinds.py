@@ -1,0 +1,446 @@
+"""Kinds of state that real programs have: each comes back as torch would give it back, or is refused by the save."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepmark.checkpoint import Checkpointer, read_manifest
+from stepmark.checkpoint.describe import describe
+from stepmark.checkpoint.restoring import Restoration
+from stepmark.checkpoint.whole import read_values
+from stepmark.errors import CheckpointMismatch, UsageError
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.sharding.spec import Layout, Shard
+from stepmark.training.optimizer import build_optimizer
+from tests.support.independent_reader import read_checkpoint
+
+schedulers = torch.optim.lr_scheduler
+
+
+def through(folder: Path, saved: Any, restored: Any) -> None:
+    """Saves one state, and restores it into the other."""
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, saved)
+        checkpointer.wait()
+        assert checkpointer.restore(restored) == 1
+
+
+def refused(folder: Path, state: Any, match: str, **options: Any) -> None:
+    with Checkpointer(folder) as checkpointer, pytest.raises(UsageError, match=match):
+        checkpointer.save(options.pop("step", 1), state, **options)
+    assert not list(folder.glob("checkpoint-*"))
+
+
+# Optimizers
+
+
+class Partly(nn.Module):
+    """A model one of whose layers never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(2, 2)
+        self.pooler = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def trained(name: str, steps: int) -> tuple[Partly, Any]:
+    torch.manual_seed(0)
+    module = Partly()
+    optimizer = build_optimizer(
+        name, list(module.named_parameters()), EagerRuntime(torch.device("cpu")), options={"lr": 0.1}
+    )
+    train(module, optimizer, steps)
+    return module, optimizer
+
+
+def train(module: Partly, optimizer: Any, steps: int, *, all_of_it: bool = False) -> None:
+    for _ in range(steps):
+        module.zero_grad()
+        x = torch.ones(1, 2)
+        (module.pooler(module(x)) if all_of_it else module(x)).square().sum().backward()
+        optimizer.set_gradients([parameter.grad for parameter in optimizer.parameters])
+        optimizer.step()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_parameter_that_never_had_a_gradient_has_no_state_afterwards(tmp_path: Path, warm: bool) -> None:
+    module, optimizer = trained("adamw_torch", 3)
+    other, its_optimizer = trained("adamw_torch", 1 if warm else 0)
+    if warm:
+        train(other, its_optimizer, 1, all_of_it=True)
+    through(tmp_path, {"model": module, "optimizer": optimizer}, {"model": other, "optimizer": its_optimizer})
+    found, wanted = its_optimizer.named_state(), optimizer.named_state()
+    assert found["pooler.weight"] == {}
+    assert {name: state.keys() for name, state in found.items()} == {k: s.keys() for k, s in wanted.items()}
+    for one in ((module, optimizer), (other, its_optimizer)):
+        train(*one, 2, all_of_it=True)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def test_comparing_an_optimizer_takes_as_many_calls_as_it_has_parameters(tmp_path: Path) -> None:
+    def calls(count: int) -> int:
+        module = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(count)])
+        optimizer = torch.optim.AdamW(module.parameters())
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros(1)
+        optimizer.step()
+        state = {"model": module, "optimizer": optimizer}
+        folder = tmp_path / str(count)
+        with Checkpointer(folder) as checkpointer:
+            checkpointer.save(1, state)
+            checkpointer.wait()
+        path = folder / "checkpoint-1"
+        manifest = read_manifest(path)
+        restoration = Restoration(manifest, read_values(path, manifest), EagerRuntime(torch.device("cpu")), "here")
+        sections = describe(state)
+        found = 0
+
+        def count_call(frame: Any, event: str, argument: Any) -> None:
+            nonlocal found
+            found += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(count_call)
+        try:
+            restoration.compare(state, sections)
+        finally:
+            sys.setprofile(before)
+        return found
+
+    assert calls(400) < 2.5 * calls(200)
+
+
+class Keeps:
+    """An optimizer that names its state, and keeps state for every parameter from the start."""
+
+    def __init__(self, value: float, *names: str) -> None:
+        self.flat = torch.full((4,), value)
+        self.step = torch.full((1,), value)
+        self.names = names
+
+    def named_state(self) -> dict[str, dict[str, Any]]:
+        halves = {
+            "a": Shard(self.flat, Layout.range((2,), 0, 2)),
+            "b": Shard(self.flat, Layout.range((2,), 0, 2, at=2)),
+        }
+        return {name: {"step": self.step, "m": halves[name]} if name in self.names else {} for name in halves}
+
+    def named_groups(self) -> list[dict[str, Any]]:
+        return [{"params": ["a", "b"]}]
+
+    def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
+        pass
+
+
+def test_state_that_cannot_be_removed_becomes_zero(tmp_path: Path) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    restored = Keeps(9.0, "a", "b")
+    through(tmp_path, {"model": Pair(), "o": Keeps(5.0, "a")}, {"model": Pair(), "o": restored})
+    assert restored.flat.tolist() == [5.0, 5.0, 0.0, 0.0]
+    assert restored.step.item() == 5.0
+
+
+def test_making_missing_state_leaves_the_state_that_is_there() -> None:
+    module, optimizer = trained("adamw_torch", 3)
+    before = {key: value.clone() for key, value in optimizer.named_state()["used.weight"].items()}
+    optimizer.ensure_state()
+    assert optimizer.named_state()["pooler.weight"]
+    after = optimizer.named_state()["used.weight"]
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert module.used.weight.grad is not None
+
+
+class Scaled(torch.optim.SGD):
+    """State under a key that is no parameter, and a member of its own in its state dict."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.scale = torch.ones(3)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.state["global"] = {"n": self.state.get("global", {}).get("n", 0) + 1, "t": torch.full((2,), 7.0)}
+        self.scale = self.scale * 2
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "scale": self.scale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scale = state_dict.pop("scale")
+        super().load_state_dict(state_dict)
+
+
+def test_what_an_optimizer_has_of_its_own_comes_back(tmp_path: Path) -> None:
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, restored = Scaled(module.parameters()), Scaled(other.parameters())
+    for _ in range(3):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    group = restored.param_groups[0]
+    through(tmp_path, {"model": module, "o": optimizer}, {"model": other, "o": restored})
+    assert restored.state["global"]["n"] == 3
+    assert restored.state["global"]["t"].tolist() == [7.0, 7.0]
+    assert restored.scale.tolist() == [8.0] * 3
+    assert restored.param_groups[0] is group
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[a]["momentum_buffer"], restored.state[b]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda o: schedulers.MultiStepLR(o, [3, 5]), lambda o: torch.optim.swa_utils.SWALR(o, 0.05)]
+)
+def test_schedulers_with_counters_and_functions(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    def made() -> tuple[nn.Module, Any, Any]:
+        module = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return module, optimizer, make(optimizer)
+
+    def rates(optimizer: Any, scheduler: Any) -> list[float]:
+        found = []
+        for _ in range(4):
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    module, optimizer, scheduler = made()
+    rates(optimizer, scheduler)
+    other, its_optimizer, its_scheduler = made()
+    through(
+        tmp_path,
+        {"model": module, "optimizer": optimizer, "scheduler": scheduler},
+        {"model": other, "optimizer": its_optimizer, "scheduler": its_scheduler},
+    )
+    assert rates(its_optimizer, its_scheduler) == rates(optimizer, scheduler)
+
+
+# Modules
+
+
+class Extra(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.value = value
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.value)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.value = float(state)
+
+
+class Packed(nn.Module):
+    """Saves a tensor that it makes for the purpose."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((2,), value))
+        self.value = value
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "packed"] = torch.tensor([self.value])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.value = state_dict.pop(prefix + "packed").item()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.parametrize("kind", [Extra, Packed])
+def test_tensors_that_a_module_makes_for_its_state_dict_come_back(tmp_path: Path, kind: Any) -> None:
+    saved, restored = nn.Sequential(kind(7.0), kind(8.0)), nn.Sequential(kind(1.0), kind(2.0))
+    weight = restored[0].w
+    through(tmp_path, {"model": saved}, {"model": restored})
+    assert [module.value for module in restored] == [7.0, 8.0]
+    assert restored[0].w is weight
+    assert torch.equal(weight, saved[0].w)
+    read_checkpoint(tmp_path / "checkpoint-1")
+
+
+def test_a_module_that_lacks_the_extra_state_is_a_mismatch(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatch, match="extra state"):
+        through(tmp_path, {"model": nn.Sequential(Extra(1.0))}, {"model": nn.Sequential(nn.ParameterList())})
+
+
+def test_an_expanded_buffer_is_refused(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("ids", torch.zeros(1).expand(4))
+    refused(tmp_path, {"model": module}, r"'ids' has elements that share memory.*clone")
+
+
+# Ranks
+
+
+class Group:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, size: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self._shared[self.rank] = value
+        self._barrier.wait(60)
+        found = list(self._shared)
+        self._barrier.wait(60)
+        return found
+
+    def broadcast(self, value: Any = None, source: int = 0) -> Any:
+        return self.all_gather(value)[source]
+
+    def barrier(self) -> None:
+        self.all_gather(None)
+
+
+def on_ranks(size: int, function: Callable[[int, Any], Any]) -> list[Any]:
+    shared: list[Any] = [None] * size
+    results: list[Any] = [None] * size
+    barrier = threading.Barrier(size)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(rank, Group(rank, size, shared, barrier))
+        except BaseException as error:
+            results[rank] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+class Statistics(nn.Module):
+    """Parameters are equal on all ranks, buffers are not."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(1 << 20))
+        self.register_buffer("mean", torch.full((400_000,), float(rank)))
+        self.second = nn.Parameter(torch.ones(1 << 20))
+        self.register_buffer("var", torch.full((1 << 20,), float(rank)))
+        self.register_buffer("count", torch.full((3,), rank))
+
+
+def test_buffers_that_differ_come_whole_from_the_first_rank(tmp_path: Path) -> None:
+    def save(rank: int, group: Any) -> None:
+        with Checkpointer(tmp_path, group=group) as checkpointer:
+            checkpointer.save(1, {"model": Statistics(rank)})
+            checkpointer.wait()
+
+    on_ranks(2, save)
+    manifest, _, groups = read_checkpoint(tmp_path / "checkpoint-1")
+    for name in ("mean", "var", "count"):
+        assert not groups["model"][name].any(), name
+    (writers,) = [file["writers"] for file in manifest["files"] if "header" in file]
+    assert {rank for rank, _ in writers} == {0, 1}  # the parameters are still written together
+
+
+def test_a_shard_stays_a_shard(tmp_path: Path) -> None:
+    def job(rank: int, group: Any) -> None:
+        def state(value: float) -> dict[str, Any]:
+            return {"n": {"x": Shard(torch.full((4,), value), Layout.box((8,), (4 * rank,), (4,)))}}
+
+        restored = state(9.0)
+        live = restored["n"]["x"].tensor
+        with Checkpointer(tmp_path, group=group) as checkpointer:
+            checkpointer.save(1, state(float(rank)))
+            checkpointer.wait()
+            checkpointer.restore(restored)
+            assert isinstance(restored["n"]["x"], Shard)
+            assert restored["n"]["x"].tensor is live
+            checkpointer.save(2, restored)
+            checkpointer.wait()
+
+    on_ranks(2, job)
+    assert read_checkpoint(tmp_path / "checkpoint-2")[2]["state/n"]["x"].tolist() == [0.0] * 4 + [1.0] * 4
+
+
+# Tensors, values and files
+
+
+def test_strided_and_conjugated_tensors(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    matrix, numbers = torch.randn(4, 3), torch.randn(4, dtype=torch.complex64)
+    state = {
+        "column": matrix[:, 0],
+        "second": torch.randn(20)[::2],
+        "expanded": torch.ones(1).expand(4),
+        "conjugated": numbers.conj(),
+        "negated": numbers.conj().imag,
+    }
+    wanted = {name: tensor.clone() for name, tensor in state.items()}
+    other = torch.zeros(4, dtype=torch.complex64)
+    restored = {
+        "column": torch.zeros(4, 3)[:, 0],
+        "second": torch.zeros(20)[::2],
+        "expanded": torch.zeros(1).expand(4),
+        "conjugated": other.conj(),
+        "negated": torch.zeros(4, dtype=torch.complex64).conj().imag,
+    }
+    through(tmp_path, {"n": state}, {"n": restored})
+    assert all(torch.equal(restored[name], wanted[name]) for name in wanted)
+    assert restored["conjugated"].is_conj()
+    assert torch.equal(other, numbers)
+
+
+def test_counters_and_texts_of_numpy(tmp_path: Path) -> None:
+    values = {"c": collections.Counter([3, 5, 3]), "s": np.str_(""), "a": np.array(["", ""]), "t": np.str_("x")}
+    restored: dict[str, Any] = {"n": {}}
+    through(tmp_path, {"n": values}, restored)
+    assert type(restored["n"]["c"]) is collections.Counter
+    assert restored["n"]["c"] == values["c"]
+    assert [type(restored["n"][key]) for key in "st"] == [np.str_, np.str_]
+    assert (restored["n"]["s"], restored["n"]["t"]) == ("", "x")
+    assert restored["n"]["a"].tolist() == ["", ""]
+    _, sections, _ = read_checkpoint(tmp_path / "checkpoint-1")
+    assert sections["n"]["value"]["c"] == {3: 2, 5: 1}
+
+
+def test_what_could_not_be_restored_is_refused(tmp_path: Path) -> None:
+    tensor = torch.zeros(2)
+    refused(tmp_path, {"n": {"__metadata__": tensor}}, "'__metadata__' has a name.*another name")
+    refused(tmp_path, {"n": tensor}, "less than 64 bits", step=1 << 63)
+    refused(tmp_path, {"n": tensor}, "natural number", step=-1)
+    refused(tmp_path, {"n": {"m": np.ma.array([1.0], mask=[1])}}, r"n\['m'\] is a .*MaskedArray")
+    with pytest.warns(UserWarning, match="beta"):
+        sparse = torch.eye(3).to_sparse_csr()
+    refused(tmp_path, {"n": {"s": sparse}}, "sparse_csr, which cannot be stored")
+    refused(tmp_path, {"n": tensor}, "backslash", files=lambda folder: (folder / "a\\b").write_text(""))
+    refused(tmp_path, {"n": tensor}, "leads to no file", files=lambda folder: (folder / "a").symlink_to("gone"))
+    refused(tmp_path, {"n": tensor}, "leads to no file", files=lambda folder: (folder / "a").symlink_to("."))
+
+
+def test_a_link_among_extra_files_becomes_a_copy(tmp_path: Path) -> None:
+    outside = tmp_path / "tokenizer.json"
+    outside.write_text("{}")
+    folder = tmp_path / "run"
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, {"n": torch.ones(1)}, files=lambda path: (path / "t.json").symlink_to(outside))
+        checkpointer.wait()
+        outside.unlink()
+        assert checkpointer.restore({"n": torch.zeros(1)}) == 1
+    assert (folder / "checkpoint-1" / "t.json").read_text() == "{}"
