@@ -13,6 +13,8 @@ from checkpoint_world import RankError, run_ranks
 from torch import nn
 
 from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import checkpointer as checkpointer_module
+from stepmark.errors import CheckpointError
 from stepmark.sharding.spec import Box, Layout, Part, Piece, Shard
 
 
@@ -308,3 +310,19 @@ def test_a_rank_that_is_killed_is_named_and_the_last_checkpoint_stands(tmp_path:
 def restore_newest(rank: int, folder: Path) -> int | None:
     with Checkpointer(folder) as checkpointer:
         return checkpointer.restore(make(1))
+
+
+def save_where_memory_is_short(rank: int, folder: Path) -> str:
+    """Each rank copies half of 16 MiB; there is room for one of them."""
+    checkpointer_module.free_host_memory = lambda: (64 << 20) + (12 << 20)
+    with Checkpointer(folder) as checkpointer:
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(1, {"nest": {"tensor": torch.zeros(4 << 20)}})
+        checkpointer_module.free_host_memory = lambda: (64 << 20) + (17 << 20)
+        checkpointer.save(2, {"nest": {"tensor": torch.zeros(4 << 20)}}, block=True)
+    return str(caught.value)
+
+
+def test_the_ranks_of_a_node_need_their_memory_together(tmp_path: Path) -> None:
+    for told in run_ranks(2, save_where_memory_is_short, tmp_path):
+        assert "saving needs 0.02 GiB more of host memory for the copies of the 2 ranks on this node" in told

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from stepmark.checkpoint import Checkpointer, checked, staging
+from stepmark.checkpoint import checkpointer as checkpointer_module
+from stepmark.errors import CheckpointError
 
 
 def test_twenty_saves_take_their_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,3 +115,16 @@ def test_the_limit_of_a_container_counts(
     assert staging.free_host_memory() == (3 << 20) + 1000
     (tmp_path / mount / "job" / limit).write_text("max\n")
     assert (staging.free_host_memory() or 0) > 1 << 30
+
+
+def test_a_copy_that_the_host_has_no_room_for_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there from the last save is not needed again."""
+    monkeypatch.setattr(checkpointer_module, "free_host_memory", lambda: (64 << 20) + (12 << 20))
+    with Checkpointer(tmp_path) as checkpointer:
+        small = {"nest": {"tensor": torch.zeros(2 << 20)}}
+        checkpointer.save(1, small, block=True)
+        monkeypatch.setattr(checkpointer_module, "free_host_memory", lambda: 0)
+        checkpointer.save(2, small, block=True)
+        large = {"nest": {"tensor": torch.zeros(8 << 20)}}
+        with pytest.raises(CheckpointError, match="saving needs 0.02 GiB more of host memory for its copy"):
+            checkpointer.save(3, large)

@@ -90,6 +90,17 @@ def test_a_parameter_that_never_had_a_gradient_has_no_state_afterwards(tmp_path:
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
+def test_a_refused_restore_leaves_an_optimizer_as_it_was(tmp_path: Path) -> None:
+    module, optimizer = trained("adamw_torch", 3)
+    new, its_optimizer = trained("adamw_torch", 0)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": module, "optimizer": optimizer}, block=True)
+        other = {"model": new, "optimizer": its_optimizer, "nest": {"other": torch.zeros(1)}}
+        with pytest.raises(CheckpointMismatch):
+            checkpointer.restore(other)
+    assert not any(its_optimizer.named_state().values())
+
+
 def test_comparing_an_optimizer_takes_as_many_calls_as_it_has_parameters(tmp_path: Path) -> None:
     def calls(count: int) -> int:
         module = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(count)])

@@ -28,10 +28,11 @@ from .meeting import Meeting
 from .membership import Membership
 from .names import checkpoint_path, checkpoints, step_of, temporary_path
 from .phases import Phases
+from .plan import SavePlan
 from .retention import KeepLast, Retention
 from .saving import Saving
-from .snapshot import extents_of, plan_copies, take
-from .staging import StagingMemory
+from .snapshot import extents_of, plan_copies, staging_sizes, take
+from .staging import StagingMemory, check_host_memory, free_host_memory
 from .telling import describe_error
 from .values import decode_plain
 from .whole import check_whole
@@ -174,7 +175,8 @@ class Checkpointer:
         except Exception as error:
             problem = error
         digests = drafted.tables.digests() if drafted is not None else {}
-        answer = Answer(step, busy, describe_error(problem) if problem is not None else None, digests)
+        told = describe_error(problem) if problem is not None else None
+        answer = Answer(step, busy, told, digests, self._memory.size, free_host_memory())
         return drafted, agree(self._meeting, phases.board, answer, problem)
 
     def _copy(self, phases: Phases, drafted: Draft | None, answers: list[Answer]) -> tuple[Saving, memoryview]:
@@ -185,7 +187,7 @@ class Checkpointer:
         phases.enter("planning")
         plan, values = self._planner.plan(drafted, answers, phases.board)
         extents, size = extents_of(plan, self._group.rank)
-        self._memory.check(size)
+        self._check_memory(plan, answers)
         check_disk(self.folder, plan)
         entries = drafted.entries()
         runtime = self._runtime_of([entry.tensor for entry in entries.values()])
@@ -210,6 +212,15 @@ class Checkpointer:
             extra=drafted.extra,
         )
         return saving, memory.numpy().data
+
+    def _check_memory(self, plan: SavePlan, answers: Sequence[Answer]) -> None:
+        """Raises CheckpointError where this node has no room for the copies of its ranks; on all of them."""
+        assert self._member is not None
+        nodes, sizes = self._member.nodes, staging_sizes(plan)
+        ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]]
+        more = sum(max(0, sizes[rank] - answers[rank].held) for rank in ranks)
+        known = [free for rank in ranks if (free := answers[rank].free) is not None]
+        check_host_memory(more, min(known, default=None), len(ranks))
 
     def check(self) -> None:
         """Raises the error of a save that has failed since the last call. It costs nothing: call it often."""

@@ -122,12 +122,15 @@ def _check_extra(folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What each rank tells all others before a save begins."""
+    """What each rank tells all others before a save begins: among it the bytes of host memory that it has for copies
+    already, and those that are free, where it knows."""
 
     step: int
     busy: bool
     problem: str | None
     digests: dict[str, str]
+    held: int = 0
+    free: int | None = None
 
 
 def agree(meeting: Meeting, board: Board, answer: Answer, problem: BaseException | None) -> list[Answer] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from ..runtime.base import Runtime
-from .describe import Section, describe
+from .describe import MASTER, Section, describe
 from .manifest import Manifest, read_manifest
 from .meeting import Meeting
 from .names import set_aside
@@ -90,6 +90,8 @@ class Loader:
         """Restores from this checkpoint; the reason where it is damaged, on all ranks."""
         reader: TensorReader | None = None
         restoration: Restoration | None = None
+        fresh: list[tuple[Any, list[str]]] = []  # optimizers, and the parameters of which they had no state
+        same = False
 
         def compare() -> Names:
             nonlocal reader, restoration
@@ -102,6 +104,9 @@ class Loader:
             restoration = Restoration(manifest, read_values(path, manifest), self._runtime, str(path))
             for value in state.values():
                 if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
+                    fresh.append(
+                        (value, [name for name, held in value.named_state().items() if held.keys() <= {MASTER}])
+                    )
                     value.ensure_state()
             sections: list[Section] = describe(state)
             restoration.compare(state, sections)
@@ -111,12 +116,16 @@ class Loader:
             reason = self._together("comparing", compare, path)
             if reason is not None:
                 return reason
+            same = True
             assert reader is not None
             assert restoration is not None
             fill = _no_names(reader.fill, restoration.targets, self._runtime)
             finish = _no_names(restoration.finish)
             return self._together("reading", fill, path) or self._together("setting", finish, path)
         finally:
+            for optimizer, names in fresh if not same else ():
+                if hasattr(optimizer, "forget_state"):
+                    optimizer.forget_state(names)
             if reader is not None:
                 reader.close()
 

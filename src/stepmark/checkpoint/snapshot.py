@@ -7,6 +7,7 @@ on the device each would be a graph of its own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,15 @@ def extents_of(plan: SavePlan, rank: int) -> tuple[list[Extent], int]:
     return extents, position
 
 
+def staging_sizes(plan: SavePlan) -> Counter[int]:
+    """How much staging memory each rank needs."""
+    sizes: Counter[int] = Counter()
+    for file in plan.files:
+        for share in file.shares:
+            sizes[share.rank] += (share.end - share.begin + PAGE - 1) // PAGE * PAGE
+    return sizes
+
+
 def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tuple[str, str], Entry]) -> list[Copy]:
     """The copies that fill the extents, those from the same tensor together. `entries` is by group and name."""
     parts: dict[tuple[str, str, Piece], Part] = {}
@@ -88,6 +98,8 @@ def take(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, threads: i
     if not runtime.lazy:
         _copy_all([(copy, copy.entry.tensor.detach()) for copy in copies], memory, threads)
         runtime.step_boundary(wait=True)
+        for device in {copy.entry.tensor.device for copy in copies} - {runtime.device, torch.device("cpu")}:
+            torch.accelerator.synchronize(device)  # a model may lie on several
         return
     for group in _groups(copies):
         tensors = {id(copy.entry.tensor): copy.entry.tensor for copy in group}

@@ -29,16 +29,6 @@ class StagingMemory:
         """Bytes held now."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def check(self, size: int) -> None:
-        """Raises CheckpointError where the host has no room for `size` bytes."""
-        more = size - self.size
-        free = free_host_memory()
-        if more > 0 and free is not None and more > free - _RESERVE:
-            raise CheckpointError(
-                f"saving needs {_gib(more)} more of host memory for its copy of the state, and {_gib(free)} are free; "
-                "use more ranks, a smaller state, or a machine with more memory"
-            )
-
     def take(self, size: int, *, pinned: bool) -> Tensor:
         """At least `size` bytes, as a uint8 tensor; the same memory as before where it suffices."""
         if self._memory is None or self._memory.numel() < size or self._pinned != pinned:
@@ -50,6 +40,18 @@ class StagingMemory:
     def release(self) -> None:
         """Gives the memory back."""
         self._memory = None
+
+
+def check_host_memory(more: int, free: int | None, ranks: int) -> None:
+    """Raises CheckpointError where `free` bytes of a host's memory (None: unknown) cannot hold `more`, which is what so
+    many ranks on it need together."""
+    if free is None or more <= max(0, free - _RESERVE):
+        return
+    whose = "its copy of the state" if ranks == 1 else f"the copies of the {ranks} ranks on this node"
+    raise CheckpointError(
+        f"saving needs {_gib(more)} more of host memory for {whose}, and {_gib(free)} are free; "
+        "use more nodes, a smaller state, or machines with more memory"
+    )
 
 
 def _touched(size: int) -> Tensor:
