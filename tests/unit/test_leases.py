@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from stepmark.checkpoint import Checkpointer, keeper, lease
+from stepmark.checkpoint import Checkpointer, keeper, lease, verify
 from stepmark.checkpoint.best import best_step, point_best
 from stepmark.checkpoint.keeper import read_deleted
 from stepmark.checkpoint.lease import Lease, Leases
 from stepmark.checkpoint.names import COORDINATION
+from stepmark.cli.main import run as stepmark
+from stepmark.interchange import consolidate
 
 
 def save(folder: Path, *steps: int) -> None:
@@ -147,3 +150,35 @@ def test_half_a_line_of_what_was_deleted_spoils_no_other(tmp_path: Path) -> None
     noted.write_text(noted.read_text() + '\n{"step": 7, "sa')
     save(tmp_path, 3)
     assert [deleted.step for deleted in read_deleted(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("command", ["verify", "consolidate"])
+def test_commands_keep_what_they_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """A run that saves meanwhile would delete it."""
+    run = tmp_path / "run"
+    with Checkpointer(run, keep_last=1) as checkpointer:
+        state = {"model": torch.nn.Linear(2, 2)}
+        checkpointer.save(1, state, block=True)
+        read = verify.read_manifest
+
+        def save_and_read(path: Path) -> Any:
+            checkpointer.save(2, state, block=True)
+            time.sleep(0.3)  # in which it deletes what it may
+            return read(path)
+
+        monkeypatch.setattr(lease, "held_by_another", lambda folder: folder == run)  # it is another's for the command
+        monkeypatch.setattr(verify if command == "verify" else consolidate, "read_manifest", save_and_read)
+        more = [str(tmp_path / "out")] if command == "consolidate" else []
+        assert stepmark([command, str(run / "checkpoint-1"), *more]) == 0
+    assert there(run) == ["checkpoint-1", "checkpoint-2"]
+    with Checkpointer(run, keep_last=1) as checkpointer:
+        checkpointer.save(3, state, block=True)
+    assert there(run) == ["checkpoint-3"]
+
+
+def test_nothing_is_written_beside_a_checkpoint_that_no_run_has(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = sorted(path.name for path in (tmp_path / COORDINATION).iterdir())
+    with lease.reading(tmp_path / "checkpoint-1", "test") as found:
+        assert found
+        assert sorted(path.name for path in (tmp_path / COORDINATION).iterdir()) == before

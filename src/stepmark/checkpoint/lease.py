@@ -14,11 +14,14 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import files
 from .heartbeat import STALE, Heartbeat, lock_verdict
 from .names import COORDINATION
+from .owner import held_by_another
 
 logger = logging.getLogger("stepmark")
 
@@ -54,6 +57,25 @@ class Lease:
             files.remove_file(self.path)
         except OSError as error:  # it is silent from now on, which says the same a little later
             logger.warning("cannot remove %s: %s", self.path, error.strerror)
+
+
+@contextmanager
+def reading(checkpoint: Path, label: str) -> Iterator[bool]:
+    """Keeps a checkpoint of a live run from deletion meanwhile; whether it was there.
+
+    Where no run has the folder nothing is written to it, and where no lease can be made it is read all the same.
+    """
+    lease = None
+    if held_by_another(checkpoint.parent):
+        try:
+            lease = Lease(checkpoint, label)
+        except OSError as error:
+            logger.warning("a live run may delete %s while it is read: %s", checkpoint, error)
+    try:
+        yield checkpoint.is_dir()
+    finally:
+        if lease is not None:
+            lease.release()
 
 
 def _remove(path: Path) -> None:

@@ -18,6 +18,7 @@ import xxhash
 
 from ..checkpoint import files
 from ..checkpoint.checked import CheckedFile
+from ..checkpoint.lease import reading
 from ..checkpoint.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
 from ..checkpoint.names import checkpoints, step_of, sync_tree
 from ..checkpoint.plan import MODEL
@@ -67,7 +68,8 @@ def consolidate(source: Path, out: Path, form: str, max_shard_size: int, listene
     problems: list[str] = []
     for checkpoint in candidates:
         try:
-            return _consolidate_one(checkpoint, final, form, max_shard_size, listener)
+            with reading(checkpoint, "consolidate"):
+                return _consolidate_one(checkpoint, final, form, max_shard_size, listener)
         except CheckpointDamaged as error:
             if len(candidates) == 1:
                 raise
