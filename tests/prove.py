@@ -70,7 +70,11 @@ def results() -> tuple[str, str]:
         outcomes[next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")] += 1
         for each in case.iter("property"):
             counted[each.attrib["name"]] += int(each.attrib["value"])
-    return tuple(", ".join(f"{count} {kind}" for kind, count in found.items()) for found in (outcomes, counted))  # type: ignore[return-value]
+    return in_words(outcomes), in_words(counted)
+
+
+def in_words(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 def read_rows() -> list[Row]:
