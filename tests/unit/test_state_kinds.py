@@ -101,6 +101,29 @@ def test_a_refused_restore_leaves_an_optimizer_as_it_was(tmp_path: Path) -> None
     assert not any(its_optimizer.named_state().values())
 
 
+def test_another_kind_of_optimizer_is_refused_though_it_had_no_state(tmp_path: Path) -> None:
+    module, optimizer = trained("sgd", 3)
+    other, its_optimizer = trained("adamw_torch", 3)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": module, "optimizer": optimizer}, block=True)
+        with pytest.raises(CheckpointMismatch, match="without .*betas.*; resume with the one it was saved from"):
+            checkpointer.restore({"model": other, "optimizer": its_optimizer})
+        plain = torch.optim.AdamW(other.parameters())
+        other(torch.ones(1, 2)).sum().backward()
+        plain.step()
+        with pytest.raises(CheckpointMismatch, match="without .*betas"):
+            checkpointer.restore({"model": other, "optimizer": plain})
+
+
+def test_a_state_from_before_the_first_step_clears_what_came_after(tmp_path: Path) -> None:
+    module, optimizer = trained("adamw_torch", 0)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, {"model": module, "optimizer": optimizer}, block=True)
+        train(module, optimizer, 2)
+        checkpointer.restore({"model": module, "optimizer": optimizer})
+    assert not any(optimizer.named_state().values())
+
+
 def test_comparing_an_optimizer_takes_as_many_calls_as_it_has_parameters(tmp_path: Path) -> None:
     def calls(count: int) -> int:
         module = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(count)])

@@ -50,6 +50,8 @@ class OptimizerComparison:
         stored = _by_parameter(self._wanted.stored(section.group), state)
         live = _by_parameter(section.entries, state)
         self._check_class()
+        if live and not stored:
+            self._check_hyperparameters(groups)
         for name in state:
             if name not in saved["members"]:
                 raise CheckpointMismatch(
@@ -70,6 +72,17 @@ class OptimizerComparison:
         if was is not None and now is not None and was != now and not self._section.entries:
             raise CheckpointMismatch(
                 f"section {self._section.name!r} was saved from {was} in {self._wanted.where}, and is {now} here"
+            )
+
+    def _check_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
+        """No parameter has state in the checkpoint: it was saved before the first step, or by another optimizer."""
+        saved = [decode(group, lambda name: None) for group in self._saved["groups"].values()]
+        known = {key for group in saved for key in group}
+        unknown = sorted({key for group in groups for key in group} - known - {"params", "initial_lr"})
+        if unknown:
+            raise CheckpointMismatch(
+                f"section {self._section.name!r} has no state in {self._wanted.where}, and was saved from an optimizer "
+                f"without {', '.join(unknown)}, which the one here has; resume with the one it was saved from"
             )
 
     def _compare_named(
