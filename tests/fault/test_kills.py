@@ -78,7 +78,6 @@ def check(ranks: Ranks, folder: Path, device: str, wanted: int) -> list[str]:
     ("device", "wanted"),
     [
         pytest.param("cpu", 5),
-        pytest.param("xla", 1, marks=pytest.mark.xla),
         pytest.param("cpu", 200, marks=pytest.mark.prove),
         pytest.param("xla", 20, marks=[pytest.mark.prove, pytest.mark.xla]),
     ],

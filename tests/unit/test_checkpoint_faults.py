@@ -253,7 +253,7 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeyp
 
 
 def test_a_host_without_memory_is_found_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepmark.checkpoint.staging.free_host_memory", lambda: 70 << 20)
+    monkeypatch.setattr("stepmark.checkpoint.checkpointer.free_host_memory", lambda: 70 << 20)
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(CheckpointError, match="GiB are free"):
             checkpointer.save(1, {"nest": {"t": torch.zeros(8 << 20)}})
