@@ -80,6 +80,7 @@ class Ranks:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._process.stdin.write("null\n")  # a process that a test forked may hold the pipe open
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(timeout=30)

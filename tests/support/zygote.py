@@ -1,7 +1,7 @@
 """A warm parent that forks ranks: importing torch, transformers and torch_xla once instead of once a rank.
 
-It reads one job a line from standard input, forks `nproc` children that call `function(*arguments)`, and answers one
-line with their exit codes and results. A child's output goes to `<folder>/rank-<r>.log`.
+It reads one job a line from standard input (null: no more), forks `nproc` children that call `function(*arguments)`,
+and answers one line with their exit codes and results. A child's output goes to `<folder>/rank-<r>.log`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def main() -> None:
         importlib.import_module(module)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
+        if line == "null\n":
+            break
         print(json.dumps(run_job(json.loads(line))), flush=True)
 
 

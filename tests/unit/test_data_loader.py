@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -253,9 +255,12 @@ def test_an_error_of_ours_in_a_worker_stays_what_it_is() -> None:
 
 
 def test_a_worker_that_dies_is_an_error() -> None:
+    before = set(multiprocessing.active_children())
     loader = DataLoader(Failing(deadly=True), 2, shuffle=False, num_workers=2)
     with pytest.raises(DataError, match="a data worker ended unexpectedly"):
         list(loader)
+    time.sleep(0.2)
+    assert set(multiprocessing.active_children()) <= before  # nor does the other one stay
 
 
 def test_datasets_that_fetch_many_at_once_are_asked_so() -> None:

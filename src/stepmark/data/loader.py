@@ -191,7 +191,7 @@ class DataLoader:
 
     def _in_workers(self, tasks: Iterator[MicroTask]) -> Iterator[MicroBatch]:
         """The same through PyTorch's worker processes, which fetch ahead and give results in order."""
-        results = iter(
+        results: Any = iter(
             torch.utils.data.DataLoader(
                 self._fetcher,
                 batch_size=None,
@@ -202,20 +202,14 @@ class DataLoader:
                 generator=torch.Generator(),  # else the caller's generator gives the workers' seeds
             )
         )
-        while True:
-            try:
-                result = next(results)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                reason = str(error).strip().split("\n", 1)[0]
-                raise DataError(
-                    f"a data worker ended unexpectedly ({reason}), out of memory perhaps; lower the number of workers,"
-                    " or set it to 0 to see its own error"
-                ) from error
-            if isinstance(result, Failure):
-                result.reraise()
-            yield result
+        workers = list(results._workers)
+        try:
+            yield from _checked(results)
+        finally:
+            results._shutdown_workers()
+            for worker in workers:  # one that was ended while it held a queue keeps the others from hearing of it
+                if worker.is_alive():
+                    worker.kill()
 
     def _check_shape(self, micro_batch: MicroBatch) -> None:
         """With a fixed shape and no stated lengths, every micro-batch must look like the first."""
@@ -237,6 +231,23 @@ class _Once(torch.utils.data.Sampler[MicroTask]):
 
     def __iter__(self) -> Iterator[MicroTask]:
         return self._tasks
+
+
+def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
+    while True:
+        try:
+            result = next(results)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            raise DataError(
+                f"a data worker ended unexpectedly ({reason}), out of memory perhaps; lower the number of workers,"
+                " or set it to 0 to see its own error"
+            ) from error
+        if isinstance(result, Failure):
+            result.reraise()
+        yield result
 
 
 def _outlive_a_signal(_: int) -> None:
