@@ -42,7 +42,7 @@ def cached(tmp_path: Path) -> Path:
     if resident(path):
         pytest.skip("this file system keeps its files in memory")
     path.read_bytes()
-    assert resident(path) == 1.0
+    assert resident(path) > 0.95
     return path
 
 
