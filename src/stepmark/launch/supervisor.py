@@ -140,9 +140,10 @@ class _Ranks:
                 self.send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         self._first_exit = self._first_exit or self._find_failed()
-        for process in self._processes:  # what a rank that a signal ended has left
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:  # one that ended well has seen to its own
+            if process.returncode != 0:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def expect_end(self) -> None:
         """A signal has been sent to ranks: they end by themselves, each in its time."""
