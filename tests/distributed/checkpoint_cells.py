@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import Checkpointer, reader
 from stepmark.runtime.base import GraphCounters
 from stepmark.runtime.context import start
 from stepmark.training.lazy_optimizers import LazyAdamW
+
+SIDE = 2048  # elements of each dimension of a tensor of 16 MiB
 
 
 def make(device: torch.device, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -52,3 +54,22 @@ def train(folder: str, steps: int, save: bool, restore: bool) -> dict[str, Any]:
     assert isinstance(counters, GraphCounters)
     values = [tensor.cpu().float().sum().item() for tensor in module.state_dict().values()]
     return {"losses": losses, "compilations": counters.compilations, "values": values}
+
+
+def fill_large(folder: str) -> list[str]:
+    """Restores more tensors than are on their way at a time, so that their memory on the host is lent several times;
+    the names of those that differ."""
+    reader.IN_FLIGHT = 3 * SIDE * SIDE * 4
+    context = start("xla")
+    runtime = context.runtime
+
+    def made(number: int) -> Tensor:
+        return torch.arange(SIDE * SIDE, dtype=torch.float32).view(SIDE, SIDE).roll(number)
+
+    state = {"nest": {f"t{number}": runtime.place(made(number)) for number in range(10)}}
+    with Checkpointer(Path(folder), group=context.host, runtime=runtime) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        for name in state["nest"]:
+            state["nest"][name] = runtime.place(torch.zeros(SIDE, SIDE))
+        checkpointer.restore(state)
+    return [name for number, (name, tensor) in enumerate(state["nest"].items()) if not tensor.cpu().equal(made(number))]

@@ -23,3 +23,8 @@ def test_saving_and_restoring_compile_nothing(ranks: Ranks, tmp_path: Path, npro
         assert rest["losses"] == whole["losses"][3:]
         assert rest["values"] == whole["values"]
         assert rest["compilations"] <= whole["compilations"]
+
+
+@pytest.mark.xla
+def test_memory_on_the_way_to_the_device_is_not_lent_too_early(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run("tests.distributed.checkpoint_cells:fill_large", str(tmp_path)).check() == [[]]

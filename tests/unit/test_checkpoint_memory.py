@@ -65,6 +65,32 @@ def test_restoring_into_live_tensors_takes_the_same_memory_for_any_state(
     assert max(blocks.values()) <= checked.BLOCK + (3 << 20)
 
 
+def test_memory_is_lent_again_when_nobody_holds_it() -> None:
+    """Not while the tensor made of it is: a device may still be reading from that one."""
+    memory = staging.LentMemory(limit=3 << 20)
+    first = memory.take(1 << 20)
+    place = first.data_ptr()
+    held = first.view(torch.float32).view(512, 512)
+    del first
+    second = memory.take(1 << 20)
+    assert second.data_ptr() != place
+    held.fill_(1.5)
+    second.zero_()
+    assert torch.equal(held, torch.full((512, 512), 1.5))
+    del held
+    assert memory.take(1 << 20).data_ptr() == place
+
+
+def test_memory_of_no_use_is_given_back() -> None:
+    memory = staging.LentMemory(limit=3 << 20)
+    for _ in range(2):
+        lent = [memory.take(1 << 20) for _ in range(2)]
+        del lent
+    assert len(memory._idle) == 2
+    memory.take(2 << 20)
+    assert sum(idle.numel() for idle in memory._idle) <= 3 << 20
+
+
 def test_all_threads_copy_what_a_single_copy_would(tmp_path: Path) -> None:
     """Long and short runs, strided sources, conjugates: the copy is the same bits whatever way it takes."""
     torch.manual_seed(0)

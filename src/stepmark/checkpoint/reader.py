@@ -22,7 +22,7 @@ from .checked import BLOCK, CheckedFile
 from .dtypes import item_size, torch_dtype
 from .manifest import Manifest, TensorEntry
 from .snapshot import block_views, narrow
-from .staging import host_memory
+from .staging import LentMemory
 from .tensorfile import StoredTensor
 
 Bytes = NDArray[np.uint8]
@@ -85,9 +85,9 @@ class TensorReader:
         for target in targets:
             together.setdefault(id(target if target.live is None else target.live), []).append(target)
         waiting: list[tuple[list[Target], list[Future[None]], int]] = []
-        held = 0
+        held, memory = 0, LentMemory(IN_FLIGHT)
         for group in together.values():
-            size = self._prepare(group, runtime)
+            size = self._prepare(group, runtime, memory)
             while waiting and held + size > IN_FLIGHT:
                 held -= self._finish(*waiting.pop(0), runtime)
             jobs = [self._pool.submit(job) for target in group for job in self._jobs(target)]
@@ -96,7 +96,7 @@ class TensorReader:
         for item in waiting:
             self._finish(*item, runtime)
 
-    def _prepare(self, group: list[Target], runtime: Runtime) -> int:
+    def _prepare(self, group: list[Target], runtime: Runtime, memory: LentMemory) -> int:
         """Gives the targets, which share one live tensor, their host memory; returns the bytes that takes."""
         live = group[0].live
         plain = live is not None and live.is_contiguous() and not live.is_conj() and not live.is_neg()
@@ -104,7 +104,7 @@ class TensorReader:
             host, size = live.detach(), 0
         elif live is not None:
             covered = sum(part.piece.numel for target in group for part in target.layout.parts)
-            host = _like_on_host(live) if covered == live.numel() else runtime.to_host([live])[0]
+            host = _like_on_host(live, memory) if covered == live.numel() else runtime.to_host([live])[0]
             size = host.nbytes
         else:
             host = torch.empty(group[0].local_shape(), dtype=torch_dtype(group[0].dtype))
@@ -181,11 +181,11 @@ class TensorReader:
         return self._files[index]
 
 
-def _like_on_host(live: Tensor) -> Tensor:
+def _like_on_host(live: Tensor, memory: LentMemory) -> Tensor:
     """Memory for all elements of a device's tensor, for the moment."""
     if live.nbytes < LARGE:
         return torch.empty(live.shape, dtype=live.dtype)
-    return host_memory(live.nbytes).view(live.dtype).view(live.shape)
+    return memory.take(live.nbytes).view(live.dtype).view(live.shape)
 
 
 def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -1,13 +1,16 @@
-"""Host memory that a save copies to: taken once, touched, and used again."""
+"""Host memory that a save copies to, or a restore reads into: taken once, touched, and used again."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -40,6 +43,35 @@ class StagingMemory:
     def release(self) -> None:
         """Gives the memory back."""
         self._memory = None
+
+
+class LentMemory:
+    """Host memory for tensors on their way to a device: what nobody holds any more is lent again.
+
+    A device may still be reading from a tensor that this program has let go of: it holds the tensor then.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """`limit`: bytes that may be idle."""
+        self._limit = limit
+        self._idle: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        """`size` bytes, as a uint8 tensor."""
+        memory = self._again(size)
+        if memory is None:
+            memory = host_memory(size)
+        lent: NDArray[np.uint8] = np.frombuffer(memory.numpy().data, dtype=np.uint8)
+        weakref.finalize(lent, self._idle.append, memory).atexit = False  # comes back from any thread
+        return torch.from_numpy(lent)
+
+    def _again(self, size: int) -> Tensor | None:
+        for index, memory in enumerate(self._idle):
+            if memory.numel() == size:
+                return self._idle.pop(index)
+        while sum(memory.numel() for memory in self._idle) + size > self._limit and self._idle:
+            del self._idle[0]
+        return None
 
 
 def check_host_memory(more: int, free: int | None, ranks: int) -> None:
