@@ -3,14 +3,14 @@
     .venv/bin/python benchmarks/checkpoint.py --gib 1 4 --save
     .venv/bin/python benchmarks/checkpoint.py --gib 1 --xla
 
-The contestants run in turn, round after round, each time in a process of its own, forked from one that has imported
-everything and holds the state (64 tensors, fp32) in memory that all of them share. Those that keep memory from save to
-save are measured at their second. Before each measurement the disk is left to rest; before restoring, the files' pages
-are dropped from the page cache. Printed are medians: seconds until training may go on and until the bytes are on the
-disk, seconds to restore into the existing tensors, the peak of extra resident memory of saving and restoring, and
-processor seconds of a save; and for Stepmark the medians of the ratios within a round, beside their bars. "Raw" is the
-faster of two in each round: one thread through the page cache with fsync, and one past it. Stepmark checks digests of
-every byte; of the others, only torch.save's files have any (a CRC, which torch.load does not check).
+The contestants run in turn, round after round. Each saves in one process and restores in another, forked from one that
+has imported everything and holds the state (64 tensors, fp32) in memory that all of them share. Those that keep memory
+from save to save are measured at their second. Before each measurement the disk is left to rest; before restoring, the
+files' pages are dropped from the page cache. Printed are medians: seconds until training may go on and until the bytes
+are on the disk, seconds to restore into the existing tensors, the peak of extra resident memory of saving and
+restoring, and processor seconds of a save; and for Stepmark the medians of the ratios within a round, beside their
+bars. "Raw" is the faster of two in each round: one thread through the page cache with fsync, and one past it. Stepmark
+checks digests of every byte; of the others, only torch.save's files have any (a CRC, which torch.load does not check).
 """
 
 from __future__ import annotations
@@ -74,37 +74,67 @@ def rest() -> None:
     time.sleep(0.3)
 
 
-def run(make: Callable[[State, int, Path], Contestant], state: State, options: argparse.Namespace) -> Result:
-    """One contestant, in a process of its own."""
-    torch.set_num_threads(options.threads)
+def on_device(state: State, options: argparse.Namespace) -> State:
+    """The state where it is saved from, or restored to."""
     if options.xla:
         import torch_xla
 
         state = {name: tensor.to(torch_xla.device()) for name, tensor in state.items()}
         torch_xla.sync(wait=True)
-    expected = {name: float(tensor.sum()) for name, tensor in state.items()}  # this touches every page, too
+    return state
+
+
+def save(kind: type[Contestant], state: State, options: argparse.Namespace, base: Path) -> Result:
+    """Saves, and once more into another folder what is measured at its second save."""
+    state = on_device(state, options)
+    for tensor in state.values():
+        tensor.sum().item()  # touches every page
     peak, result = PeakMemory(), {}
+    peak.begin()
+    contestant = kind(state, options.threads, base)
+    for number in range(1 + contestant.warm):
+        folder = base / f"save{number}"
+        folder.mkdir()
+        rest()
+        used = time.process_time()
+        result["go on"] = timed(contestant.save, folder)
+        result["durable"] = result["go on"] + timed(contestant.finish, folder)
+        result["cpu"] = time.process_time() - used
+    result["memory"] = peak.extra() / (1 << 30)
+    contestant.close()
+    return result
+
+
+def restore(kind: type[Contestant], state: State, options: argparse.Namespace, base: Path) -> Result:
+    """Restores what was saved last over zeros."""
+    expected = {name: float(tensor.sum()) for name, tensor in state.items()}
+    if options.xla:
+        state = on_device({name: torch.zeros_like(tensor) for name, tensor in state.items()}, options)
+    elif kind.fills:
+        for tensor in state.values():
+            tensor.zero_()
+    peak, result = PeakMemory(), {}
+    contestant = kind(state, options.threads, base)
+    rest()
+    drop_cache(base)
+    peak.begin()
+    result["restore"] = timed(contestant.restore, base / f"save{int(kind.warm)}")
+    result["memory"] = peak.extra() / (1 << 30)
+    contestant.close()
+    for name, tensor in state.items():
+        assert float(tensor.cpu().sum()) == expected[name], f"{name} is not what was saved"
+    return result
+
+
+def run(kind: type[Contestant], state: State, options: argparse.Namespace) -> Result:
+    """One contestant; it saves in one process and restores in another, as after a crash."""
+    torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         base = Path(name)
-        peak.begin()
-        contestant = make(state, options.threads, base)
-        for number in range(1 + contestant.warm):
-            folder = base / f"save{number}"
-            folder.mkdir()
-            rest()
-            used = time.process_time()
-            result["go on"] = timed(contestant.save, folder)
-            result["durable"] = result["go on"] + timed(contestant.finish, folder)
-            result["cpu"] = time.process_time() - used
-        result["memory"] = peak.extra() / (1 << 30)
-        if type(contestant).restore is not Contestant.restore:
-            drop_cache(base)
-            peak.begin()
-            result["restore"] = timed(contestant.restore, folder)
-            result["memory"] = max(result["memory"], peak.extra() / (1 << 30))
-            for key, tensor in state.items():
-                assert float(tensor.sum()) == expected[key], f"{key} is not what was saved"
-        contestant.close()
+        result: Result = apart(partial(save, kind, state, options, base))
+        if kind.restore is not Contestant.restore:
+            restored: Result = apart(partial(restore, kind, state, options, base))
+            result |= {**restored, "memory": max(result["memory"], restored["memory"])}
     rest()
     return result
 
@@ -120,7 +150,7 @@ def measure(gib: float, options: argparse.Namespace) -> list[dict[str, Result]]:
         return run(contestants[name], state, on_host if name == "memcpy" else options)
 
     for _ in range(options.rounds if gib <= 1 else min(options.rounds, options.large_rounds)):
-        rounds.append({name: apart(partial(one, name)) for name in contestants})
+        rounds.append({name: one(name) for name in contestants})
         times = [
             f"{name} {each['go on']:.2f} {each['durable']:.2f} {each.get('restore', 0):.2f}"
             for name, each in rounds[-1].items()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class Contestant:
 
     warm = False
     asynchronous = False
+    fills = True  # restoring gives the state its values
 
     def __init__(self, state: State, threads: int, base: Path) -> None:
         self.state = state
@@ -99,6 +100,7 @@ class Memcpy(Contestant):
 class Raw(Contestant):
     """One file, through the page cache; the bytes are where they should be in memory already."""
 
+    fills = False
     flag = 0
 
     def __init__(self, state: State, threads: int, base: Path) -> None:
@@ -146,7 +148,7 @@ class Stepmark(Contestant):
         self.handle.result()
 
     def restore(self, folder: Path) -> None:
-        assert self.checkpointer.restore({"state": self.state}) == self.step
+        assert self.checkpointer.restore({"state": self.state}) == 1 + self.warm
 
     def close(self) -> None:
         self.checkpointer.close()
@@ -237,7 +239,7 @@ class XmSave(Contestant):
         torch_xla.sync(wait=True)
 
 
-CONTESTANTS: dict[str, Callable[[State, int, Path], Contestant]] = {
+CONTESTANTS: dict[str, type[Contestant]] = {
     "memcpy": Memcpy,
     "raw": Raw,
     "raw, direct": RawDirect,
@@ -248,4 +250,4 @@ CONTESTANTS: dict[str, Callable[[State, int, Path], Contestant]] = {
     "DCP async_save": DcpAsync,
     "DCP async_save, stager": DcpAsyncStager,
 }
-ON_XLA: dict[str, Callable[[State, int, Path], Contestant]] = {"stepmark": Stepmark, "xm.save": XmSave}
+ON_XLA: dict[str, type[Contestant]] = {"stepmark": Stepmark, "xm.save": XmSave}
