@@ -407,6 +407,20 @@ def test_resuming_takes_the_newest_that_is_whole(
     assert (trained / "checkpoint-3").is_dir()
 
 
+def test_going_back_names_what_stays_the_newest(
+    call: Callable[..., Told], trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(step: int) -> bool:
+        caplog.clear()
+        name = str(trained / f"checkpoint-{step}")
+        recipe = write_recipe(tmp_path, resume_from_checkpoint=name, max_steps=2, save_strategy="no")
+        assert call(str(recipe)).code == 0
+        return "names no checkpoint takes checkpoint-2; move them away" in caplog.text
+
+    assert warned(1)
+    assert not warned(2)
+
+
 def test_resuming_where_no_checkpoint_is_whole(refused: Callable[..., str], trained: Path) -> None:
     for step in (1, 2):
         flip(trained / f"checkpoint-{step}" / "model.safetensors")

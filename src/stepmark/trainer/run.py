@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from stepmark.checkpoint import Checkpointer, Manifest, SaveHandle
 from stepmark.checkpoint.manifest import MANIFEST
-from stepmark.checkpoint.names import checkpoint_path, checkpoints
+from stepmark.checkpoint.names import checkpoint_path, checkpoints, step_of
 from stepmark.data.batch import StepBatch
 from stepmark.data.feed import DeviceFeed
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
@@ -28,6 +29,8 @@ from stepmark.training.step import StepHooks
 
 if TYPE_CHECKING:
     from stepmark.trainer.trainer import Trainer
+
+logger = logging.getLogger("stepmark")
 
 
 class TrainingRun:
@@ -104,6 +107,8 @@ class TrainingRun:
         self._saved_step = step
         self._restore_trainer_state(path)
         self.monitor.restored(path, step, self.checkpointer.set_aside)
+        if self.trainer.is_world_process_zero():
+            _tell_later(path, step, folder)
         return path
 
     def _accept(self, path: Path, manifest: Manifest) -> None:
@@ -305,6 +310,20 @@ class TrainingRun:
             log |= {"graph_compilations": counters.compilations, "graph_executions": counters.executions}
         self.display.step(self.trainer.state.global_step, log["loss"], speed)
         self.trainer.log(log, machine)
+
+
+def _tell_later(path: Path, step: int, folder: Path) -> None:
+    """Warns where the run goes back to before what it has saved: the highest step stays the newest."""
+    later = [other.name for other in checkpoints(folder) if (step_of(other) or 0) > step]
+    if later:
+        logger.warning(
+            "going on from %s, and %s has later ones (%s): until this run has passed them, a resumption that names no "
+            "checkpoint takes %s; move them away to leave them behind",
+            path,
+            folder,
+            ", ".join(later[:3]) + (", …" if len(later) > 3 else ""),
+            later[0],
+        )
 
 
 def _check_named(checkpoint: Path) -> None:
