@@ -365,3 +365,14 @@ def test_a_lease_that_cannot_be_removed_is_only_logged(
             checkpointer.save(3, state_of(), block=True)
     assert "a dead reader has left" in caplog.text
     assert there(tmp_path) == ["checkpoint-3"]
+
+
+def test_the_folder_stays_claimed_when_the_run_itself_reads_it(tmp_path: Path) -> None:
+    """As a callback does that uploads the folder: a lock of the process would be lost at the first close."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state_of(), block=True)
+        for path in tmp_path.rglob("*"):
+            if path.is_file():
+                path.read_bytes()
+        assert locked_for_others(tmp_path)
+    assert not list(tmp_path.glob(".stepmark/[!.]*/alive.0"))

@@ -2,7 +2,7 @@
 
 A data worker that is forked while a save is on its way inherits its descriptors, and the space of a file that is
 deleted stays taken as long as anybody has it open. In the new process they lead nowhere from the start; their numbers
-stay taken, so that objects that know them close nothing else. Locks are not inherited, and the parent keeps its own.
+stay taken, so that objects that know them close nothing else. The parent's locks end with the parent.
 """
 
 from __future__ import annotations

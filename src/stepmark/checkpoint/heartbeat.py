@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,8 +63,12 @@ class Heartbeat:
         self._own = _Own(path.resolve(), (status.st_dev, status.st_ino), os.getpid())
         _alive_here.append(self._own)
         data = {"boot": boot_id(), "host": socket.gethostname(), "dev": status.st_dev}
-        _try_lock(self._descriptor)  # first: whoever can read the file may rely on its lock
-        files.write_at(self._descriptor, memoryview(json.dumps(data).encode()), 0)
+        try:
+            _try_lock(self._descriptor)  # first: whoever can read the file may rely on its lock
+            files.write_at(self._descriptor, memoryview(json.dumps(data).encode()), 0)
+        except BaseException:
+            self.stop()
+            raise
 
     def start(self, path: Path | None = None) -> None:
         """Begins to beat, at `path` if the file has been moved."""
@@ -88,16 +93,29 @@ class Heartbeat:
             _alive_here.remove(self._own)
         if self._thread.is_alive():
             self._thread.join()
+        with contextlib.suppress(OSError):
+            _set_lock(self._descriptor, fcntl.F_UNLCK)
         files.close(self._descriptor)
 
 
 def _try_lock(descriptor: int) -> bool | None:
     """Whether the lock could be taken; None where the file system has none."""
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _set_lock(descriptor, fcntl.F_WRLCK)
     except OSError as error:
         return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
     return True
+
+
+def _set_lock(descriptor: int, kind: int) -> None:
+    """Locks or unlocks. The lock is the open file's, not the process's: that one would be lost as soon as anything in
+    the process, such as a callback that uploads the folder, has read the file and closes it. Raises OSError."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel that has no such locks
+            raise
+        fcntl.lockf(descriptor, fcntl.LOCK_UN if kind == fcntl.F_UNLCK else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def lock_verdict(path: Path) -> bool | None:
