@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -280,3 +281,28 @@ def test_a_datasets_dataset() -> None:
 
     rows = Dataset.from_dict({"input_ids": [[index] * (1 + index % 3) for index in range(7)]})
     assert sorted(samples_of(list(DataLoader(rows, 2, pad_to=4, num_workers=1)))) == list(range(7))
+
+
+class Slow:
+    """Rows that take a while."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(0.05)
+        return ROWS[index]
+
+
+def test_workers_outlive_the_signals_of_a_launcher() -> None:
+    """It sends them to all processes of a job, and often several."""
+    taken = []
+    for batch in DataLoader(Slow(), 1, num_workers=2, shuffle=False):
+        taken.append(batch)
+        if len(taken) < 3:  # both have begun by then
+            continue
+        for worker in multiprocessing.active_children():
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGTERM)
+    assert len(taken) == 8
+    assert not multiprocessing.active_children()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -198,7 +197,7 @@ class DataLoader:
                 sampler=_Once(tasks),
                 num_workers=self.num_workers,
                 collate_fn=_same,
-                worker_init_fn=_outlive_a_signal,
+                worker_init_fn=_outlive_signals,
                 generator=torch.Generator(),  # else the caller's generator gives the workers' seeds
             )
         )
@@ -207,7 +206,7 @@ class DataLoader:
             yield from _checked(results)
         finally:
             results._shutdown_workers()
-            for worker in workers:  # one that was ended while it held a queue keeps the others from hearing of it
+            for worker in workers:  # those that did not hear that it is over, and SIGTERM they do not heed
                 if worker.is_alive():
                     worker.kill()
 
@@ -250,16 +249,12 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
         yield result
 
 
-def _outlive_a_signal(_: int) -> None:
-    """In a worker: a signal that a launcher sends to all processes of a job reaches it too, and its rank still needs it
-    to finish a step. The next one ends it: it may be the rank's own."""
-
-    def let_it_pass(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-
+def _outlive_signals(_: int) -> None:
+    """In a worker: signals that a launcher sends to all processes of a job, often several, reach it too, and its rank
+    still needs it to finish a step. It ends when the rank says so, or is gone."""
     signal.set_wakeup_fd(-1)  # it is the rank's, who would hear a signal that is not for it
     for number in STOPPING:
-        signal.signal(number, let_it_pass)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _same(result: Any) -> Any:
