@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import subprocess
+import sys
+import threading
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,7 @@ import torch
 from checkpoint_states import net, same, train
 from torch import nn
 
-from stepmark.checkpoint import files
+from stepmark.checkpoint import files, plain
 from stepmark.checkpoint.plain import load, save
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 
@@ -181,3 +186,100 @@ def test_the_package_has_them() -> None:
     import stepmark
 
     assert (stepmark.save, stepmark.load) == (save, load)
+
+
+STUCK = """
+import sys, time
+from pathlib import Path
+from stepmark.checkpoint import plain
+with plain._deadline(Path("x.pt"), "writing", 0.2):
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("reader", ["gone", "asleep"])
+def test_a_deadline_holds_where_nobody_reads_the_errors(reader: str) -> None:
+    reading, writing = os.pipe()
+    if reader == "gone":
+        os.close(reading)
+    else:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(writing, b"x" * 4096):
+                pass
+        os.set_blocking(writing, True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK], stderr=writing, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert process.wait(40) == 1
+    finally:
+        process.kill()
+        process.wait()
+        os.close(writing)
+        if reader == "asleep":
+            os.close(reading)
+
+
+def test_no_deadline_is_too_far_away(tmp_path: Path) -> None:
+    save({"x": 1}, tmp_path / "a.pt", timeout=float("inf"))
+    assert load(tmp_path / "a.pt", timeout=float("inf")) == {"x": 1}
+
+
+def test_a_record_that_torch_takes_for_a_folder_is_damage(tmp_path: Path) -> None:
+    """torch reads nothing of such a record, and leaves the tensor what its memory was."""
+    path = tmp_path / "a.pt"
+    save({"t": torch.arange(1000.0)}, path)
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        (place,) = (number for number, name in enumerate(archive.namelist()) if name.endswith("data/0"))
+    entry = -1
+    for _ in range(place + 1):
+        entry = data.index(b"PK\x01\x02", entry + 1)
+    data[entry + 38] ^= 0x10
+    path.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="data/0"):
+        load(path)
+
+
+def test_every_flipped_bit_of_a_directory_is_damage_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    state = {"t": torch.arange(100.0), "u": torch.ones(3)}
+    save(state, path)
+    good = path.read_bytes()
+    start = good.index(b"PK\x01\x02")
+    for position in range(start, len(good)):
+        data = bytearray(good)
+        data[position] ^= 1 << position % 8
+        path.write_bytes(data)
+        with contextlib.suppress(CheckpointDamaged):
+            assert same(load(path), state), position
+
+
+def test_views_that_differ_in_a_sign_only_are_saved_as_they_are(tmp_path: Path) -> None:
+    x = torch.randn(20, dtype=torch.complex64)
+    for state in ({"a": x[:5], "b": x[:5].conj()}, {"b": x[:5].conj(), "a": x[:5]}):
+        save(state, tmp_path / "a.pt")
+        loaded = load(tmp_path / "a.pt")
+        assert loaded["a"].equal(x[:5])
+        assert loaded["b"].equal(x[:5].conj().resolve_conj())
+
+
+def test_a_file_of_something_else_is_not_damaged(tmp_path: Path) -> None:
+    torch.save({"module": net(0)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+        load(tmp_path / "a.pt")
+    assert not isinstance(caught.value, CheckpointDamaged)
+
+
+def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
+    for bad in ({"f": lambda: 0}, {"lock": threading.Lock()}):
+        with pytest.raises(UsageError, match="cannot be saved"):
+            save(bad, tmp_path / "a.pt")
+    assert not os.listdir(tmp_path)
+
+
+def test_who_writes_nothing_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_compact", None)
+    save({"x": torch.ones(10)[:2]}, tmp_path / "a.pt", write=False)
+    assert not os.listdir(tmp_path)

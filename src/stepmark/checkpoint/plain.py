@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import pickle
 import secrets
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +34,8 @@ from .snapshot import GROUP_BYTES
 from .telling import describe_error, late
 from .watchdog import end_unless, watchdog
 
+_DIRECTORY = 0x10  # the bit of a record's external attributes by which readers of archives know a folder
+
 
 def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1800.0) -> None:
     """Saves any nest of dicts, lists, tuples, tensors and plain values.
@@ -43,7 +47,7 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
     """
     path = Path(path)
     with _deadline(path, "copying to the host", timeout):
-        on_host = _to_host(state)
+        on_host = _to_host(state, copy=write)
     if write:
         with _deadline(path, "writing", timeout):
             _write(on_host, path)
@@ -61,14 +65,15 @@ def load(path: str | Path, map_location: str | torch.device | None = None, *, ti
         raise CheckpointNotFound(f"there is no file {path}")
     device = None if map_location is None else torch.device(map_location)
     with _deadline(path, "reading", timeout):
-        _check(path)
+        checked = _check(path)
         at_once = None if device is None else "cpu" if device.type == "xla" else device
         try:
             state = torch.load(path, map_location=at_once or _known_device, weights_only=True)
         except OSError as error:
             raise _unreadable(path, error) from error
         except Exception as error:  # torch and pickle raise of every kind
-            raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
+            kind = CheckpointError if _is_no_damage(error, checked) else CheckpointDamaged
+            raise kind(f"{path} cannot be read: {describe_error(error)}") from error
         if device is not None and device.type == "xla":
             runtime = runtime_for(device)
             return _map_tensors(state, lambda tensors: _placed(tensors, runtime))
@@ -106,16 +111,19 @@ def _rank() -> int:
     return torch.distributed.get_rank() if initialized else 0
 
 
-def _to_host(state: Any) -> Any:
+def _to_host(state: Any, *, copy: bool) -> Any:
     """The same nest with copies of all tensors that are on a device; tensors that are the same stay the same, and
-    views bring no more of their storage than is in the nest."""
+    views bring no more of their storage than is in the nest. Without `copy` what is pending is done, and nothing else.
+    """
 
     def to_host(tensors: list[Tensor]) -> list[Tensor]:
         device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         if device is None:
-            return _compact(tensors)
+            return _compact(tensors) if copy else tensors
         runtime = runtime_for(device)
         runtime.step_boundary(wait=True)
+        if not copy:
+            return tensors
         on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
         copies = _tied(on_device, dict(_copies(on_device, runtime)))
         return [_like(tensor, copies[id(tensor)]) if id(tensor) in copies else tensor for tensor in tensors]
@@ -147,7 +155,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+    place = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg(), *place
 
 
 def _copies(tensors: list[Tensor], runtime: Runtime) -> Iterator[tuple[int, Tensor]]:
@@ -249,28 +258,44 @@ def _write(state: Any, path: Path) -> None:
             files.sync_file(temporary)
             files.rename(temporary, path)
             files.sync_folder(path.parent)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # torch's writer turns some errors of the file system into RuntimeError
+        except UsageError:
+            raise
+        except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
+            raise UsageError(f"{path}: the state cannot be saved: {error}") from error
+        except (OSError, RuntimeError) as error:  # torch's writer makes RuntimeErrors of some of the file system's
             raise CheckpointError(f"{path} was not saved: {describe_error(error)}") from error
     finally:
         files.remove_file(temporary)
 
 
-def _check(path: Path) -> None:
-    """Checks the sums that torch.save leaves in the file, and torch.load does not look at."""
-    if not zipfile.is_zipfile(path):
-        return  # torch's format before 1.6, which has none; torch.load says what it is otherwise
+def _check(path: Path) -> bool:
+    """Checks the sums that torch.save leaves in the file, and torch.load does not look at. Returns whether all records
+    had one."""
     try:
+        if not zipfile.is_zipfile(path):
+            return False  # torch's format before 1.6, which has none; torch.load says what it is otherwise
         with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
+            records = archive.infolist()
+            for record in records:
+                if record.external_attr & _DIRECTORY and not record.is_dir():
+                    raise zipfile.BadZipFile(f"{record.filename} is marked as a folder, which torch would not read")
                 if record.CRC:  # torch writes 0 where it is told to compute no sum, or to leave the data out
                     _read_through(archive, record)
+            return all(record.CRC or not record.file_size for record in records)
     except OSError as error:
         raise _unreadable(path, error) from error
-    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
         raise CheckpointDamaged(f"{path} is damaged: {error}") from error
+
+
+def _is_no_damage(error: Exception, checked: bool) -> bool:
+    """Whether the error says nothing against the file: there is no memory or no such device here, or it holds something
+    else than tensors and plain values, of which every byte is as it was written (`checked`)."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, pickle.UnpicklingError):
+        return checked
+    return isinstance(error, RuntimeError) and "deserialize object on a" in str(error)
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

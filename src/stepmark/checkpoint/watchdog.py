@@ -10,6 +10,7 @@ the process BACKSTOP seconds later; it is armed for as long as anything is watch
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,11 @@ from ..launch.ending import STDERR, end_process
 GRACE = 2.5  # that a process has to end by itself once a deadline has passed
 BACKSTOP = GRACE + 1.0
 _MARGIN = 0.5  # seconds that a wait with a deadline of its own has to raise by itself
+
+
+_FAR = 30 * 86400.0  # no deadline is further away: clocks and timers of the system take no infinity
+
+logger = logging.getLogger("stepmark")
 
 
 @dataclass(eq=False)
@@ -42,7 +48,7 @@ class Watchdog:
 
     def watch(self, deadline: float, expired: Callable[[], None]) -> Watch:
         """Calls `expired` in another thread if the watch is not released by the deadline, and a little."""
-        watch = Watch(deadline + _MARGIN, expired)
+        watch = Watch(min(deadline, time.monotonic() + _FAR) + _MARGIN, expired)
         with self._changed:
             self._watches.add(watch)
             self._arm()
@@ -75,9 +81,12 @@ class Watchdog:
                     self._changed.wait(left)
                     continue
                 assert first is not None
-                self._watches.remove(first)
-                self._arm()
-            first.expired()
+            try:
+                first.expired()
+            except Exception:
+                logger.exception("a deadline has passed, and saying so failed")
+            finally:
+                self.release(first)  # only now: until then the C thread stands by
 
     def forget(self) -> None:
         """In a forked child, which has none of the threads."""

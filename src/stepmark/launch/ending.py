@@ -12,13 +12,33 @@ from typing import NoReturn
 from stepmark.launch.failure import REPORTS, Failure
 
 STDERR = 2
-FLUSHING = 1.0  # seconds that it may take
+FLUSHING = 1.0  # seconds that printing may take
 
 
 def print_stacks(reason: str) -> None:
-    """Says why, and prints the stacks of all threads, on the process's standard error."""
-    os.write(STDERR, f"stepmark: {reason}; the stacks of all threads:\n".encode())
-    faulthandler.dump_traceback(file=STDERR, all_threads=True)
+    """Says why, and prints the stacks of all threads, on the process's standard error, as far as `say` does."""
+    _write(f"stepmark: {reason}; the stacks of all threads:", stacks=True)
+
+
+def say(line: str) -> None:
+    """Prints a line on the process's standard error, if that can be written to and does not take long."""
+    _write(line)
+
+
+def _write(line: str, *, stacks: bool = False) -> None:
+    def write() -> None:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(STDERR, f"{line}\n".encode())
+            if stacks:
+                faulthandler.dump_traceback(file=STDERR, all_threads=True)
+
+    writing = threading.Thread(target=write, name="stepmark-stderr", daemon=True)  # it stays in a pipe that is full
+    try:
+        writing.start()
+    except RuntimeError:  # the limit of threads, or the interpreter is ending
+        write()
+    else:
+        writing.join(FLUSHING)
 
 
 def end_process(error: BaseException, rank: int) -> None:
@@ -26,7 +46,7 @@ def end_process(error: BaseException, rank: int) -> None:
     failure = Failure.of(error, rank)
     try:
         if not _reported(failure):
-            os.write(STDERR, f"error: rank {rank}: {failure.message}\n".encode())
+            say(f"error: rank {rank}: {failure.message}")
     finally:
         leave(failure.exit_code)
 
