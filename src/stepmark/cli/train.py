@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +68,7 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
 @contextlib.contextmanager
 def ending_at_signals(folder: Path) -> Iterator[None]:
     """Before training and after it there is nothing to save: a signal ends the process, and the run can be resumed."""
+    from stepmark.launch.ending import say
     from stepmark.launch.signals import INTERRUPTED, STOPPING
     from stepmark.trainer.outside import tell_interrupted
 
@@ -76,8 +76,9 @@ def ending_at_signals(folder: Path) -> Iterator[None]:
 
     def end(number: int, _: FrameType | None) -> None:
         reason = f"{signal.Signals(number).name}: not training"
-        print(f"interrupted by {reason}", file=sys.stderr, flush=True)
-        tell_interrupted(folder, reason, began)
+        say(f"interrupted by {reason}")
+        with contextlib.suppress(OSError):
+            tell_interrupted(folder, reason, began)
         raise SystemExit(INTERRUPTED)
 
     before = {number: signal.signal(number, end) for number in STOPPING}

@@ -16,7 +16,12 @@ class Display:
     def __init__(self, *, shows: bool, total: int, done: int) -> None:
         from rich.console import Console
 
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        class Patient(Console):
+            def on_broken_pipe(self) -> None:
+                """Nobody reads any more: training goes on in silence. Rich would end the program."""
+                self.quiet = True
+
+        self._console = Patient(stderr=True, highlight=False, soft_wrap=True)
         self._shows = shows
         self._total = total
         self._bar: Any = None

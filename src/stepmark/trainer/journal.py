@@ -72,6 +72,13 @@ class Journal:
             content = {"state": state, "step": step, "time": time.time(), "reason": reason}
             replace_json(self._folder / STATUS, content)
 
+    def try_status(self, state: str, step: int, reason: str | None = None) -> None:
+        """The same, where how the process ends must not depend on it."""
+        try:
+            self.status(state, step, reason)
+        except OSError as error:
+            logger.warning("cannot write the run's status: %s", error)
+
     def stopping(self, step: int, reason: str) -> None:
         """The run is asked to stop. From now on its status is interrupted, unless it gets done: whoever started it may
         end it before it has stopped by itself."""

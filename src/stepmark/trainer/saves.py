@@ -59,7 +59,11 @@ class SaveWatch:
                 self._journal.event("save_failed", step, stall_seconds=save.stall)
                 continue
             self._journal.event(
-                "saved", step, stall_seconds=save.stall, durable_seconds=save.handle.seconds, bytes=_size(path)
+                "saved",
+                step,
+                stall_seconds=save.stall,
+                durable_seconds=save.handle.seconds,
+                bytes=save.handle.size,
             )
             self._trouble.saved(step)
             self._look_at_weights(path, step, save.moved)
@@ -102,11 +106,3 @@ def weights_fingerprint(checkpoint: Path) -> str | None:
     except (CheckpointError, OSError):  # that is for the restore to tell
         return None
     return hashed.hexdigest() if wanted else None
-
-
-def _size(folder: Path) -> int | None:
-    """Bytes of all files in it; None where retention has already deleted it."""
-    try:
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except OSError:
-        return None

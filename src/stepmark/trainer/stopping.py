@@ -17,10 +17,9 @@ A second signal changes nothing: launchers often send several, and the grace is 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
+import signal
 import statistics
 import threading
 import time
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 
 from stepmark.checkpoint import SaveHandle
-from stepmark.launch.ending import STDERR, leave
+from stepmark.launch.ending import leave, say
 from stepmark.launch.failure import Failure
 from stepmark.launch.signals import INTERRUPTED, SignalNotice
 from stepmark.runtime.context import Context
@@ -121,12 +120,20 @@ class Stopper:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._changed:
             self._closed = True
         self._thread.join(FAREWELL)
-        if not self._thread.is_alive():  # else it waits for a store whose rank is stopped, and will never answer
-            self._notice.close()
+        if self._thread.is_alive():  # it waits for a store whose rank is stopped, and will never answer
+            return
+        unheard = self._notice.wait(0)
+        self._notice.close()
+        if kind is not None:
+            return
+        if self._signal is not None:  # too late to stop at a step: the rest has what is left of the grace
+            threading.Thread(target=self._end_in_time, name="stepmark-signals", daemon=True).start()
+        elif unheard is not None:
+            signal.raise_signal(signal.Signals[unheard])
 
     def may_begin(self, step: int) -> bool:
         """Whether the step of this number may begin; False, on all ranks before the same step, where the run stops."""
@@ -233,6 +240,10 @@ class Stopper:
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
+    def _end_in_time(self) -> None:
+        time.sleep(max(0.0, self._left()))
+        self._end(f"the {self._grace:g} s of signal_grace are over")
+
     def _end(self, why: str) -> NoReturn:
         """Ends the process. Rank 0 goes last, so that its going is nobody's lost connection."""
         if self._rank == 0 and self._size > 1:
@@ -253,8 +264,7 @@ def stopper_of(trainer: Trainer) -> Stopper:
         except OSError as error:
             logger.warning("cannot write the run's status: %s", error)
         if trainer.is_world_process_zero():
-            with contextlib.suppress(OSError):  # nobody reads it any more
-                os.write(STDERR, f"interrupted by {reason}\n".encode())
+            say(f"interrupted by {reason}")
 
     args = trainer.args
     return Stopper(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
+from stepmark.launch.ending import say
 from stepmark.parallel.zero1 import ShardedOptimizer
 from stepmark.runtime.context import Context, start
 from stepmark.trainer.arguments import TrainingArguments, set_log_level
@@ -222,14 +222,12 @@ class Trainer:
 
     def _tell_end(self, error: BaseException) -> None:
         if isinstance(error, RunInterrupted):
-            self.journal.status("interrupted", self.state.global_step, error.reason)
+            self.journal.try_status("interrupted", self.state.global_step, error.reason)
             if self.is_world_process_zero():
-                print(f"interrupted by {error.reason}", file=sys.stderr, flush=True)
-            return
-        if not self._begun:  # what an earlier run has left stands
-            return
-        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        self.journal.status(state, self.state.global_step, f"{type(error).__name__}: {error}")
+                say(f"interrupted by {error.reason}")
+        elif self._begun:  # else what an earlier run has left stands
+            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            self.journal.try_status(state, self.state.global_step, f"{type(error).__name__}: {error}")
 
     def _train(self, run: TrainingRun, restored: Path | None) -> TrainOutput:
         run.monitor.started(self, run.total_steps, restored)

@@ -1,0 +1,95 @@
+"""A signal is answered wherever the run is, and what cannot be written or printed changes nothing about that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from stepmark.runtime.context import Context
+from stepmark.runtime.host import HostGroup
+from stepmark.trainer import stopping
+from stepmark.trainer.display import Display
+from stepmark.trainer.journal import Journal
+from stepmark.trainer.stopping import RunInterrupted, Stopper
+from stepmark.trainer.trainer import Trainer
+
+ALONE = cast(Context, SimpleNamespace(store=None, host=HostGroup()))
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    """The signals that come to the program when no run is under way."""
+    names: list[str] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        names.append(signal.Signals(number).name)
+
+    before = signal.signal(signal.SIGTERM, note)
+    yield names
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_after_the_last_step_the_grace_still_counts(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
+    """What comes after training, such as writing the model, has what is left of it and no more."""
+    codes: list[int] = []
+    ended = threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(stopping, "leave", leave)
+    reasons: list[str] = []
+    with Stopper(ALONE, 0.5, lambda reason: None, reasons.append) as stopper:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while stopper.signal is None:
+            time.sleep(0.01)
+    assert ended.wait(10)
+    assert codes == [75]
+    assert reasons == ["SIGTERM: the 0.5 s of signal_grace are over; the last checkpoint stands"]
+    assert heard == []
+
+
+def test_a_signal_at_the_very_end_is_the_programs(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
+    monkeypatch.setattr(Stopper, "_look_for_signal", lambda self: time.sleep(0.01))
+    with Stopper(ALONE, 0.5, lambda reason: None, lambda reason: None):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == ["SIGTERM"]
+
+
+def test_training_goes_on_in_silence_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    broken = os.fdopen(writing, "w", buffering=1)
+    monkeypatch.setattr(sys, "stderr", broken)
+    display = Display(shows=True, total=9, done=0)
+    for step in range(3):
+        display.line(f"step {step}")
+    with contextlib.suppress(BrokenPipeError):
+        broken.close()
+
+
+def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path, writes=True)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("stepmark.trainer.journal.replace_json", full)
+    trainer: Any = SimpleNamespace(
+        journal=journal, state=SimpleNamespace(global_step=3), is_world_process_zero=lambda: True, _begun=True
+    )
+    for error in (RunInterrupted("SIGTERM: saved"), ValueError("x")):
+        Trainer._tell_end(trainer, error)
+    with pytest.raises(OSError, match="No space"):
+        journal.status("done", 3)
