@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from checkpoint_world import RankError, run_ranks
 from torch import nn
 
-from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import Checkpointer, SaveHandle
 from stepmark.checkpoint import checkpointer as checkpointer_module
 from stepmark.errors import CheckpointError
 from stepmark.sharding.spec import Box, Layout, Part, Piece, Shard
@@ -326,3 +327,26 @@ def save_where_memory_is_short(rank: int, folder: Path) -> str:
 def test_the_ranks_of_a_node_need_their_memory_together(tmp_path: Path) -> None:
     for told in run_ranks(2, save_where_memory_is_short, tmp_path):
         assert "saving needs 0.02 GiB more of host memory for the copies of the 2 ranks on this node" in told
+
+
+def restore_after_trouble(rank: int, folder: Path) -> str:
+    """Rank 0 has an error of its own to tell, of deleting old checkpoints for example."""
+    state = {"nest": {"t": torch.zeros(3)}}
+    with Checkpointer(folder, save_timeout=30) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        if rank == 0:
+            checkpointer._background.join()
+            checkpointer._background._aftermath = handle = SaveHandle(1)
+            handle.fail(CheckpointError("cannot delete checkpoint-0"))
+        began = time.monotonic()
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.restore(state)
+        assert time.monotonic() - began < 15
+        assert checkpointer.restore(state) == 1
+    return str(caught.value)
+
+
+def test_an_error_of_one_rank_before_restoring_is_told_to_all(tmp_path: Path) -> None:
+    mine, others = run_ranks(2, restore_after_trouble, tmp_path)
+    assert mine == "cannot delete checkpoint-0"
+    assert others == "rank 0: cannot delete checkpoint-0"

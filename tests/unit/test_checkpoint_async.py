@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -10,11 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_states import net, same, snapshot, train
 
 from stepmark.checkpoint import Checkpointer, SaveHandle, saving
+from stepmark.checkpoint import background as background_module
+from stepmark.checkpoint.board import Board
+from stepmark.checkpoint.meeting import Meeting
+from stepmark.checkpoint.watchdog import watchdog
 from stepmark.errors import CheckpointError, CheckpointTimeout, UsageError
 
 
@@ -255,3 +261,106 @@ Checkpointer(sys.argv[1]).save(1, {"nest": {"tensor": torch.zeros(3)}})
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1
     assert "error: rank 0: step 1 was not saved: No space left on device" in done.stderr
+
+
+def test_a_save_is_written_in_line_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(("stepmark-save", "stepmark-worker")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    state = {"nest": {f"t{number}": torch.randn(1000) for number in range(5)}}
+    with Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        handle = checkpointer.save(1, state)
+        assert handle is not None
+        assert handle.done()
+        monkeypatch.undo()
+        assert checkpointer.restore(state) == 1
+
+
+def test_a_forked_process_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {}}, block=True)
+        process = os.fork()
+        if not process:
+            checkpointer._close_at_exit()  # as the interpreter does when it ends
+            os._exit(0)
+        assert os.waitpid(process, 0)[1] == 0
+        checkpointer.save(2, {"nest": {}}, block=True)
+
+
+def test_the_next_save_removes_what_a_failed_one_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk the other ranks cannot say that they are done with it."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {}}, block=True)
+        board = Board(tmp_path / ".stepmark" / "run" / "save", 0)
+        board.folder.mkdir(parents=True)
+        left = tmp_path / ".checkpoint-2.left"
+        left.mkdir()
+        handle = SaveHandle(2)
+        handle.fail(OSError(28, "No space left"))
+        background = checkpointer._background
+        monkeypatch.setattr(background, "_size", 2)
+        monkeypatch.setattr(background_module, "FAREWELL", 0.05)
+        background._farewell(board, left, handle)
+        monkeypatch.undo()
+        assert left.exists()
+        checkpointer.save(3, {"nest": {}}, block=True)
+        assert not left.exists()
+
+
+STUCK = """
+import sys, time
+from stepmark.checkpoint import background, saving
+background.FAREWELL = 0.5
+saving.write_extents = lambda *arguments, **options: time.sleep(600)
+from stepmark import Checkpointer
+import torch
+checkpointer = Checkpointer(sys.argv[1], save_timeout=1)
+handle = checkpointer.save(1, {"nest": {"t": torch.zeros(3)}})
+try:
+    handle.result()
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_program_that_has_heard_of_it_ends_though_the_disk_is_stuck(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "CheckpointTimeout\n", done.stderr
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4.0}, {"dp": "8"}, {"dp": -1}, {"dp": None}])
+def test_a_mesh_that_no_manifest_can_hold_is_refused(tmp_path: Path, mesh: Any) -> None:
+    with pytest.raises(UsageError, match="mesh"):
+        Checkpointer(tmp_path, mesh=mesh)
+
+
+def test_a_mesh_may_be_of_numpys_integers(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, mesh={"dp": np.int64(1)}) as checkpointer:
+        checkpointer.save(1, {"nest": {}}, block=True)
+        assert checkpointer.manifest(1).mesh == {"dp": 1}
+
+
+def test_nothing_is_watched_while_the_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meeting has a deadline of its own, which names who did not come; the phase's would name who waits."""
+    watched = []
+    gather = Meeting.all_gather
+
+    def seen(self: Meeting, value: Any, what: str, board: Any = None) -> list[Any]:
+        watched.append((what, bool(watchdog._watches)))
+        return gather(self, value, what, board)
+
+    monkeypatch.setattr(Meeting, "all_gather", seen)
+    state = {"nest": {"t": torch.ones(3)}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        checkpointer._background.join()
+        checkpointer.restore(state)
+    assert {what for what, _ in watched} >= {"agreeing on a save", "reading checkpoint-1", "setting checkpoint-1"}
+    assert not any(busy for what, busy in watched if what != "planning a save"), watched  # that takes no time before

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from stepmark.checkpoint.board import Board
+from stepmark.checkpoint import files
+from stepmark.checkpoint.board import Board, RankFailed
 from stepmark.checkpoint.phases import Phases
 from stepmark.errors import CheckpointTimeout
 
@@ -47,3 +50,41 @@ def test_posts_stay_for_a_rank_that_has_not_read_them(tmp_path: Path) -> None:
     boards[1].leave()
     assert boards[0].close([1], time.monotonic())
     assert not boards[0].folder.exists()
+
+
+def test_signs_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk may still have room for the save itself, and the error to tell is who is late."""
+    boards = [board(tmp_path, rank, "writing") for rank in range(2)]
+    replace = files.replace_file
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "phase.0":
+            raise OSError(28, "No space left on device")
+        replace(path, data)
+
+    monkeypatch.setattr(files, "replace_file", full)
+    monkeypatch.setattr("stepmark.checkpoint.board._SIGN_EVERY", 0.05)
+    boards[0].enter("sealing")
+    with pytest.raises(CheckpointTimeout, match=r"rank 1 \(writing\) has not written"):
+        boards[0].wait("written", [1], time.monotonic() + 0.3)
+    boards[1].post("written", 7)
+    assert boards[0].wait("written", [1], time.monotonic() + 1) == {1: 7}
+
+
+def test_who_waits_for_few_does_not_look_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of ranks it is large, and all of them look ten times a second."""
+    waiting, other = (board(tmp_path, rank, "writing") for rank in range(2))
+    listed: list[float] = []
+    listdir = os.listdir
+
+    def counted(path: Path) -> list[str]:
+        listed.append(time.monotonic())
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", counted)
+    with pytest.raises(CheckpointTimeout):
+        waiting.wait("written", [1], time.monotonic() + 0.7)
+    assert len(listed) == 1
+    threading.Timer(0.2, lambda: other.fail("No space")).start()
+    with pytest.raises(RankFailed, match="rank 1: No space"):
+        waiting.wait("written", [1], time.monotonic() + 20)

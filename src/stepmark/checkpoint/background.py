@@ -35,6 +35,7 @@ class Background:
         self._flying: SaveHandle | None = None
         self._aftermath: SaveHandle | None = None
         self._reading: set[SaveHandle] = set()  # saves whose threads read the staging memory
+        self._left: set[Path] = set()  # what failed saves have written, until it is removed; on rank 0
         self._threads: list[threading.Thread] = []
 
     def phases(self, what: str, board: Board, handle: SaveHandle) -> Phases:
@@ -81,10 +82,26 @@ class Background:
             self._aftermath = None
             aftermath.result()
 
-    def join(self) -> None:
-        """Gives all that goes on a moment to end."""
+    def join(self) -> bool:
+        """Gives all that goes on a moment to end; returns whether it has."""
+        until = time.monotonic() + FAREWELL + 1
         for thread in self._threads:
-            thread.join(FAREWELL + 1)
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def tidy(self) -> None:
+        """Removes what failed saves have left, on rank 0, once all ranks have begun another: so that a full disk does
+        not stay full. It does not need to wait until each rank has said that it is done, which a full disk forbids."""
+        while self._left:
+            self._discard(next(iter(self._left)))
+
+    def _discard(self, temporary: Path) -> None:
+        try:
+            discard(temporary)
+        except OSError as error:
+            logger.warning("cannot remove what a save has left: %s", describe_error(error))
+        finally:
+            self._left.discard(temporary)
 
     def leave(self, board: Board, temporary: Path | None, handle: SaveHandle) -> None:
         """Leaves the board of a save or restore that has ended; see `_farewell`."""
@@ -92,14 +109,19 @@ class Background:
 
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        # Not a daemon: a program that ends waits for it; if it hangs, the watchdog ends the process.
-        thread = threading.Thread(target=target, args=arguments, name="stepmark-save")
-        self._threads.append(thread)
-        thread.start()
+        # A daemon: closing waits for it, at the program's end too, and what is stuck for good must not hold that up.
+        thread = threading.Thread(target=target, args=arguments, name="stepmark-save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of threads, or the interpreter is ending
+            logger.warning("no thread can be started (%s): going on without", error)
+            target(*arguments)
+        else:
+            self._threads.append(thread)
 
     def _finish(self, saving: Saving, memory: memoryview, handle: SaveHandle) -> None:
         try:
-            path = saving.run(memory)
+            path, size = saving.run(memory)
         except BaseException as error:
             handle.fail(error)
             if isinstance(error, CheckpointTimeout):
@@ -107,7 +129,7 @@ class Background:
             self._reading.discard(handle)
         else:
             self._reading.discard(handle)
-            handle.succeed(path)
+            handle.succeed(path, size)
             if self._rank == 0:
                 self._retain(path, saving)
         self._farewell(saving.board, saving.temporary, handle)
@@ -137,9 +159,11 @@ class Background:
         board.leave()
         if self._rank != 0 or handle.timed_out():
             return
+        if temporary is not None:
+            self._left.add(temporary)
         try:
             gone = board.close(range(1, self._size), time.monotonic() + min(self._timeout, FAREWELL))
-            if gone and temporary is not None:
-                discard(temporary)
+            if gone and temporary in self._left:
+                self._discard(temporary)
         except OSError as error:
             logger.warning("cannot remove what a save has left: %s", describe_error(error))

@@ -26,6 +26,7 @@ _DONE = "done"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
 _SIGN_EVERY = 1.0  # seconds; a change in the folder also makes network file systems look again
 _SILENT = 3.0  # seconds without a sign, from which on an error says so
+_FEW = 4  # posts that are looked for one by one; the whole folder is looked at where it is more, and once a sign
 _SHOWN = 8  # ranks that an error names
 
 
@@ -53,7 +54,7 @@ class Board:
     def enter(self, phase: str) -> None:
         """Tells the others what this rank is doing from now on."""
         self._phase = phase
-        self.post(_PHASE, phase)
+        self.try_to_post(_PHASE, phase)
 
     def post(self, topic: str, value: Any = None) -> None:
         """Makes a value known under a topic."""
@@ -101,18 +102,23 @@ class Board:
         Raises RankFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what
         they are doing, when the deadline has passed.
         """
-        pause, signed = _SHORTEST_PAUSE, time.monotonic()
+        pause, signed, first = _SHORTEST_PAUSE, time.monotonic(), True
         wanted = {f"{topic}.{rank}": rank for rank in ranks}
         while True:
-            present = set(os.listdir(self.folder))
+            due = time.monotonic() - signed > _SIGN_EVERY
+            if due or first or len(wanted) > _FEW:  # it is large, and every rank looks
+                present = set(os.listdir(self.folder))
+            else:
+                present = {name for name in wanted if (self.folder / name).exists()}
+            first = False
             if heed_failures:
                 self._raise_failure(present)
             if wanted.keys() <= present:
                 return {rank: self.read(topic, rank) for rank in ranks}
             if time.monotonic() > deadline:
                 raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} came too late")
-            if time.monotonic() - signed > _SIGN_EVERY:
-                self.post(_PHASE, self._phase)
+            if due:
+                self.try_to_post(_PHASE, self._phase)
                 signed = time.monotonic()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -130,11 +136,18 @@ class Board:
 
     def describe(self, ranks: Collection[int]) -> str:
         """These ranks, each with what it was doing last, and how long ago that was if it is long."""
-        self.post(_PHASE, self._phase)
-        now = os.stat(self.folder / f"{_PHASE}.{self.rank}").st_mtime
+        self.try_to_post(_PHASE, self._phase)
+        now = self._now()
         shown = [f"rank {rank} ({self._doing(rank, now)})" for rank in list(ranks)[:_SHOWN]]
         more = len(ranks) - len(shown)
         return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+    def _now(self) -> float:
+        """The time by the file system's clock, as far as this rank could leave a sign there."""
+        try:
+            return os.stat(self.folder / f"{_PHASE}.{self.rank}").st_mtime
+        except OSError:
+            return time.time()
 
     def _doing(self, rank: int, now: float) -> str:
         try:

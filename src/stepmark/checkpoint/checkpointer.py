@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
+import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -18,6 +22,7 @@ from ..runtime.base import Runtime
 from ..runtime.host import HostGroup
 from ..runtime.select import runtime_for
 from .background import Background
+from .board import Board
 from .describe import describe
 from .drafting import Answer, Draft, Planner, agree, check_disk, draft, values_to_bytes
 from .handle import SaveHandle
@@ -40,6 +45,7 @@ from .whole import check_whole
 logger = logging.getLogger("stepmark")
 
 MAX_FILE_SIZE = 5_000_000_000  # bytes, as transformers cuts its files
+_MARGIN = 60.0  # seconds by which a collective's own deadline is later than that of the meeting that names the ranks
 
 
 class Checkpointer:
@@ -73,16 +79,16 @@ class Checkpointer:
             raise UsageError(f"keep_last: {keep_last} is too few; the newest checkpoint always stays")
         if when_busy not in ("wait", "skip"):
             raise UsageError(f"when_busy: {when_busy!r} is unknown; choose 'wait' or 'skip'")
-        if not save_timeout > 0:
-            raise UsageError(f"save_timeout: {save_timeout!r} is not a number of seconds above 0")
+        if not 0 < save_timeout < math.inf:
+            raise UsageError(f"save_timeout: {save_timeout!r} is not a finite number of seconds above 0")
         self.folder = Path(folder).absolute()
-        self._group = group or HostGroup.of_processes()
+        self._group = group or HostGroup.of_processes(timedelta(seconds=save_timeout + _MARGIN))
         self._meeting = Meeting(self._group, save_timeout)
         self._runtime = runtime
         self._async = async_save
         self._timeout = save_timeout
         self._when_busy = when_busy
-        self._mesh = dict(mesh or {"dp": self._group.size})
+        self._mesh = _checked_mesh(mesh or {"dp": self._group.size})
         self._max_file_size = max_file_size
         self._threads = threads
         policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
@@ -91,6 +97,7 @@ class Checkpointer:
         self._memory = StagingMemory()
         self._member: Membership | None = None
         self._planner: Planner | None = None
+        self._process = 0  # which has the folder
         self._count = 0
         self.set_aside: list[tuple[Path, str]] = []  # what the last restore took for damaged, and why; on rank 0
 
@@ -172,8 +179,11 @@ class Checkpointer:
                 self.wait()
                 phases.enter("joining")
                 drafted = draft(step, name, temporary, state, write_files, metadata, metrics, model_only)
+                phases.leave()  # the meeting, which begins now, has a deadline of its own
         except Exception as error:
             problem = error
+        finally:
+            phases.stop()
         digests = drafted.tables.digests() if drafted is not None else {}
         told = describe_error(problem) if problem is not None else None
         answer = Answer(step, busy, told, digests, self._memory.size, free_host_memory())
@@ -188,7 +198,9 @@ class Checkpointer:
         plan, values = self._planner.plan(drafted, answers, phases.board)
         extents, size = extents_of(plan, self._group.rank)
         self._check_memory(plan, answers)
-        check_disk(self.folder, plan)
+        if self._group.rank == 0:
+            self._background.tidy()
+            check_disk(self.folder, plan)
         entries = drafted.entries()
         runtime = self._runtime_of([entry.tensor for entry in entries.values()])
         if self._background.reads_memory:
@@ -243,11 +255,10 @@ class Checkpointer:
         another model, CheckpointDamaged where it is not whole, and CheckpointNotFound.
         """
         member = self._join()
-        self.wait()
         handle = SaveHandle(-1)
         phases = self._background.phases("restore", member.board(self._next_name(member)), handle)
         try:
-            phases.board.open()
+            self._all_can_go_on("restoring", phases.board)
             phases.enter("looking")
             tensors = [entry.tensor for section in describe(state) for entry in section.entries.values()]
             threads, alone = 2 * self._threads, member.alone_on_node()
@@ -271,6 +282,21 @@ class Checkpointer:
             handle.collected.set()
             phases.stop()
             self._background.leave(phases.board, None, handle)
+
+    def _all_can_go_on(self, what: str, board: Board) -> None:
+        """Raises the error of a save before, on all ranks if any has one."""
+        problem: Exception | None = None
+        try:
+            board.open()
+            self.wait()
+        except Exception as error:
+            problem = error
+        told = self._meeting.all_gather(None if problem is None else describe_error(problem), what, board)
+        if problem is not None:
+            raise problem
+        for rank, other in enumerate(told):
+            if other is not None:
+                raise CheckpointError(f"rank {rank}: {other}")
 
     def _named(self, checkpoint: str | Path | int) -> Path:
         path = checkpoint_path(self.folder, checkpoint) if isinstance(checkpoint, int) else Path(checkpoint)
@@ -315,17 +341,20 @@ class Checkpointer:
         if self._member is None:
             self._member = Membership.join(self.folder, self._meeting, self._timeout)
             self._planner = Planner(self._meeting, self._member.nodes, self._max_file_size)
+            self._process = os.getpid()
             atexit.register(self._close_at_exit)
         return self._member
 
     def close(self) -> None:
         """Waits for the save on its way, and gives the folder back. Raises the error of a save that failed."""
         atexit.unregister(self._close_at_exit)
+        if self._member is not None and os.getpid() != self._process:  # a forked process: the folder is its parent's
+            return
         try:
             self.wait()
         finally:
-            self._background.join()
-            if self._member is not None:
+            ended = self._background.join()
+            if self._member is not None and ended:  # else the file system is stuck, and this would be, too
                 self._member.release()
                 self._member = None
             self._memory.release()
@@ -334,7 +363,7 @@ class Checkpointer:
         """A program that never asked how its last save went does not end as if all were well."""
         try:
             self.close()
-        except CheckpointError as error:
+        except Exception as error:
             end_process(error, self._group.rank)
 
     def __enter__(self) -> Checkpointer:
@@ -345,7 +374,7 @@ class Checkpointer:
     ) -> None:
         try:
             self.close()
-        except CheckpointError as trouble:
+        except Exception as trouble:
             if error is None:
                 raise
             logger.error("%s", trouble)  # the error on its way is the one to read
@@ -355,3 +384,14 @@ class Checkpointer:
             devices = [tensor.device for tensor in tensors]
             return runtime_for(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
         return self._runtime
+
+
+def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The mesh as the manifest takes it. Raises UsageError for sizes that are none."""
+    try:
+        checked = {str(axis): operator.index(size) for axis, size in mesh.items()}
+    except TypeError:
+        checked = {"": 0}
+    if min(checked.values(), default=1) < 1:
+        raise UsageError(f"mesh: {dict(mesh)!r} must give each axis a whole number of ranks from 1 on")
+    return checked

@@ -20,6 +20,7 @@ class SaveHandle:
         self._path: Path | None = None
         self._began = time.monotonic()
         self.seconds: float | None = None  # from the call of `save` until it was durable
+        self.size: int | None = None  # bytes of the checkpoint's files, on the first rank, once it is durable
         self._error: BaseException | None = None
 
     def done(self) -> bool:
@@ -51,11 +52,11 @@ class SaveHandle:
         """Whether it has failed because a rank was late."""
         return isinstance(self._error, CheckpointTimeout)
 
-    def succeed(self, path: Path) -> None:
+    def succeed(self, path: Path, size: int | None = None) -> None:
         """For the engine: it is committed."""
         with self._lock:
             if not self._ended.is_set():
-                self._path = path
+                self._path, self.size = path, size
                 self.seconds = time.monotonic() - self._began
                 self._ended.set()
 

@@ -135,6 +135,7 @@ class Loader:
         self._phases.enter(name)
         try:
             outcome = Outcome(unexpected=frozenset(stage()))
+            self._phases.leave()  # the meeting, which begins now, has a deadline of its own
         except CheckpointDamaged as problem:
             outcome = Outcome(str(problem), damaged=True, incomplete=isinstance(problem, FileIncomplete))
             error = problem
@@ -142,9 +143,10 @@ class Loader:
             outcome, error = Outcome(str(problem), mismatch=True), problem
         except Exception as problem:
             outcome, error = Outcome(describe_error(problem)), problem
+        finally:
+            self._phases.stop()
         what = f"{name} {path.name}"
         outcomes: list[Outcome] = self._meeting.all_gather(outcome, what, self._phases.board)
-        self._phases.leave()
         if outcome.troubled and error is not None:
             raise error
         for rank, other in enumerate(outcomes):

@@ -19,7 +19,7 @@ from ..launch.ending import print_stacks
 from . import files
 from .board import Board, RankFailed
 from .digests import bytes_digest, file_digest
-from .manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry
+from .manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry, parse_manifest
 from .names import publish
 from .phases import Phases
 from .plan import MODEL, SavePlan
@@ -46,8 +46,8 @@ class Saving:
     values: bytes = b""
     extra: Sequence[str] = field(default_factory=tuple)
 
-    def run(self, memory: memoryview) -> Path:
-        """Brings the save to its end; returns the checkpoint's path.
+    def run(self, memory: memoryview) -> tuple[Path, int | None]:
+        """Brings the save to its end; returns the checkpoint's path and, on rank 0, the bytes of its files.
 
         On an error the temporary folder stays; remove it when no rank writes there any more. Raises CheckpointError,
         also for what other ranks report.
@@ -55,9 +55,9 @@ class Saving:
         try:
             digests = self._write(memory)
             self._seal(digests)
-            path = self._commit()
+            committed = self._commit()
             self.phases.leave()
-            return path
+            return committed
         except BaseException as error:
             self.phases.stop()
             if isinstance(error, CheckpointTimeout):
@@ -98,23 +98,24 @@ class Saving:
             sealed[index] = bytes_digest(header)
         self.board.post("sealed", sealed)
 
-    def _commit(self) -> Path:
+    def _commit(self) -> tuple[Path, int | None]:
         self.phases.enter("committing")
         written = ("written", {share.rank for file in self.plan.files for share in file.shares})
         sealed_by = ("sealed", {file.sealer for file in self.plan.files})
         if self.rank != 0:
             posted = self.phases.wait("committed", [0], [written, sealed_by])
-            return Path(posted[0])
+            return Path(posted[0]), None
         posts = self.phases.wait("sealed", sealed_by[1], [written])
         sealed = {int(index): digest for post in posts.values() for index, digest in post.items()}
-        self._write_manifest(sealed)
+        size = self._write_manifest(sealed)
         if self.lost():
             raise CheckpointBusy(f"{self.temporary.parent} was taken over by another run; stop one of the two")
         path = publish(self.temporary, self.manifest.save)
         self.board.post("committed", str(path))
-        return path
+        return path, size
 
-    def _write_manifest(self, sealed: Mapping[int, str]) -> None:
+    def _write_manifest(self, sealed: Mapping[int, str]) -> int:
+        """Writes all files that are not of tensors; returns the bytes of all files."""
         files.make_folder(self.temporary)
         files.write_file(self.temporary / VALUES, self.values)
         index = model_index(self.plan)
@@ -132,7 +133,10 @@ class Saving:
             size, digest = file_digest(self.temporary / name)
             entries.append(FileEntry(name, size, digest))
         manifest = self.manifest.with_contents(tuple(entries), tensor_entries(self.plan), time.time())
-        files.write_file(self.temporary / MANIFEST, manifest.to_bytes())
+        data = manifest.to_bytes()
+        parse_manifest(data)  # nothing is committed that a restore would refuse
+        files.write_file(self.temporary / MANIFEST, data)
+        return sum(entry.size for entry in entries) + len(data)
 
 
 def model_index(plan: SavePlan) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -30,9 +31,13 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threa
             except BaseException as error:
                 errors.append(error)
 
-    helpers = [threading.Thread(target=work, name="stepmark-worker") for _ in range(min(threads, len(todo)) - 1)]
-    for helper in helpers:
-        helper.start()
+    helpers: list[threading.Thread] = []
+    wanted = min(threads, len(todo)) - 1
+    with contextlib.suppress(RuntimeError):  # the limit of threads, or the interpreter is ending: this one does it all
+        while len(helpers) < wanted:
+            helper = threading.Thread(target=work, name="stepmark-worker", daemon=True)
+            helper.start()
+            helpers.append(helper)
     work()
     for helper in helpers:
         helper.join()
