@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -93,3 +95,28 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
         Trainer._tell_end(trainer, error)
     with pytest.raises(OSError, match="No space"):
         journal.status("done", 3)
+
+
+WAITING = """
+import sys
+from pathlib import Path
+from datetime import timedelta
+import torch.distributed as dist
+from stepmark.cli.train import ending_at_signals
+with ending_at_signals(Path(sys.argv[1])):
+    print("ready", flush=True)
+    dist.TCPStore("127.0.0.1", 0, 2, True, timeout=timedelta(seconds=60))  # in native code, where no handler runs
+"""
+
+
+def test_a_rank_that_waits_for_others_which_never_come_ends_at_a_signal(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WAITING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=40)
+    assert process.returncode == 75, errors
+    assert "interrupted by SIGTERM: not training" in errors
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "interrupted"

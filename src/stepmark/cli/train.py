@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from stepmark.recipe.recipe import Recipe, all_fields, read_recipe
 from stepmark.recipe.unknown import unknown_field
 
 HELP = "train a model as a recipe says"
+PATIENCE = 2.0  # seconds that the main thread has to answer a signal before training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,22 +70,34 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
 @contextlib.contextmanager
 def ending_at_signals(folder: Path) -> Iterator[None]:
     """Before training and after it there is nothing to save: a signal ends the process, and the run can be resumed."""
-    from stepmark.launch.ending import say
-    from stepmark.launch.signals import INTERRUPTED, STOPPING
+    from stepmark.launch.ending import leave, say
+    from stepmark.launch.signals import INTERRUPTED, STOPPING, hearing
     from stepmark.trainer.outside import tell_interrupted
 
     began = time.time()
+    answered = threading.Event()
 
-    def end(number: int, _: FrameType | None) -> None:
+    def tell(number: int) -> None:
         reason = f"{signal.Signals(number).name}: not training"
         say(f"interrupted by {reason}")
         with contextlib.suppress(OSError):
             tell_interrupted(folder, reason, began)
+
+    def end(number: int, _: FrameType | None) -> None:
+        answered.set()
+        tell(number)
         raise SystemExit(INTERRUPTED)
+
+    def end_for(number: int) -> None:
+        """In another thread: the main one may wait where no handler runs, for ranks that never come for example."""
+        if signal.getsignal(number) is end and not answered.wait(PATIENCE):
+            tell(number)
+            leave(INTERRUPTED)
 
     before = {number: signal.signal(number, end) for number in STOPPING}
     try:
-        yield
+        with hearing(end_for):
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

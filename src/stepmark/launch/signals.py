@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -64,3 +65,26 @@ class SignalNotice:
 
 def _nothing(_: int, __: FrameType | None) -> None:
     pass
+
+
+@contextlib.contextmanager
+def hearing(heard: Callable[[int], None]) -> Iterator[None]:
+    """Meanwhile `heard` is called, in a thread of its own, with each of the signals in STOPPING that comes, whoever
+    handles it. For the main thread."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while came := reader.recv(4096):
+            for number in STOPPING:
+                if number in came:
+                    heard(number)
+        reader.close()
+
+    threading.Thread(target=listen, name="stepmark-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
