@@ -441,6 +441,27 @@ def test_strided_and_conjugated_tensors(tmp_path: Path) -> None:
     assert torch.equal(other, numbers)
 
 
+def test_a_strided_tensor_that_occurs_twice_comes_back(tmp_path: Path) -> None:
+    """In two sections, and twice in one."""
+    torch.manual_seed(0)
+
+    def state(value: float) -> tuple[dict[str, Any], list[Tensor]]:
+        conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        numbers, tensor = torch.full((6,), value, dtype=torch.complex64), torch.full((5, 7), value)
+        nested = {"a": tensor.t(), "b": numbers.conj(), "c": numbers[:3]}
+        return {"model": conv, "again": {"conv": conv.weight}, "n": {**nested, "again": dict(nested)}}, [
+            conv.weight,
+            tensor,
+            numbers,
+        ]
+
+    (saved, tensors), (restored, found) = state(2.0), state(0.0)
+    assert not found[0].is_contiguous()
+    through(tmp_path, saved, restored)
+    assert restored["again"]["conv"] is found[0]
+    assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
+
+
 def test_counters_and_texts_of_numpy(tmp_path: Path) -> None:
     values = {"c": collections.Counter([3, 5, 3]), "s": np.str_(""), "a": np.array(["", ""]), "t": np.str_("x")}
     restored: dict[str, Any] = {"n": {}}

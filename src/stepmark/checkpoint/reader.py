@@ -104,7 +104,7 @@ class TensorReader:
             host, size = live.detach(), 0
         elif live is not None:
             covered = sum(part.piece.numel for target in group for part in target.layout.parts)
-            host = _like_on_host(live, memory) if covered == live.numel() else runtime.to_host([live])[0]
+            host = _like_on_host(live, memory) if covered == live.numel() else _copy_on_host(live, runtime)
             size = host.nbytes
         else:
             host = torch.empty(group[0].local_shape(), dtype=torch_dtype(group[0].dtype))
@@ -186,6 +186,11 @@ def _like_on_host(live: Tensor, memory: LentMemory) -> Tensor:
     if live.nbytes < LARGE:
         return torch.empty(live.shape, dtype=live.dtype)
     return memory.take(live.nbytes).view(live.dtype).view(live.shape)
+
+
+def _copy_on_host(live: Tensor, runtime: Runtime) -> Tensor:
+    """A copy to read into, with its elements in row-major order, whatever their order is in `live`."""
+    return runtime.to_host([live])[0].resolve_conj().resolve_neg().contiguous()
 
 
 def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
