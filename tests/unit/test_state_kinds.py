@@ -20,7 +20,7 @@ from stepmark.checkpoint.restoring import Restoration
 from stepmark.checkpoint.whole import read_values
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.sharding.spec import Layout, Shard
+from stepmark.sharding.spec import Box, Layout, Shard, annotate, layout_of
 from stepmark.training.optimizer import build_optimizer
 from tests.support.independent_reader import read_checkpoint
 
@@ -391,6 +391,45 @@ def test_buffers_that_differ_come_whole_from_the_first_rank(tmp_path: Path) -> N
         assert not groups["model"][name].any(), name
     (writers,) = [file["writers"] for file in manifest["files"] if "header" in file]
     assert {rank for rank, _ in writers} == {0, 1}  # the parameters are still written together
+
+
+def test_torchs_optimizers_of_cut_parameters_resume_in_a_fresh_process(tmp_path: Path) -> None:
+    """A packed projection, of which each rank has a row of each of three, and a vocabulary with rows that pad it."""
+
+    def start(rank: int, value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        packed, vocabulary = nn.Linear(4, 3, bias=False), nn.Embedding(5, 4)
+        rows = [(Box((2 * i + rank, 0), (1, 4)), (i, 0)) for i in range(3)]
+        annotate(packed.weight, Layout.boxes((6, 4), rows))
+        annotate(vocabulary.weight, Layout.box((9, 4), (5 * rank, 0), (5 - rank, 4)))
+        for parameter in (packed.weight, vocabulary.weight):
+            nn.init.constant_(parameter, value)
+        module = nn.ModuleDict({"packed": packed, "vocabulary": vocabulary})
+        return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[Tensor]:
+        for number, parameter in enumerate(module.parameters()):
+            parameter.grad = torch.arange(float(parameter.numel())).view(parameter.shape) + 10 * number + rank
+            layout = layout_of(parameter)
+            assert layout is not None
+            parameter.grad[sum(part.piece.box.lengths[0] for part in layout.parts) :] = 0
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    def job(rank: int, group: Any) -> None:
+        with Checkpointer(tmp_path, group=group) as checkpointer:
+            module, optimizer = start(rank, 1.0)
+            step(module, optimizer, rank)
+            checkpointer.save(1, {"model": module, "optimizer": optimizer}, block=True)
+            expected = step(module, optimizer, rank)
+            fresh, other = start(rank, 1.0)
+            step(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1), rank)
+            assert checkpointer.restore({"model": fresh, "optimizer": other}) == 1
+            assert not other.state[fresh.vocabulary.weight]["exp_avg"][5 - rank :].any()
+            found = step(fresh, other, rank)
+        cut = [slice(None), slice(5 - rank)]
+        assert all(torch.equal(a[rows], b[rows]) for a, b, rows in zip(found, expected, cut, strict=True))
+
+    on_ranks(2, job)
 
 
 def test_a_shard_stays_a_shard(tmp_path: Path) -> None:

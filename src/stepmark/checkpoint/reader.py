@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import CheckpointDamaged, CheckpointMismatch
 from ..runtime.base import Runtime
 from ..sharding.overlap import Overlap, disjoint, overlaps
-from ..sharding.spec import Box, Layout, Part
+from ..sharding.spec import Box, Layout, Part, Shape
 from .checked import BLOCK, CheckedFile
 from .dtypes import item_size, torch_dtype
 from .manifest import Manifest, TensorEntry
@@ -33,7 +33,8 @@ IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read st
 @dataclass(eq=False)
 class Target:
     """A tensor to be filled: a live one, or (`live` None) a new one on the host, which `place`, if there is one, takes
-    to its device. `host` has the values in the end, of a new tensor where it is."""
+    to its device. `host` has the values in the end, of a new tensor where it is. `shape` is that of a new tensor which
+    is not just the one piece that the layout has; what the layout leaves out of it is zero."""
 
     group: str
     name: str
@@ -42,11 +43,15 @@ class Target:
     live: Tensor | None = None
     host: Tensor | None = None
     place: Callable[[Tensor], Tensor] | None = None
+    shape: Shape | None = None
 
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of a new local tensor."""
+    def new(self) -> Tensor:
+        """A new local tensor on the host."""
+        dtype = torch_dtype(self.dtype)
+        if self.shape is not None:
+            return torch.zeros(self.shape, dtype=dtype)
         assert len(self.layout.parts) == 1
-        return self.layout.parts[0].piece.shape
+        return torch.empty(self.layout.parts[0].piece.shape, dtype=dtype)
 
 
 class TensorReader:
@@ -107,7 +112,7 @@ class TensorReader:
             host = _like_on_host(live, memory) if covered == live.numel() else _copy_on_host(live, runtime)
             size = host.nbytes
         else:
-            host = torch.empty(group[0].local_shape(), dtype=torch_dtype(group[0].dtype))
+            host = group[0].new()
             size = 0 if group[0].place is None else host.nbytes
         for target in group:
             target.host = host

@@ -135,7 +135,8 @@ class OptimizerComparison:
                 continue
             layout = layout_of(parameter)
             fits = layout is not None and wanted.manifest.tensors[section.group][name].shape == layout.shape
-            fresh[key] = wanted.want_new(section.group, name, layout if fits else None)
+            shape = tuple(parameter.shape) if fits else None
+            fresh[key] = wanted.want_new(section.group, name, layout if fits else None, shape)
             if key != "step" or id(parameter) in self._on_device:
                 fresh[key].place = partial(_placed, wanted.runtime, parameter)
         tensors = {name: wanted.want_new(section.group, name) for name in in_values}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import CheckpointMismatch
 from ..runtime.base import Runtime
-from ..sharding.spec import Layout
+from ..sharding.spec import Layout, Shape
 from .manifest import Manifest, TensorEntry
 from .reader import Target, check_entry
 from .values import TAG
@@ -48,12 +48,17 @@ class Wanted:
         self.expected.add((group, name))
         return target
 
-    def want_new(self, group: str, name: str, layout: Layout | None = None) -> Target:
-        """A tensor to be read into a new one, whole or the part that `layout` says. Raises CheckpointMismatch."""
+    def want_new(self, group: str, name: str, layout: Layout | None = None, shape: Shape | None = None) -> Target:
+        """A tensor to be read into a new one: whole, or what `layout` says into one of `shape`, if that is given.
+
+        Raises CheckpointMismatch where the checkpoint has it not.
+        """
         entry = self.manifest.tensors.get(group, {}).get(name)
         if entry is None:
             raise CheckpointMismatch(f"{self.where} has no tensor {name!r}, which its values refer to")
-        return self.want(group, name, None, layout or Layout.whole(entry.shape), entry.dtype)
+        target = self.want(group, name, None, layout or Layout.whole(entry.shape), entry.dtype)
+        target.shape = shape
+        return target
 
     def tensors_in(self, group: str, encoded: Any) -> dict[str, Target]:
         """New tensors for all that an encoded value refers to."""
