@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import unittest.mock
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_sharding_spec import elements_of, numbers, pieces, shapes
 
-from stepmark.checkpoint import Checkpointer, checked, staging
+from stepmark.checkpoint import Checkpointer, checked, reader, staging
 from stepmark.checkpoint import checkpointer as checkpointer_module
+from stepmark.checkpoint.manifest import TensorEntry
+from stepmark.checkpoint.snapshot import narrow
+from stepmark.checkpoint.tensorfile import StoredTensor
 from stepmark.errors import CheckpointError
+from stepmark.sharding.spec import Box, Layout, Part, Piece, Shard
 
 
 def test_twenty_saves_take_their_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +73,90 @@ def test_restoring_into_live_tensors_takes_the_same_memory_for_any_state(
     assert made == []
     assert len(blocks) <= 2  # restoring uses twice as many threads as `threads`
     assert max(blocks.values()) <= checked.BLOCK + (3 << 20)
+
+
+def test_other_pieces_than_the_stored_ones_take_no_memory_but_the_threads_own(tmp_path: Path) -> None:
+    full = torch.arange(2048 * 2048, dtype=torch.float32).view(2048, 2048)
+    columns = Shard(torch.zeros(2048, 256), Layout.box((2048, 2048), (0, 512), (2048, 256)))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {"t": full}}, block=True)
+        tracemalloc.start()
+        try:
+            assert checkpointer.restore({"nest": {"t": columns}}) == 1
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert torch.equal(columns.tensor, full[:, 512:768])
+    assert peak < full.nbytes / 2
+
+
+@st.composite
+def stored_pieces(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Piece]:
+    """Ranges of boxes that make up a tensor."""
+    halves = [Box.whole(shape)]
+    if shape:
+        dim = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, shape[dim]))
+        sides = [(0, cut), (cut, shape[dim] - cut)]
+        halves = [
+            Box((0,) * dim + (offset,) + (0,) * (len(shape) - dim - 1), (*shape[:dim], length, *shape[dim + 1 :]))
+            for offset, length in sides
+        ]
+    found = []
+    for box in halves:
+        cuts = sorted(draw(st.lists(st.integers(0, box.numel), max_size=2)))
+        found += [Piece(box, start, stop) for start, stop in pairwise([0, *cuts, box.numel])]
+    return found
+
+
+class Stored:
+    """A tensor file in memory; what is read from it is gone with the next read."""
+
+    def __init__(self, piece: Piece, shape: tuple[int, ...], size: int) -> None:
+        self.data = torch.tensor(elements_of(numbers(shape), piece), dtype=torch.int32).numpy().tobytes()
+        self.found = StoredTensor("t", "I32", shape, piece, 4 * size)
+        self._memory = bytearray(len(self.data))
+
+    def tensor(self, name: str, dtype: str, piece: Piece) -> StoredTensor:
+        return self.found
+
+    def read(self, tensor: StoredTensor, begin: int, end: int) -> memoryview:
+        assert tensor.begin <= begin < end <= tensor.end
+        assert end - begin <= reader.BLOCK
+        self._memory[:] = b"\xff" * len(self._memory)
+        self._memory[: end - begin] = self.data[begin - tensor.begin : end - tensor.begin]
+        return memoryview(self._memory)[: end - begin]
+
+
+@given(st.data(), shapes, st.sampled_from([4, 8, 12, 28, 64, 1 << 20]))
+def test_reading_block_by_block_gives_what_reading_at_once_would(
+    data: st.DataObject, shape: tuple[int, ...], block: int
+) -> None:
+    """Whatever is stored, and whatever is wanted of it: every element once, in its place, and no other is touched."""
+    stored = data.draw(stored_pieces(shape))
+    piece = data.draw(pieces(shape))
+    if piece.is_box and data.draw(st.booleans()):
+        at = tuple(data.draw(st.integers(0, 2)) for _ in shape)
+        around = tuple(a + length + 1 for a, length in zip(at, piece.box.lengths, strict=True))
+        part, local = Part(piece, at), torch.full(around, -1, dtype=torch.int32)
+        place = narrow(local, Box(at, piece.box.lengths))
+    else:
+        begin = data.draw(st.integers(0, 3))
+        part, local = Part(piece, begin), torch.full((begin + piece.numel + 2,), -1, dtype=torch.int32)
+        place = local[begin : begin + piece.numel]
+    target = reader.Target("g", "t", Layout(shape, (part,)), "I32", local, local)
+    entry = TensorEntry("I32", shape, tuple(enumerate(stored)))
+    files: Any = {index: Stored(own, shape, index) for index, own in entry.pieces}
+    with (
+        unittest.mock.patch.object(reader, "BLOCK", block),
+        reader.TensorReader(Path(), unittest.mock.Mock()) as reading,
+    ):
+        reading._files = files
+        for job in reading._boxes(target, part, entry):
+            job()
+        reading._files = {}
+    assert place.reshape(-1).tolist() == elements_of(numbers(shape), piece)
+    assert int((local != -1).sum()) == piece.numel
 
 
 def test_memory_is_lent_again_when_nobody_holds_it() -> None:

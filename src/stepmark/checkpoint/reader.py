@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import CheckpointDamaged, CheckpointMismatch
 from ..runtime.base import Runtime
 from ..sharding.overlap import Overlap, disjoint, overlaps
-from ..sharding.spec import Box, Layout, Part, Shape
+from ..sharding.spec import Box, Layout, Part, Piece, Shape
 from .checked import BLOCK, CheckedFile
 from .dtypes import item_size, torch_dtype
 from .manifest import Manifest, TensorEntry
@@ -165,14 +165,16 @@ class TensorReader:
             raise self._incomplete(target)
 
     def _boxes(self, target: Target, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
-        """Any two layouts: the boxes that they have in common."""
+        """Any two layouts: the boxes that they have in common, block by block of what is stored."""
         found: list[Box] = []
         for index, stored in entry.pieces:
             pairs = overlaps(stored, part.piece)
             if pairs:
                 found += [pair.box for pair in pairs]
                 file = self._file(index)
-                yield partial(_copy_boxes, file, file.tensor(target.name, entry.dtype, stored), pairs, target, part)
+                tensor = file.tensor(target.name, entry.dtype, stored)
+                for start, stop in _element_blocks(tensor, *_span(pairs)):
+                    yield partial(_copy_boxes, file, tensor, start, stop, target, part)
         if sum(box.numel for box in found) != part.piece.numel or not disjoint(found):
             raise self._incomplete(target)
 
@@ -222,15 +224,17 @@ def _copy_run(file: CheckedFile, tensor: StoredTensor, begin: int, end: int, whe
     np.copyto(where, np.frombuffer(file.read(tensor, begin, end), dtype=np.uint8))
 
 
-def _copy_boxes(file: CheckedFile, tensor: StoredTensor, pairs: Sequence[Overlap], target: Target, part: Part) -> None:
-    """Copies boxes into a part of the target; the stored piece is read whole from the first of them to the last."""
+def _copy_boxes(file: CheckedFile, tensor: StoredTensor, start: int, stop: int, target: Target, part: Part) -> None:
+    """Copies what elements [start, stop) of a stored piece, no more than one block, and a part of the target have in
+    common. They are read from the first to the last of those, into memory that each thread has once."""
     assert target.host is not None
-    size = item_size(tensor.dtype)
-    first, last = min(pair.first for pair in pairs), max(pair.last for pair in pairs)
-    data = np.empty((last - first) * size, dtype=np.uint8)
-    origin = tensor.begin + first * size
-    for begin, end in _blocks(origin, tensor.begin + last * size):
-        data[begin - origin : end - origin] = np.frombuffer(file.read(tensor, begin, end), dtype=np.uint8)
+    size, stored = item_size(tensor.dtype), tensor.piece
+    pairs = overlaps(Piece(stored.box, stored.start + start, stored.start + stop), part.piece)
+    if not pairs:
+        return
+    first, last = _span(pairs)
+    begin = tensor.begin + start * size
+    data = np.frombuffer(file.read(tensor, begin + first * size, begin + last * size), dtype=np.uint8)
     flat = torch.from_numpy(data).view(torch_dtype(tensor.dtype))
     places = block_views(target.host, part, 0, part.piece.numel)
     for pair in pairs:
@@ -240,6 +244,18 @@ def _copy_boxes(file: CheckedFile, tensor: StoredTensor, pairs: Sequence[Overlap
             if common is not None:
                 inside = narrow(place, common.relative_to(block.box.offsets))
                 inside.copy_(narrow(source, common.relative_to(pair.box.offsets)))
+
+
+def _span(pairs: Sequence[Overlap]) -> tuple[int, int]:
+    """The elements of a stored piece from the first to the last that are needed."""
+    return min(pair.first for pair in pairs), max(pair.last for pair in pairs)
+
+
+def _element_blocks(tensor: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cuts elements [first, last) of a stored piece as `_blocks` cuts their bytes."""
+    size = item_size(tensor.dtype)
+    for begin, end in _blocks(tensor.begin + first * size, tensor.begin + last * size):
+        yield (begin - tensor.begin) // size, (end - tensor.begin) // size
 
 
 def check_entry(entry: TensorEntry | None, target: Target, where: str) -> None:
