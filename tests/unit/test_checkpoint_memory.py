@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_states import bits
 from hypothesis import given
 from hypothesis import strategies as st
 from test_sharding_spec import elements_of, numbers, pieces, shapes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.checkpoint import Checkpointer, checked, reader, staging
 from stepmark.checkpoint import checkpointer as checkpointer_module
+from stepmark.checkpoint.describe import Entry
 from stepmark.checkpoint.manifest import TensorEntry
-from stepmark.checkpoint.snapshot import narrow
+from stepmark.checkpoint.snapshot import Copy, narrow, take
 from stepmark.checkpoint.tensorfile import StoredTensor
 from stepmark.errors import CheckpointError
+from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.spec import Box, Layout, Part, Piece, Shard
 
 
@@ -205,6 +209,41 @@ def test_all_threads_copy_what_a_single_copy_would(tmp_path: Path) -> None:
         assert checkpointer.restore(fresh) == 1
     for name, tensor in fresh["nest"].items():
         assert torch.equal(tensor, expected[name]), name
+
+
+class Copied(TorchDispatchMode):
+    """The bytes of the copies that torch makes of tensors."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self.total += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (7, 1001), (30, 31)])
+def test_strided_tensors_are_copied_without_a_copy_between(start: int, stop: int | None) -> None:
+    """Of which this rank may write a range only, and which may be a range themselves."""
+    torch.manual_seed(0)
+    images = torch.randn(6, 5, 7, 8).to(memory_format=torch.channels_last)
+    matrix = torch.randn(64, 40, dtype=torch.complex64).t().conj()
+    rows = Layout.box((90, 80), (10, 0), (32, 80))
+    wholes = [(tensor, Layout.whole(tensor.shape)) for tensor in (images, matrix)]
+    for tensor, layout in [*wholes, (torch.randn(80, 32).t(), rows)]:
+        assert not tensor.is_contiguous()
+        entry = Entry("g", "t", tensor, layout, "C64" if tensor.is_complex() else "F32")
+        end = tensor.numel() if stop is None else stop
+        copies = [Copy(entry, layout.parts[0], start, end, 16)]
+        memory = torch.zeros(tensor.nbytes + 16, dtype=torch.uint8)
+        with Copied() as copied:
+            take(copies, memory, EagerRuntime(torch.device("cpu")), threads=2)
+        size = tensor.element_size()
+        written = memory[16 : 16 + (end - start) * size]
+        assert written.numpy().tobytes() == bits(tensor.resolve_conj())[start * size : end * size]
+        assert not memory[16 + len(written) :].any()
+        assert copied.total == 0
 
 
 @pytest.mark.parametrize(

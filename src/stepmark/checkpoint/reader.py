@@ -21,7 +21,7 @@ from ..sharding.spec import Box, Layout, Part, Piece, Shape
 from .checked import BLOCK, CheckedFile
 from .dtypes import item_size, torch_dtype
 from .manifest import Manifest, TensorEntry
-from .snapshot import block_views, narrow
+from .snapshot import block_views, is_plain, narrow
 from .staging import LentMemory
 from .tensorfile import StoredTensor
 
@@ -104,8 +104,7 @@ class TensorReader:
     def _prepare(self, group: list[Target], runtime: Runtime, memory: LentMemory) -> int:
         """Gives the targets, which share one live tensor, their host memory; returns the bytes that takes."""
         live = group[0].live
-        plain = live is not None and live.is_contiguous() and not live.is_conj() and not live.is_neg()
-        if live is not None and live.device.type == "cpu" and plain:
+        if live is not None and live.device.type == "cpu" and is_plain(live):
             host, size = live.detach(), 0
         elif live is not None:
             covered = sum(part.piece.numel for target in group for part in target.layout.parts)

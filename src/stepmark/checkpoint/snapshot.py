@@ -130,7 +130,7 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
     target = memory.numpy()
     runs: list[tuple[int, NDArray[np.uint8]]] = []
     for copy, source in found:
-        if isinstance(copy.part.at, int) and source.device.type == "cpu":
+        if isinstance(copy.part.at, int) and source.device.type == "cpu" and is_plain(source):
             data = _run(copy, copy.part.at, source)
             runs += [(copy.at + begin, data[begin : begin + _CHUNK]) for begin in range(0, len(data), _CHUNK)]
         else:
@@ -144,19 +144,35 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
 
 
 def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
-    flat = source.resolve_conj().resolve_neg().contiguous().view(-1)[at + copy.start : at + copy.stop]
-    return flat.view(torch.uint8).numpy()
+    return source.view(-1)[at + copy.start : at + copy.stop].view(torch.uint8).numpy()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory holds its values in row-major order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:
     size = item_size(copy.entry.dtype)
     target = memory[copy.at : copy.at + (copy.stop - copy.start) * size].view(torch_dtype(copy.entry.dtype))
-    if isinstance(copy.part.at, int):
-        target.copy_(_flat(source)[copy.part.at + copy.start : copy.part.at + copy.stop], non_blocking=True)
+    part = _by_boxes(copy.part, source)
+    if isinstance(part.at, int):
+        target.copy_(_flat(source)[part.at + copy.start : part.at + copy.stop], non_blocking=True)
         return
-    for block, view in block_views(source, copy.part, copy.start, copy.stop):
+    for block, view in block_views(source, part, copy.start, copy.stop):
         begin = block.start - copy.start
         target[begin : begin + block.box.numel].view(block.box.lengths).copy_(view, non_blocking=True)
+
+
+def _by_boxes(part: Part, source: Tensor) -> Part:
+    """The same part, by its offsets where it lies in host memory that is not in row-major order: else the whole tensor
+    would be copied first."""
+    piece = part.piece
+    if source.device.type != "cpu" or source.is_contiguous():
+        return part
+    if part.at != piece.start or piece.box.lengths != tuple(source.shape):
+        return part
+    return Part(piece, (0,) * source.dim())
 
 
 def _flat(tensor: Tensor) -> Tensor:
