@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -82,6 +83,31 @@ def test_what_passes_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                         verify(tmp_path / "checkpoint-2")
             assert there(tmp_path) == ["checkpoint-1", "checkpoint-2"]
             assert checkpointer.restore(state) == 2
+
+
+class Slow(io.FileIO):
+    """A file of which a read gives 100 bytes at most, as a file system may."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(min(100, size if size is not None and size >= 0 else 100))
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:100])
+
+
+def test_a_header_that_comes_in_several_reads_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_two(tmp_path)
+    usual = Path.open
+
+    def short(path: Path, mode: str = "r", buffering: int = -1, **options: Any) -> Any:
+        if path.suffix != ".safetensors":
+            return usual(path, mode, buffering, **options)
+        return Slow(path) if buffering == 0 else io.BufferedReader(Slow(path))
+
+    monkeypatch.setattr(Path, "open", short)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(state_of()) == 2
+    assert not verify(tmp_path / "checkpoint-2").faults
 
 
 @pytest.mark.parametrize("where", ["read_bytes", "header", "open", "values"])
