@@ -538,3 +538,17 @@ def test_a_link_among_extra_files_becomes_a_copy(tmp_path: Path) -> None:
         outside.unlink()
         assert checkpointer.restore({"n": torch.zeros(1)}) == 1
     assert (folder / "checkpoint-1" / "t.json").read_text() == "{}"
+
+
+def test_what_two_sections_have_in_common_counts_once(tmp_path: Path) -> None:
+    """The rest of the tensor is in no section, and keeps its values."""
+    tensor = torch.arange(12.0).view(3, 4).t()
+    half = Shard(tensor, Layout.box((2, 3), (0, 0), (2, 3)))
+    state = {"a": {"t": half}, "b": {"t": half}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        expected = tensor.clone()
+        expected[2:] = -1
+        tensor.fill_(-1)
+        checkpointer.restore(state)
+    assert tensor.equal(expected)

@@ -313,7 +313,7 @@ def _inherited_layout(path: Path, value: Tensor | Shard, parameter: Tensor | Non
     if parameter is None or isinstance(value, Shard) or layout_of(value) is not None:
         return None
     layout = layout_of(parameter)
-    if layout is None or value.numel() == 1:
+    if layout is None or (value.numel() == 1 and value.shape != parameter.shape):  # a step count, for example
         return None
     if value.shape != parameter.shape:
         raise UsageError(

@@ -107,7 +107,8 @@ class TensorReader:
         if live is not None and live.device.type == "cpu" and is_plain(live):
             host, size = live.detach(), 0
         elif live is not None:
-            covered = sum(part.piece.numel for target in group for part in target.layout.parts)
+            parts = {(part.at, part.piece) for target in group for part in target.layout.parts}
+            covered = sum(piece.numel for _, piece in parts)
             host = _like_on_host(live, memory) if covered == live.numel() else _copy_on_host(live, runtime)
             size = host.nbytes
         else:
