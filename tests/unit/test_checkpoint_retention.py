@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.checkpoint import Checkpointer, KeepBest, KeepEachInterval, KeepEvery, KeepLast, files
+from stepmark.checkpoint import Checkpointer, KeepBest, KeepEachInterval, KeepEvery, KeepLast, files, keeper
+from stepmark.checkpoint.manifest import Manifest
+from stepmark.checkpoint.reading import cannot_read
 from stepmark.checkpoint.retention import Retention, Saved, superfluous
-from stepmark.errors import UsageError
+from stepmark.errors import CheckpointError, UsageError
 
 
 def run(steps: list[int], policies: list[Retention], losses: dict[int, float] | None = None) -> list[int]:
@@ -122,9 +125,68 @@ def test_a_checkpoint_that_cannot_be_read_or_deleted_is_left(
     assert folders(tmp_path) == ["checkpoint-10", "checkpoint-7"]
 
 
-def save(folder: Path, step: int) -> None:
+def test_where_the_newest_cannot_be_read_nothing_is_deleted_this_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As over NFS, for a moment."""
+    read = keeper.read_manifest
+
+    def stale(path: Path) -> Manifest:
+        if path.name == "checkpoint-2":
+            raise cannot_read(path, OSError(116, "Stale file handle"))
+        return read(path)
+
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(1, {"nest": {}}, block=True)
+        monkeypatch.setattr(keeper, "read_manifest", stale)
+        checkpointer.save(2, {"nest": {}}, block=True)
+        checkpointer._background.join()
+        assert folders(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+        assert "checkpoint-2 is left where it is" in caplog.text
+        monkeypatch.setattr(keeper, "read_manifest", read)
+        checkpointer.save(3, {"nest": {}}, block=True)
+    assert folders(tmp_path) == ["checkpoint-3"]
+
+
+def test_a_checkpoint_under_another_name_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-7")
+    save(tmp_path, 8, 9)
+    assert "checkpoint-7 is left where it is" in caplog.text
+    assert folders(tmp_path) == ["checkpoint-7", "checkpoint-9"]
+
+
+def test_an_error_in_deleting_is_not_lost_when_the_next_save_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    after = keeper.Keeper.after
+
+    def fail_late(self: keeper.Keeper, newest: Path, save: str) -> None:
+        if newest.name != "checkpoint-1":
+            return after(self, newest, save)
+        begun.set()
+        go_on.wait()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(keeper.Keeper, "after", fail_late)
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(1, {"nest": {}}, block=True)
+        begun.wait()
+        checkpointer.save(2, {"nest": {}}, block=True)
+        go_on.set()
+        checkpointer._background.join()
+        assert "deleting old checkpoints after step 1 has failed" in caplog.text
+        with pytest.raises(CheckpointError, match="deleting old checkpoints after step 1 has failed"):
+            checkpointer.save(3, {"nest": {}})
+        checkpointer.save(4, {"nest": {}})
+    assert folders(tmp_path) == ["checkpoint-4"]
+
+
+def save(folder: Path, *steps: int) -> None:
     with Checkpointer(folder, keep_last=1) as checkpointer:
-        checkpointer.save(step, {"nest": {}})
+        for step in steps:
+            checkpointer.save(step, {"nest": {}})
 
 
 def test_a_policy_that_keeps_nothing_is_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Background:
         self._timeout = timeout
         self._keeper = keeper
         self._flying: SaveHandle | None = None
-        self._aftermath: SaveHandle | None = None
+        self._aftermaths: list[SaveHandle] = []  # deletions of old checkpoints, until somebody has heard how they ended
         self._reading: set[SaveHandle] = set()  # saves whose threads read the staging memory
         self._left: set[Path] = set()  # what failed saves have written, until it is removed; on rank 0
         self._threads: list[threading.Thread] = []
@@ -66,7 +66,7 @@ class Background:
 
     def check(self) -> None:
         """Raises the error of what has failed."""
-        for handle in (self._flying, self._aftermath):
+        for handle in (self._flying, *self._aftermaths):
             if handle is not None and handle.failed():
                 self.wait()
 
@@ -77,9 +77,8 @@ class Background:
             flying.wait()  # if this is interrupted, it is still on its way
             self._flying = None
             flying.result()
-        aftermath = self._aftermath
-        if aftermath is not None and aftermath.failed():
-            self._aftermath = None
+        for aftermath in [handle for handle in self._aftermaths if handle.done()]:
+            self._aftermaths.remove(aftermath)
             aftermath.result()
 
     def join(self) -> bool:
@@ -87,6 +86,11 @@ class Background:
         until = time.monotonic() + FAREWELL + 1
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        try:
+            for aftermath in [handle for handle in self._aftermaths if handle.done()]:
+                aftermath.result()
+        except (CheckpointError, OSError) as error:  # every save is safe, and no later call could raise it
+            logger.error("%s", describe_error(error))
         return not any(thread.is_alive() for thread in self._threads)
 
     def tidy(self) -> None:
@@ -136,7 +140,8 @@ class Background:
 
     def _retain(self, newest: Path, saving: Saving) -> None:
         """Deletes what need not stay, now that `newest` is committed; an error surfaces at the next call."""
-        self._aftermath = handle = SaveHandle(saving.manifest.step)
+        handle = SaveHandle(saving.manifest.step)
+        self._aftermaths.append(handle)
         phases = self.phases(f"deleting old checkpoints after step {handle.step}", saving.board, handle)
         try:
             phases.enter("deleting")

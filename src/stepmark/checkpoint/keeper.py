@@ -16,10 +16,11 @@ from . import files
 from .best import best_step
 from .lease import Leases
 from .manifest import read_manifest
-from .names import COORDINATION, checkpoint_path, checkpoints, delete
+from .names import COORDINATION, checkpoint_path, checkpoints, delete, step_of
 from .retention import Retention, Saved, superfluous
 from .telling import describe_error
 from .values import decode_plain
+from .whole import check_name
 
 DELETED = "deleted.jsonl"
 
@@ -49,7 +50,8 @@ class Keeper:
         self._lock = threading.Lock()
 
     def after(self, newest: Path, save: str) -> None:
-        """Call it when `newest` is committed; it stays. One that cannot be read or deleted is left, and logged."""
+        """Call it when `newest` is committed; it stays. One that cannot be read or deleted is left, and logged; nothing
+        is deleted where `newest` is such a one."""
         with self._lock:
             if self._policies:
                 self._apply(newest, save)
@@ -62,6 +64,8 @@ class Keeper:
             except CheckpointError as error:
                 logger.warning("%s is left where it is: %s", path, error)
         self._known = known
+        if newest not in known:
+            return  # without it, others would be taken for what must stay; the next save tries again
         for step in superfluous([saved for saved, _ in known.values()], self._policies, known[newest][0].step):
             path = checkpoint_path(self._folder, step)
             try:
@@ -81,11 +85,13 @@ class Keeper:
     def _needed(self, path: Path) -> bool:
         """Whether somebody reads the checkpoint, or it is the best. In this order: who finds it to be the best while
         reading it says so first, and ends the lease then."""
-        return self._leases.held(path) or best_step(self._folder) == self._known[path][0].step
+        return self._leases.held(path) or best_step(self._folder) == step_of(path)
 
 
 def _saved(path: Path) -> tuple[Saved, str]:
+    """What retention needs to know of a checkpoint. Its step is the one in its name, which finds it again."""
     manifest = read_manifest(path)
+    check_name(path, manifest)
     saved = Saved(manifest.step, manifest.time, decode_plain(manifest.metrics), whole=not manifest.model_only)
     return saved, manifest.save
 
