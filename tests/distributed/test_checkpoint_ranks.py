@@ -15,6 +15,7 @@ from torch import nn
 
 from stepmark.checkpoint import Checkpointer, SaveHandle
 from stepmark.checkpoint import checkpointer as checkpointer_module
+from stepmark.checkpoint.staging import MACHINE
 from stepmark.errors import CheckpointError
 from stepmark.sharding.spec import Box, Layout, Part, Piece, Shard
 
@@ -315,11 +316,11 @@ def restore_newest(rank: int, folder: Path) -> int | None:
 
 def save_where_memory_is_short(rank: int, folder: Path) -> str:
     """Each rank copies half of 16 MiB; there is room for one of them."""
-    checkpointer_module.free_host_memory = lambda: (64 << 20) + (12 << 20)
+    checkpointer_module.free_host_memory = lambda: {MACHINE: (64 << 20) + (12 << 20)}
     with Checkpointer(folder) as checkpointer:
         with pytest.raises(CheckpointError) as caught:
             checkpointer.save(1, {"nest": {"tensor": torch.zeros(4 << 20)}})
-        checkpointer_module.free_host_memory = lambda: (64 << 20) + (17 << 20)
+        checkpointer_module.free_host_memory = lambda: {MACHINE: (64 << 20) + (17 << 20)}
         checkpointer.save(2, {"nest": {"tensor": torch.zeros(4 << 20)}}, block=True)
     return str(caught.value)
 

@@ -18,7 +18,7 @@ import torch
 from checkpoint_states import net, same, snapshot, train
 from transformers.trainer_utils import get_last_checkpoint
 
-from stepmark.checkpoint import Checkpointer, files
+from stepmark.checkpoint import Checkpointer, files, staging
 from stepmark.checkpoint.verify import verify
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
 
@@ -253,7 +253,7 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeyp
 
 
 def test_a_host_without_memory_is_found_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepmark.checkpoint.checkpointer.free_host_memory", lambda: 70 << 20)
+    monkeypatch.setattr("stepmark.checkpoint.checkpointer.free_host_memory", lambda: {staging.MACHINE: 70 << 20})
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(CheckpointError, match="GiB are free"):
             checkpointer.save(1, {"nest": {"t": torch.zeros(8 << 20)}})

@@ -271,18 +271,42 @@ def test_the_limit_of_a_container_counts(
     (tmp_path / "own").write_text(own)
     monkeypatch.setattr(staging, "_CGROUP", tmp_path)
     monkeypatch.setattr(staging, "_OWN_CGROUPS", tmp_path / "own")
-    assert staging.free_host_memory() == (3 << 20) + 1000
+    assert min(staging.free_host_memory().values()) == (3 << 20) + 1000
+    assert staging.free_host_memory().keys() > {staging.MACHINE}
     (tmp_path / mount / "job" / limit).write_text("max\n")
-    assert (staging.free_host_memory() or 0) > 1 << 30
+    assert min(staging.free_host_memory().values()) > 1 << 30
+
+
+def test_ranks_in_containers_of_their_own_share_the_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sees its container's control group as the root; two of them are in the first."""
+    (tmp_path / "own").write_text("0::/\n")
+    monkeypatch.setattr(staging, "_OWN_CGROUPS", tmp_path / "own")
+    free = []
+    for place in ("one", "one", "other"):
+        monkeypatch.setattr(staging, "_CGROUP", tmp_path / place)
+        (tmp_path / place).mkdir(exist_ok=True)
+        for name, content in (("memory.max", 60 << 30), ("memory.current", 0), ("memory.stat", "anon 5")):
+            (tmp_path / place / name).write_text(f"{content}\n")
+        free.append(staging.free_host_memory() | {staging.MACHINE: 100 << 30})
+    staging.check_host_memory([29 << 30, 29 << 30, 40 << 30], free)
+    for needs, told in (
+        ([40, 40, 0], r"80\.00 GiB .* the 2 ranks in one container or control group, and 60\.00 GiB are free"),
+        ([0, 0, 70], r"70\.00 GiB .* for its copy of the state, and 60\.00 GiB are free"),
+        ([29, 29, 47], r"105\.00 GiB .* the 3 ranks on this node, and 100\.00 GiB are free"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            staging.check_host_memory([need << 30 for need in needs], free)
 
 
 def test_a_copy_that_the_host_has_no_room_for_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is there from the last save is not needed again."""
-    monkeypatch.setattr(checkpointer_module, "free_host_memory", lambda: (64 << 20) + (12 << 20))
+    monkeypatch.setattr(checkpointer_module, "free_host_memory", lambda: {staging.MACHINE: (64 << 20) + (12 << 20)})
     with Checkpointer(tmp_path) as checkpointer:
         small = {"nest": {"tensor": torch.zeros(2 << 20)}}
         checkpointer.save(1, small, block=True)
-        monkeypatch.setattr(checkpointer_module, "free_host_memory", lambda: 0)
+        monkeypatch.setattr(checkpointer_module, "free_host_memory", lambda: {staging.MACHINE: 0})
         checkpointer.save(2, small, block=True)
         large = {"nest": {"tensor": torch.zeros(8 << 20)}}
         with pytest.raises(CheckpointError, match="saving needs 0.02 GiB more of host memory for its copy"):

@@ -230,9 +230,8 @@ class Checkpointer:
         assert self._member is not None
         nodes, sizes = self._member.nodes, staging_sizes(plan)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]]
-        more = sum(max(0, sizes[rank] - answers[rank].held) for rank in ranks)
-        known = [free for rank in ranks if (free := answers[rank].free) is not None]
-        check_host_memory(more, min(known, default=None), len(ranks))
+        needs = [max(0, sizes[rank] - answers[rank].held) for rank in ranks]
+        check_host_memory(needs, [answers[rank].free for rank in ranks])
 
     def check(self) -> None:
         """Raises the error of a save that has failed since the last call. It costs nothing: call it often."""

@@ -123,14 +123,14 @@ def _check_extra(folder: Path, name: str) -> None:
 @dataclass(frozen=True)
 class Answer:
     """What each rank tells all others before a save begins: among it the bytes of host memory that it has for copies
-    already, and those that are free, where it knows."""
+    already, and those that its limits leave free, by limit."""
 
     step: int
     busy: bool
     problem: str | None
     digests: dict[str, str]
     held: int = 0
-    free: int | None = None
+    free: Mapping[str, int] = field(default_factory=dict)
 
 
 def agree(meeting: Meeting, board: Board, answer: Answer, problem: BaseException | None) -> list[Answer] | None:

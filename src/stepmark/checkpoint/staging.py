@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 
+MACHINE = "machine"  # all of a node's memory, as a limit
 _RESERVE = 64 << 20  # bytes that are left to everything else
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -74,16 +76,20 @@ class LentMemory:
         return None
 
 
-def check_host_memory(more: int, free: int | None, ranks: int) -> None:
-    """Raises CheckpointError where `free` bytes of a host's memory (None: unknown) cannot hold `more`, which is what so
-    many ranks on it need together."""
-    if free is None or more <= max(0, free - _RESERVE):
-        return
-    whose = "its copy of the state" if ranks == 1 else f"the copies of the {ranks} ranks on this node"
-    raise CheckpointError(
-        f"saving needs {_gib(more)} more of host memory for {whose}, and {_gib(free)} are free; "
-        "use more nodes, a smaller state, or machines with more memory"
-    )
+def check_host_memory(needs: Sequence[int], free: Sequence[Mapping[str, int]]) -> None:
+    """Raises CheckpointError where the ranks of one node, each of which `needs` so many more bytes, find too few of
+    them. `free` is what free_host_memory says on each: only ranks under the same limit need what it leaves together."""
+    for limit in sorted({name for known in free for name in known}):
+        ranks = [rank for rank, known in enumerate(free) if limit in known]
+        more, left = sum(needs[rank] for rank in ranks), min(free[rank][limit] for rank in ranks)
+        if more <= max(0, left - _RESERVE):
+            continue
+        place = "on this node" if limit == MACHINE else "in one container or control group"
+        whose = "its copy of the state" if len(ranks) == 1 else f"the copies of the {len(ranks)} ranks {place}"
+        raise CheckpointError(
+            f"saving needs {_gib(more)} more of host memory for {whose}, and {_gib(left)} are free; "
+            "use more nodes, a smaller state, or machines with more memory"
+        )
 
 
 def _touched(size: int) -> Tensor:
@@ -105,10 +111,11 @@ def host_memory(size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def free_host_memory() -> int | None:
-    """Bytes that can be taken before the machine, or this container, is out of memory; None where that is unknown."""
-    limits = [limit for limit in (_meminfo_available(), _cgroup_left()) if limit is not None]
-    return min(limits, default=None)
+def free_host_memory() -> dict[str, int]:
+    """Bytes that can be taken before the limits that this process is under are reached, as far as they are known: by
+    MACHINE, and by a name of each control group, which is the same in all its processes and no other's."""
+    available = _meminfo_available()
+    return _cgroups_left() | ({} if available is None else {MACHINE: available})
 
 
 def _meminfo_available() -> int | None:
@@ -120,15 +127,22 @@ def _meminfo_available() -> int | None:
     return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
 
 
-def _cgroup_left() -> int | None:
-    """What the control groups leave that this process is in: a container's, or a batch job's."""
-    left = []
+def _cgroups_left() -> dict[str, int]:
+    """What the control groups leave that this process is in: a container's, or a batch job's.
+
+    Their paths tell nothing of which they are, since each container may see its own as the root; their inodes do.
+    """
+    left = {}
     for root, own in _cgroups():
         folder = root / own.lstrip("/")
         while folder.is_relative_to(root):
-            left.append(_left_in(folder))
+            bytes_left = _left_in(folder)
+            if bytes_left is not None:
+                with contextlib.suppress(OSError):
+                    status = os.stat(folder)
+                    left[f"control group {status.st_dev}:{status.st_ino}"] = bytes_left
             folder = folder.parent
-    return min((bytes_left for bytes_left in left if bytes_left is not None), default=None)
+    return left
 
 
 def _cgroups() -> Iterator[tuple[Path, str]]:
