@@ -133,14 +133,34 @@ def test_a_file_of_another_step_is_found(
     falls_back(folder, known, caplog, name)
 
 
-def test_a_foreign_tensor_file_is_found(
-    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json"])
+def test_a_file_that_others_would_read_as_the_model_is_found(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     source, known = saved
     folder = tmp_path / "run"
     shutil.copytree(source, folder)
-    shutil.copy(folder / "checkpoint-1/model.safetensors", folder / "checkpoint-2/model-00002-of-00002.safetensors")
-    falls_back(folder, known, caplog, "model-00002-of-00002.safetensors", "does not belong")
+    shutil.copy(folder / "checkpoint-1/model.safetensors", folder / "checkpoint-2" / name)
+    assert [fault.file for fault in verify(folder / "checkpoint-2").faults] == [name]
+    falls_back(folder, known, caplog, name, "does not belong")
+
+
+def test_what_a_callback_has_put_into_a_checkpoint_is_left_alone(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """As those do that save an adapter."""
+    source, known = saved
+    folder = tmp_path / "run"
+    shutil.copytree(source, folder)
+    (folder / "checkpoint-2/adapter_model").mkdir()
+    for name in ("adapter_model.safetensors", "adapter_model/model.safetensors"):
+        shutil.copy(folder / "checkpoint-1/model.safetensors", folder / "checkpoint-2" / name)
+    assert not verify(folder / "checkpoint-2").faults
+    state = state_of(5)
+    with Checkpointer(folder) as checkpointer:
+        assert checkpointer.restore(state) == 2
+    assert same(values(state), known[2])
+    assert (folder / "checkpoint-2/adapter_model.safetensors").exists()
 
 
 def test_nothing_is_set_aside_where_nothing_is_whole(

@@ -59,7 +59,7 @@ CALLS = {
     "header": ("nest.safetensors", Path, "open"),
     "open": ("nest.safetensors", os, "open"),
     "values": ("state.json", Path, "read_bytes"),
-    "list": ("checkpoint-2", os, "scandir"),
+    "list": ("checkpoint-2", os, "listdir"),
 }
 
 

@@ -14,7 +14,7 @@ from .digests import cell_digest
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from .names import checkpoints
 from .tensorfile import Header
-from .whole import check_file, check_name, foreign_tensor_files, read_header
+from .whole import check_file, check_name, foreign_model_files, read_header
 
 Cell = tuple[int, int, str, str]  # first byte, last + 1, tensor, digest
 
@@ -65,7 +65,7 @@ def verify(folder: Path, *, threads: int = 4) -> Report:
                     faults.extend(_check_tensors(folder, manifest, number, pool))
             except CheckpointDamaged as error:
                 faults.append(Fault(entry.name, _short(error, folder / entry.name)))
-    faults += [Fault(name, "does not belong to this checkpoint") for name in foreign_tensor_files(folder, manifest)]
+    faults += [Fault(name, "does not belong to this checkpoint") for name in foreign_model_files(folder, manifest)]
     return Report(folder, manifest.step, sum(entry.size for entry in manifest.files), tuple(faults))
 
 

@@ -7,18 +7,20 @@ told, because a file cannot be read for the moment.
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointDamaged
 from .digests import bytes_digest, file_digest
-from .files import regular_file_size, regular_files
+from .files import regular_file_size
 from .manifest import MANIFEST, VALUES, FileEntry, Manifest
 from .names import step_of
 from .reading import FileIncomplete, cannot_read
 from .tensorfile import Header, parse_header
 
-SUFFIX = ".safetensors"
+_MODEL_FILE = re.compile(r"model.*\.(safetensors|index\.json)\Z")
 
 
 def check_whole(folder: Path, manifest: Manifest) -> None:
@@ -32,7 +34,7 @@ def check_whole(folder: Path, manifest: Manifest) -> None:
             check_file(folder, entry)
         else:
             read_header(folder, manifest, entry)
-    for name in foreign_tensor_files(folder, manifest):
+    for name in foreign_model_files(folder, manifest):
         raise CheckpointDamaged(f"{folder / name} does not belong to this checkpoint; move it away")
 
 
@@ -45,11 +47,14 @@ def check_name(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def foreign_tensor_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Tensor files that the manifest does not list; other programs would read them."""
+def foreign_model_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that the manifest does not list, and that other programs would read as the model, or as a part of it.
+
+    What else somebody has put into a checkpoint, as a callback that saves an adapter there does, harms nobody.
+    """
     known = {entry.name for entry in manifest.files}
     try:
-        return [name for name in regular_files(folder) if name.endswith(SUFFIX) and name not in known]
+        return sorted(name for name in os.listdir(folder) if _MODEL_FILE.match(name) and name not in known)
     except OSError as error:
         raise cannot_read(folder, error) from error
 

@@ -89,7 +89,7 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
         raise UsageError(f"{out} exists and is not an empty folder; name another one, or move it away")
     for checkpoint in candidates:
         if final.is_relative_to(checkpoint.resolve()):
-            raise UsageError(f"{out} is inside {checkpoint}, which would no longer be whole; name another folder")
+            raise UsageError(f"{out} is inside {checkpoint}, and would be deleted with it; name another folder")
     return final
 
 
