@@ -153,9 +153,13 @@ def test_half_a_line_of_what_was_deleted_spoils_no_other(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("command", ["verify", "consolidate"])
-def test_commands_keep_what_they_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    """A run that saves meanwhile would delete it."""
+@pytest.mark.parametrize("given", ["checkpoint-1", "link", "."])
+def test_commands_keep_what_they_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, given: str
+) -> None:
+    """A run that saves meanwhile would delete it. A link to it, or the folder one is in, is no other checkpoint."""
     run = tmp_path / "run"
+    (tmp_path / "link").symlink_to(run / "checkpoint-1")
     with Checkpointer(run, keep_last=1) as checkpointer:
         state = {"model": torch.nn.Linear(2, 2)}
         checkpointer.save(1, state, block=True)
@@ -169,7 +173,10 @@ def test_commands_keep_what_they_read(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(lease, "held_by_another", lambda folder: folder == run)  # it is another's for the command
         monkeypatch.setattr(verify if command == "verify" else consolidate, "read_manifest", save_and_read)
         more = [str(tmp_path / "out")] if command == "consolidate" else []
-        assert stepmark([command, str(run / "checkpoint-1"), *more]) == 0
+        if given == ".":
+            monkeypatch.chdir(run / "checkpoint-1")
+        path = {"checkpoint-1": str(run / "checkpoint-1"), "link": str(tmp_path / "link"), ".": "."}[given]
+        assert stepmark([command, path, *more]) == 0
     assert there(run) == ["checkpoint-1", "checkpoint-2"]
     with Checkpointer(run, keep_last=1) as checkpointer:
         checkpointer.save(3, state, block=True)

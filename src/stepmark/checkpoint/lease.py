@@ -66,9 +66,10 @@ def reading(checkpoint: Path, label: str) -> Iterator[bool]:
     Where no run has the folder nothing is written to it, and where no lease can be made it is read all the same.
     """
     lease = None
-    if held_by_another(checkpoint.parent):
+    real = checkpoint.resolve()  # retention knows the checkpoint by the name that it has in its run's folder
+    if held_by_another(real.parent):
         try:
-            lease = Lease(checkpoint, label)
+            lease = Lease(real, label)
         except OSError as error:
             logger.warning("a live run may delete %s while it is read: %s", checkpoint, error)
     try:
