@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_world import RankError, run_ranks
+from checkpoint_world import RankError, join_ranks, run_ranks, start_ranks
 from torch import nn
 
 from stepmark.checkpoint import Checkpointer, SaveHandle
 from stepmark.checkpoint import checkpointer as checkpointer_module
+from stepmark.checkpoint.reader import TensorReader
 from stepmark.checkpoint.staging import MACHINE
 from stepmark.errors import CheckpointError
 from stepmark.sharding.spec import Box, Layout, Part, Piece, Shard
@@ -312,6 +313,44 @@ def test_a_rank_that_is_killed_is_named_and_the_last_checkpoint_stands(tmp_path:
 def restore_newest(rank: int, folder: Path) -> int | None:
     with Checkpointer(folder) as checkpointer:
         return checkpointer.restore(make(1))
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def restore_slowly(rank: int, folder: Path) -> int | None:
+    """Rank 1 begins to read once the run that the checkpoint is of has saved another."""
+    until(folder / "saved")
+    fill = TensorReader.fill
+
+    def late(*arguments: Any) -> None:
+        (folder / "reading").touch()
+        until(folder / "saved-again")
+        fill(*arguments)
+
+    if rank == 1:
+        TensorReader.fill = late
+    with Checkpointer(folder / "mine") as checkpointer:
+        return checkpointer.restore(make(1), folder / "theirs" / "checkpoint-1")
+
+
+def test_a_live_run_keeps_the_checkpoint_that_others_restore_from(tmp_path: Path) -> None:
+    ranks = start_ranks(2, restore_slowly, tmp_path)
+    with Checkpointer(tmp_path / "theirs", keep_last=1) as theirs:
+        theirs.save(1, make(0), block=True)
+        (tmp_path / "saved").touch()
+        until(tmp_path / "reading")
+        theirs.save(2, make(0), block=True)
+        theirs._background.join()
+        (tmp_path / "saved-again").touch()
+        assert join_ranks(ranks) == [1, 1]
+        assert (tmp_path / "theirs" / "checkpoint-1").is_dir()
+        theirs.save(3, make(0), block=True)
+    assert [path.name for path in (tmp_path / "theirs").glob("checkpoint-*")] == ["checkpoint-3"]
 
 
 def save_where_memory_is_short(rank: int, folder: Path) -> str:

@@ -8,6 +8,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ from .describe import describe
 from .drafting import Answer, Draft, Planner, agree, check_disk, draft, values_to_bytes
 from .handle import SaveHandle
 from .keeper import Keeper
+from .lease import reading
 from .loading import Accept, Loader
 from .manifest import Manifest, read_manifest
 from .meeting import Meeting
@@ -270,8 +272,8 @@ class Checkpointer:
                 self.set_aside = loader.aside
                 return None if path is None else step_of(path)
             path = self._named(checkpoint)
-            loader.named(path, state)
-            return read_manifest(path).step
+            with self._kept(path):
+                return loader.named(path, state)
         except CheckpointTimeout as error:
             handle.fail(error)
             raise
@@ -302,6 +304,11 @@ class Checkpointer:
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         return path
+
+    def _kept(self, path: Path) -> AbstractContextManager[object]:
+        """Keeps another run, which may be alive, from deleting the checkpoint while the ranks read it."""
+        own = path.resolve().parent == self.folder.resolve()
+        return nullcontext() if own or self._group.rank != 0 else reading(path, "restore")
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole, as far as can be told without reading the tensors; None without any."""

@@ -57,6 +57,7 @@ class Loader:
         self._threads = threads
         self._alone = alone
         self._accept = accept
+        self._step = -1  # of the checkpoint that was compared last
         self.aside: list[tuple[Path, str]] = []  # what was set aside on this rank, and why
 
     def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
@@ -80,11 +81,15 @@ class Loader:
             )
         return None
 
-    def named(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Restores from this checkpoint. Raises CheckpointDamaged where it is not whole."""
+    def named(self, path: Path, state: Mapping[str, Any]) -> int:
+        """Restores from this checkpoint; returns its step. Raises CheckpointDamaged where it is not whole.
+
+        When it returns, on any rank, no rank reads the checkpoint any more.
+        """
         reason = self._attempt(path, state)
         if reason is not None:
             raise CheckpointDamaged(reason)
+        return self._step
 
     def _attempt(self, path: Path, state: Mapping[str, Any]) -> str | None:
         """Restores from this checkpoint; the reason where it is damaged, on all ranks."""
@@ -96,6 +101,7 @@ class Loader:
         def compare() -> Names:
             nonlocal reader, restoration
             manifest = read_manifest(path)
+            self._step = manifest.step
             if self._accept is not None:
                 self._accept(path, manifest)
             if self._meeting.rank == 0:
