@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -296,6 +297,20 @@ def test_out_in_use_is_refused_and_kept(saved: Path, tmp_path: Path) -> None:
     (out / "mine").unlink()
     go(saved, out)
     assert (out / "model.safetensors").exists()
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a container's volume is one: no folder can be renamed to it."""
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
+    with pytest.raises(UsageError, match=f"a file system is mounted; name a folder in it, such as {out}/model"):
+        go(saved, out)
+    assert list(tmp_path.iterdir()) == [out]
+    go(saved, out / "model")
+    assert (out / "model" / "model.safetensors").exists()
 
 
 def test_out_that_fills_in_the_meantime_is_kept(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,8 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
     final = out.resolve()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; name another one, or move it away")
+    if os.path.ismount(final):  # nothing can take its name, and what lies beside it is on another disk
+        raise UsageError(f"{out} is where a file system is mounted; name a folder in it, such as {out / 'model'}")
     for checkpoint in candidates:
         if final.is_relative_to(checkpoint.resolve()):
             raise UsageError(f"{out} is inside {checkpoint}, and would be deleted with it; name another folder")
