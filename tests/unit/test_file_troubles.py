@@ -240,6 +240,28 @@ def test_a_save_is_committed_though_the_old_one_cannot_go(
     assert not list(tmp_path.glob(".*checkpoint*"))
 
 
+def test_the_old_one_keeps_its_name_where_the_new_one_cannot_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_two(tmp_path)
+    rename = files.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if source.name.startswith(".checkpoint-2."):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(files, "exchange", lambda one, other: False)
+    monkeypatch.setattr(files, "rename", refuse)
+    state = state_of()
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            checkpointer.save(2, state_of(5.0), block=True)
+        assert checkpointer.latest() == tmp_path / "checkpoint-2"
+        assert checkpointer.restore(state) == 2
+    assert state["nest"]["at"] != 5.0
+
+
 def test_what_retention_cannot_delete_yet_is_no_checkpoint(tmp_path: Path, sticky: None) -> None:
     save_two(tmp_path)
     (tmp_path / "checkpoint-1" / ".nfs0001").touch()

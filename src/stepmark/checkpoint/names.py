@@ -10,6 +10,7 @@ damaged-checkpoint-N[.k]        set aside: bytes are missing or wrong
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -78,7 +79,12 @@ def publish(temporary: Path, save: str) -> Path:
     else:
         replaced = folder / f".replaced-checkpoint-{step}.{save}"
         files.rename(final, replaced)
-        files.rename(temporary, final)
+        try:
+            files.rename(temporary, final)
+        except OSError:
+            with contextlib.suppress(OSError):  # the old one gets its name back: now, or from the next owner
+                files.rename(replaced, final)
+            raise
         files.sync_folder(folder)
         _remove_or_leave(replaced)
     return final
