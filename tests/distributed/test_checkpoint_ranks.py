@@ -376,7 +376,8 @@ def restore_after_trouble(rank: int, folder: Path) -> str:
         checkpointer.save(1, state, block=True)
         if rank == 0:
             checkpointer._background.join()
-            checkpointer._background._aftermath = handle = SaveHandle(1)
+            handle = SaveHandle(1)
+            checkpointer._background._aftermaths.append(handle)
             handle.fail(CheckpointError("cannot delete checkpoint-0"))
         began = time.monotonic()
         with pytest.raises(CheckpointError) as caught:
