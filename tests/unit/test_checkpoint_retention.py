@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepEachInterval, KeepEvery, KeepLast, files, keeper
 from stepmark.checkpoint.manifest import Manifest
+from stepmark.checkpoint.names import delete
 from stepmark.checkpoint.reading import cannot_read
 from stepmark.checkpoint.retention import Retention, Saved, superfluous
 from stepmark.errors import CheckpointError, UsageError
@@ -192,3 +193,15 @@ def save(folder: Path, *steps: int) -> None:
 def test_a_policy_that_keeps_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep_last: 0"):
         Checkpointer(tmp_path, keep_last=0)
+
+
+def test_a_checkpoint_of_which_nobody_can_tell_whether_it_is_read_keeps_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-1"
+    path.mkdir()
+
+    def unknown() -> bool:
+        raise OSError(116, "Stale file handle")
+
+    with pytest.raises(OSError, match="Stale"):
+        delete(path, "x", unknown)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-1"]

@@ -123,11 +123,16 @@ def _never_bring_back(path: Path) -> None:
 
 def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
     """Deletes a checkpoint: it loses its name in one step, and then its contents. It gets its name back where `unless`,
-    asked in between, says so. Returns whether it was deleted."""
+    asked in between, says so, or cannot tell. Returns whether it was deleted."""
     hidden = path.with_name(f".deleted-{path.name}.{save}")
     files.rename(path, hidden)
-    if unless():
-        files.rename(hidden, path)
+    kept = True
+    try:
+        kept = unless()
+    finally:
+        if kept:
+            files.rename(hidden, path)
+    if kept:
         return False
     discard(hidden)
     return True
