@@ -32,7 +32,7 @@ from .lease import reading
 from .loading import Accept, Loader
 from .manifest import Manifest, read_manifest
 from .meeting import Meeting
-from .membership import Membership
+from .membership import CLAIMING, Membership
 from .names import checkpoint_path, checkpoints, step_of, temporary_path
 from .phases import Phases
 from .plan import SavePlan
@@ -84,7 +84,8 @@ class Checkpointer:
         if not 0 < save_timeout < math.inf:
             raise UsageError(f"save_timeout: {save_timeout!r} is not a finite number of seconds above 0")
         self.folder = Path(folder).absolute()
-        self._group = group or HostGroup.of_processes(timedelta(seconds=save_timeout + _MARGIN))
+        longest = max(save_timeout, CLAIMING) + _MARGIN
+        self._group = group or HostGroup.of_processes(timedelta(seconds=longest))
         self._meeting = Meeting(self._group, save_timeout)
         self._runtime = runtime
         self._async = async_save

@@ -14,6 +14,8 @@ from .telling import describe_error
 
 logger = logging.getLogger("stepmark")
 
+CLAIMING = 2 * STALE  # seconds that rank 0 may take to find out whether another run lives
+
 
 class Membership:
     """One rank's part in a claim: `nodes[rank]` is the node that a rank is on, `identity` the run's random name."""
@@ -38,7 +40,7 @@ class Membership:
             own = Ownership.claim(folder)
             return own.identity
 
-        identity = meeting.ask_first(claim, f"claiming {folder}", max(timeout, 2 * STALE))
+        identity = meeting.ask_first(claim, f"claiming {folder}", max(timeout, CLAIMING))
         places = meeting.all_gather(boot_id(), f"claiming {folder}")
         nodes = [places.index(place) for place in places]
         if own is None:
