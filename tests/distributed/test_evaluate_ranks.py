@@ -30,7 +30,7 @@ def cell(device: str, nproc: int, tp: int, *marks: Any) -> Any:
         cell("cpu", 2, 2),
         cell("cpu", 4, 2, PROVE),
         cell("xla", 1, 1, XLA, PROVE),
-        cell("xla", 2, 1, XLA),
+        cell("xla", 2, 1, XLA, PROVE),
         cell("xla", 4, 1, XLA, PROVE),
         cell("xla", 2, 2, XLA, PROVE),
         cell("xla", 4, 2, XLA, PROVE),
