@@ -419,6 +419,7 @@ def test_the_folder_stays_claimed_when_the_run_itself_reads_it(tmp_path: Path) -
     """As a callback does that uploads the folder: a lock of the process would be lost at the first close."""
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state_of(), block=True)
+        checkpointer._background.join()
         for path in tmp_path.rglob("*"):
             if path.is_file():
                 path.read_bytes()
