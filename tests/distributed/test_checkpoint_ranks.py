@@ -142,7 +142,7 @@ def holes(rank: int, folder: Path) -> None:
     ("function", "words"),
     [
         (differing_steps, "ranks save different steps"),
-        (differing_values, "ranks save different values: nest / x / y is 0 on rank 0 and 1 on rank 1"),
+        (differing_values, "ranks save different values: nest / x / y is 1 on rank 1 and 0 on one before it"),
         (failing_rank, "rank 1: nest"),
         (holes, "leave parts of it to nobody: 4 of 8"),
     ],

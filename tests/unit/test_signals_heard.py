@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 
+from stepmark.checkpoint import SaveHandle
 from stepmark.runtime.context import Context
 from stepmark.runtime.host import HostGroup
 from stepmark.trainer import stopping
@@ -59,6 +60,28 @@ def test_after_the_last_step_the_grace_still_counts(monkeypatch: pytest.MonkeyPa
     assert ended.wait(10)
     assert codes == [75]
     assert reasons == ["SIGTERM: the 0.5 s of signal_grace are over; the last checkpoint stands"]
+    assert heard == []
+
+
+def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
+    """There is no time for another one, and the one that the main thread is at is as good."""
+    ended = threading.Event()
+
+    def leave(code: int) -> None:
+        ended.set()
+        stopper._closed = True
+
+    monkeypatch.setattr(stopping, "leave", leave)
+    slow = SaveHandle(1)
+    slow.succeed(Path("checkpoint-1"))
+    slow.seconds = 100.0
+    with Stopper(ALONE, 20.0, lambda reason: None, lambda reason: None) as stopper:
+        stopper.pace.add_save(slow)
+        assert stopper.may_begin(1)
+        with stopper.pace.within_save():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not ended.wait(1)
+        assert ended.wait(5)
     assert heard == []
 
 

@@ -92,7 +92,7 @@ def gather_values(
     if len(holders) == 1:
         return dict(json.loads(tables.values))
     values: dict[str, Any] = {}
-    for key, data in _exchange({"": tables.values}, holders, tables, meeting, board).items():
+    for key, data in _exchange({"": tables.values}, holders, tables, meeting, board, "merging plain values").items():
         values = _merge(values, json.loads(data), (), holders[key][0])
     return values
 
@@ -112,6 +112,7 @@ def _exchange(
     tables: Tables,
     meeting: Meeting,
     board: Board | None,
+    what: str = "planning a save",
 ) -> dict[tuple[str, str], bytes]:
     """Each distinct table, from the first rank that holds it, in the order of `holders`."""
     own = tables.digests()
@@ -121,7 +122,7 @@ def _exchange(
         if ranks[0] == meeting.rank and own.get(name) == digest
     }
     sent: dict[tuple[str, str], bytes] = {}
-    for part in meeting.all_gather(packed, "planning a save", board):
+    for part in meeting.all_gather(packed, what, board):
         sent.update(part)
     return {key: zlib.decompress(sent[key]) for key in holders}
 
@@ -136,7 +137,8 @@ def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int) -> Any:
     if one != other:
         where = " / ".join(key for key in path if key != "value")
         raise UsageError(
-            f"ranks save different values: {where} is {str(one)[:60]} on rank 0 and {str(other)[:60]} on rank {rank}; "
-            "plain values have to be the same on all ranks: gather what differs into one value, or leave it out"
+            f"ranks save different values: {where} is {str(other)[:60]} on rank {rank} and {str(one)[:60]} on one "
+            "before it; plain values have to be the same on all ranks: gather what differs into one value, or leave it "
+            "out"
         )
     return one

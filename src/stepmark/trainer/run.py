@@ -219,12 +219,16 @@ class TrainingRun:
             self.trainer.context.runtime.step_boundary(wait=True)
             if not stopper.may_save():
                 stopper.wait_for_end()
-            with self.monitor.within("save", step):
-                self.trainer.save_checkpoint(self)
+            self._save()
         self.checkpointer.wait()
         self.monitor.close()
         saved = f"checkpoint-{step} is saved" if step else "nothing was trained yet"
         raise RunInterrupted(f"{stopper.signal}: stopped after step {step}, {saved}")
+
+    def _save(self) -> None:
+        pacing = contextlib.nullcontext() if self._stopper is None else self._stopper.pace.within_save()
+        with self.monitor.within("save", self.trainer.state.global_step), pacing:
+            self.trainer.save_checkpoint(self)
 
     def note_save(self, handle: SaveHandle | None) -> None:
         """A checkpoint of the present step has been begun."""
@@ -259,8 +263,7 @@ class TrainingRun:
             with self.monitor.within("evaluation", trainer.state.global_step):
                 self.evaluate()
         if trainer.control.should_save:  # an evaluation may have asked for it
-            with self.monitor.within("save", trainer.state.global_step):
-                trainer.save_checkpoint(self)
+            self._save()
             self._heed_request()
 
     def evaluate(self) -> None:

@@ -24,7 +24,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
@@ -62,12 +63,22 @@ class Pace:
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=20)
         self._saves: deque[SaveHandle] = deque(maxlen=4)
+        self._in_line = False
 
     def add_step(self, seconds: float) -> None:
         self._steps.append(seconds)
 
     def add_save(self, handle: SaveHandle) -> None:
         self._saves.append(handle)
+
+    @contextmanager
+    def within_save(self) -> Iterator[None]:
+        """The main thread is at a save."""
+        self._in_line = True
+        try:
+            yield
+        finally:
+            self._in_line = False
 
     def step(self) -> float:
         """The usual length of a step; one that was compiled does not count."""
@@ -80,7 +91,7 @@ class Pace:
 
     def saving(self) -> bool:
         """Whether a save is on its way."""
-        return not all(handle.done() for handle in list(self._saves))
+        return self._in_line or not all(handle.done() for handle in list(self._saves))
 
 
 class Stopper:
