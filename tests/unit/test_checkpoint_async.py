@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ from checkpoint_states import net, same, snapshot, train
 
 from stepmark.checkpoint import Checkpointer, SaveHandle, saving
 from stepmark.checkpoint import background as background_module
+from stepmark.checkpoint import board as board_module
+from stepmark.checkpoint import meeting as meeting_module
 from stepmark.checkpoint.board import Board
+from stepmark.checkpoint.keeper import Keeper
 from stepmark.checkpoint.meeting import Meeting
 from stepmark.checkpoint.watchdog import watchdog
 from stepmark.errors import CheckpointError, CheckpointTimeout, UsageError
+from stepmark.runtime.host import HostGroup
 
 
 class Gate:
@@ -364,3 +369,67 @@ def test_nothing_is_watched_while_the_ranks_meet(tmp_path: Path, monkeypatch: py
         checkpointer.restore(state)
     assert {what for what, _ in watched} >= {"agreeing on a save", "reading checkpoint-1", "setting checkpoint-1"}
     assert not any(busy for what, busy in watched if what != "planning a save"), watched  # that takes no time before
+
+
+FORKED = """
+import multiprocessing, sys
+from stepmark import Checkpointer
+import torch
+
+def save(folder):
+    Checkpointer(folder).save(1, {"nest": {"t": torch.ones(1 << 20)}})
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=save, args=(sys.argv[1],))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_a_process_that_multiprocessing_has_forked_waits_for_its_save(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_closing_waits_for_a_slow_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_module, "FAREWELL", -1.0)
+    after = Keeper.after
+
+    def slow(self: Keeper, *arguments: Any) -> None:
+        time.sleep(0.5)
+        after(self, *arguments)
+
+    monkeypatch.setattr(Keeper, "after", slow)
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"nest": {}}, block=True)
+    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-2"]
+
+
+def test_a_folder_that_does_not_answer_holds_up_no_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks tell each other there is for errors only."""
+    opened = threading.Event()
+    replace = board_module.files.replace_file
+
+    def stuck(path: Path, data: bytes) -> None:
+        if path.name.startswith("at-"):
+            opened.wait(30)
+        replace(path, data)
+
+    class Two(HostGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 2)
+
+        def all_gather(self, value: Any) -> list[Any]:
+            time.sleep(60)
+            return [value, value]
+
+    monkeypatch.setattr(board_module.files, "replace_file", stuck)
+    monkeypatch.setattr(meeting_module, "_LOOKING", 0.2)
+    board = Board(tmp_path / "run" / "save", 0)
+    board.folder.mkdir(parents=True)
+    with pytest.raises(CheckpointTimeout, match=r"reading: .* did not come|does not answer"):
+        Meeting(Two(), 0.3).all_gather(1, "reading", board)
+    opened.set()

@@ -44,7 +44,7 @@ class Background:
         def expired(error: CheckpointTimeout) -> None:
             handle.fail(error)
             end_unless(handle.collected, error, self._rank)
-            board.fail(describe_error(error))
+            board.fail(describe_error(error))  # which waits for no file system that is stuck
 
         return Phases(what, board, self._timeout, expired)
 
@@ -83,21 +83,23 @@ class Background:
 
     def join(self) -> bool:
         """Gives all that goes on a moment to end; returns whether it has."""
+        for aftermath in list(self._aftermaths):
+            aftermath.wait()  # deleting may take long, and has a deadline
         until = time.monotonic() + FAREWELL + 1
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         try:
             for aftermath in [handle for handle in self._aftermaths if handle.done()]:
                 aftermath.result()
-        except (CheckpointError, OSError) as error:  # every save is safe, and no later call could raise it
+        except Exception as error:  # every save is safe, and no later call could raise it
             logger.error("%s", describe_error(error))
         return not any(thread.is_alive() for thread in self._threads)
 
     def tidy(self) -> None:
         """Removes what failed saves have left, on rank 0, once all ranks have begun another: so that a full disk does
         not stay full. It does not need to wait until each rank has said that it is done, which a full disk forbids."""
-        while self._left:
-            self._discard(next(iter(self._left)))
+        for temporary in list(self._left):
+            self._discard(temporary)
 
     def _discard(self, temporary: Path) -> None:
         try:

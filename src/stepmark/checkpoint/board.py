@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import CheckpointError, CheckpointTimeout
 from . import files
+from .workers import ends_within
 
 logger = logging.getLogger("stepmark")
 
@@ -26,6 +27,7 @@ _DONE = "done"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
 _SIGN_EVERY = 1.0  # seconds; a change in the folder also makes network file systems look again
 _SILENT = 3.0  # seconds without a sign, from which on an error says so
+_PATIENCE = 1.0  # seconds that telling may hold up what it tells of
 _FEW = 4  # posts that are looked for one by one; the whole folder is looked at where it is more, and once a sign
 _SHOWN = 8  # ranks that an error names
 
@@ -61,11 +63,17 @@ class Board:
         files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
 
     def try_to_post(self, topic: str, value: Any = None) -> None:
-        """The same. Where it cannot be written, as on a full disk, the others will see the deadline at worst."""
-        try:
-            self.post(topic, value)
-        except OSError as error:
-            logger.warning("cannot tell the other ranks of %r in %s: %s", topic, self.folder, error.strerror)
+        """The same. Where it cannot be written, as on a full disk, or not soon, the others will see the deadline at
+        worst."""
+
+        def post() -> None:
+            try:
+                self.post(topic, value)
+            except OSError as error:
+                logger.warning("cannot tell the other ranks of %r in %s: %s", topic, self.folder, error.strerror)
+
+        if not ends_within(_PATIENCE, post):
+            logger.warning("telling the other ranks of %r in %s takes long", topic, self.folder)
 
     def fail(self, reason: str) -> None:
         """Tells the others that this rank cannot go on."""

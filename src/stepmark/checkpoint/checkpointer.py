@@ -7,9 +7,11 @@ import logging
 import math
 import operator
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -47,6 +49,7 @@ from .whole import check_whole
 logger = logging.getLogger("stepmark")
 
 MAX_FILE_SIZE = 5_000_000_000  # bytes, as transformers cuts its files
+_APART = 1800.0  # seconds by which ranks may come to their first call, as torch has it
 _MARGIN = 60.0  # seconds by which a collective's own deadline is later than that of the meeting that names the ranks
 
 
@@ -84,7 +87,7 @@ class Checkpointer:
         if not 0 < save_timeout < math.inf:
             raise UsageError(f"save_timeout: {save_timeout!r} is not a finite number of seconds above 0")
         self.folder = Path(folder).absolute()
-        longest = max(save_timeout, CLAIMING) + _MARGIN
+        longest = max(save_timeout, CLAIMING, _APART) + _MARGIN
         self._group = group or HostGroup.of_processes(timedelta(seconds=longest))
         self._meeting = Meeting(self._group, save_timeout)
         self._runtime = runtime
@@ -101,6 +104,7 @@ class Checkpointer:
         self._member: Membership | None = None
         self._planner: Planner | None = None
         self._process = 0  # which has the folder
+        self._finalizer: Finalize | None = None
         self._count = 0
         self.set_aside: list[tuple[Path, str]] = []  # what the last restore took for damaged, and why; on rank 0
 
@@ -350,21 +354,32 @@ class Checkpointer:
             self._planner = Planner(self._meeting, self._member.nodes, self._max_file_size)
             self._process = os.getpid()
             atexit.register(self._close_at_exit)
+            # Processes that multiprocessing has forked call this, and nothing that is registered with atexit.
+            self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
         return self._member
 
     def close(self) -> None:
         """Waits for the save on its way, and gives the folder back. Raises the error of a save that failed."""
         atexit.unregister(self._close_at_exit)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
         if self._member is not None and os.getpid() != self._process:  # a forked process: the folder is its parent's
             return
         try:
             self.wait()
         finally:
             ended = self._background.join()
-            if self._member is not None and ended:  # else the file system is stuck, and this would be, too
-                self._member.release()
-                self._member = None
+            member, self._member = self._member, None
             self._memory.release()
+            if member is not None and ended:
+                member.release()
+            elif member is not None:  # the file system is stuck, and so would this be
+                threading.Thread(target=self._release_later, args=(member,), daemon=True).start()
+
+    def _release_later(self, member: Membership) -> None:
+        while not self._background.join():
+            pass
+        member.release()
 
     def _close_at_exit(self) -> None:
         """A program that never asked how its last save went does not end as if all were well."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from ..launch.ending import print_stacks
 from ..runtime.host import HostGroup
 from .board import Board
 from .telling import describe_error, late
+from .workers import ends_within
 
 _ABSENT = "not all ranks came"
+_LOOKING = 5.0  # seconds that finding out who did not come may take
 
 
 class Meeting:
@@ -85,11 +88,11 @@ class Meeting:
         try:
             result, error = answers.get(timeout=timeout)
         except queue.Empty:
-            self._broken = CheckpointTimeout(late(self._missing(what, board, absent), timeout))
+            self._broken = CheckpointTimeout(late(self._missing_soon(what, board, absent), timeout))
             print_stacks(str(self._broken))
             raise self._broken from None
         if isinstance(error, RuntimeError):  # what gloo raises when the connection to another rank is gone
-            missing = self._missing(what, board, absent)
+            missing = self._missing_soon(what, board, absent)
             self._broken = CheckpointError(f"{missing}; the connection has broken: {error}")
             raise self._broken from error
         if error is not None:
@@ -103,6 +106,18 @@ class Meeting:
         if not missing:
             return f"{what}: all ranks came, and did not hear each other"
         return f"{what}: {board.describe(missing)} did not come"
+
+    def _missing_soon(self, what: str, board: Board | None, absent: str) -> str:
+        """The same, where the board's file system may be stuck."""
+        found: list[str] = []
+
+        def look() -> None:
+            with contextlib.suppress(OSError):
+                found.append(self._missing(what, board, absent))
+
+        if ends_within(_LOOKING, look) and found:
+            return found[0]
+        return f"{what}: {absent}, and {'the folder' if board is None else board.folder.parent} does not answer"
 
 
 def _topic(what: str) -> str:

@@ -44,3 +44,15 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threa
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]
+
+
+def ends_within(seconds: float, function: Callable[[], None]) -> bool:
+    """Calls the function, and waits so long for it at most; whether it has ended. It may go on in its own thread."""
+    thread = threading.Thread(target=function, name="stepmark-aside", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the limit of threads, or the interpreter is ending
+        function()
+        return True
+    thread.join(seconds)
+    return not thread.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -74,7 +75,7 @@ def ending_at_signals(folder: Path) -> Iterator[None]:
     from stepmark.launch.signals import INTERRUPTED, STOPPING, hearing
     from stepmark.trainer.outside import tell_interrupted
 
-    began = time.time()
+    began, process = time.time(), os.getpid()
     answered = threading.Event()
 
     def tell(number: int) -> None:
@@ -84,6 +85,9 @@ def ending_at_signals(folder: Path) -> Iterator[None]:
             tell_interrupted(folder, reason, began)
 
     def end(number: int, _: FrameType | None) -> None:
+        if os.getpid() != process:  # one that was forked, and is no part of the run
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         answered.set()
         tell(number)
         raise SystemExit(INTERRUPTED)

@@ -21,6 +21,9 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1)  # spot instances, Slurm and launche
 INTERRUPTED = 75  # exit code: ended by a signal, and can be resumed
 
 
+_listening = 0  # how many listen to the wake-up descriptor of this process, one inside the other
+
+
 class SignalNotice:
     """While it is open, SIGTERM and SIGUSR1 to this process are noted and do nothing else."""
 
@@ -35,7 +38,9 @@ class SignalNotice:
         """Begins to listen; False where that cannot be done, because this is not the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
+        global _listening
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        _listening += 1
         self._handlers = {number: signal.signal(number, _nothing) for number in STOPPING}
         return True
 
@@ -54,11 +59,13 @@ class SignalNotice:
 
     def close(self) -> None:
         """Gives the signals back to whoever had them. In the main thread, when nobody waits any more."""
+        global _listening
         if self._handlers:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             self._handlers = {}
             signal.set_wakeup_fd(self._wakeup)
+            _listening -= 1
         self._reader.close()
         self._writer.close()
 
@@ -67,13 +74,25 @@ def _nothing(_: int, __: FrameType | None) -> None:
     pass
 
 
+def _let_go_of_wakeup() -> None:
+    """In a forked process: the descriptor is its parent's, who would hear of signals that are not for it."""
+    if _listening:
+        with contextlib.suppress(ValueError):  # not in the main thread, which is the one that handles signals
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_let_go_of_wakeup)
+
+
 @contextlib.contextmanager
 def hearing(heard: Callable[[int], None]) -> Iterator[None]:
     """Meanwhile `heard` is called, in a thread of its own, with each of the signals in STOPPING that comes, whoever
     handles it. For the main thread."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
+    global _listening
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    _listening += 1
 
     def listen() -> None:
         while came := reader.recv(4096):
@@ -87,4 +106,5 @@ def hearing(heard: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
+        _listening -= 1
         writer.close()

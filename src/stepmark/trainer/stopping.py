@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import statistics
 import threading
@@ -141,10 +142,9 @@ class Stopper:
         self._notice.close()
         if kind is not None:
             return
-        if self._signal is not None:  # too late to stop at a step: the rest has what is left of the grace
-            threading.Thread(target=self._end_in_time, name="stepmark-signals", daemon=True).start()
-        elif unheard is not None:
-            signal.raise_signal(signal.Signals[unheard])
+        name = self._signal or unheard
+        if name is not None and callable(signal.getsignal(signal.Signals[name])):
+            threading.Thread(target=self._pass_on, args=(signal.Signals[name],), daemon=True).start()
 
     def may_begin(self, step: int) -> bool:
         """Whether the step of this number may begin; False, on all ranks before the same step, where the run stops."""
@@ -251,9 +251,12 @@ class Stopper:
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _end_in_time(self) -> None:
-        time.sleep(max(0.0, self._left()))
-        self._end(f"the {self._grace:g} s of signal_grace are over")
+    def _pass_on(self, number: int) -> None:
+        """Too late to stop at a step: what comes after training has what is left of the grace. Then whoever handles
+        signals outside of training hears of it."""
+        time.sleep(max(0.0, min(self._left(), self._grace)))
+        if callable(signal.getsignal(number)):
+            os.kill(os.getpid(), number)
 
     def _end(self, why: str) -> NoReturn:
         """Ends the process. Rank 0 goes last, so that its going is nobody's lost connection."""
