@@ -25,7 +25,7 @@ def cell(device: str, nproc: int, tp: int, *marks: Any) -> Any:
     ("device", "nproc", "tp"),
     [
         cell("cpu", 1, 1, PROVE),
-        cell("cpu", 2, 1),
+        cell("cpu", 2, 1, PROVE),
         cell("cpu", 4, 1, PROVE),
         cell("cpu", 2, 2),
         cell("cpu", 4, 2, PROVE),
