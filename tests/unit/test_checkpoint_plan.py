@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from stepmark.checkpoint.digests import CELL, cells, covering_cells
 from stepmark.checkpoint.manifest import Manifest, parse_manifest
-from stepmark.checkpoint.plan import Holding, Row, SavePlan, plan_save
+from stepmark.checkpoint.plan import Holding, Row, SavePlan, largest_header, plan_save
 from stepmark.checkpoint.saving import tensor_entries
-from stepmark.checkpoint.tensorfile import Header, parse_header
+from stepmark.checkpoint.tensorfile import PAGE, Header, parse_header
 from stepmark.errors import UsageError
 from stepmark.sharding.overlap import disjoint
 from stepmark.sharding.spec import Box, Piece
@@ -94,6 +94,23 @@ def test_whole_tensors_are_divided_among_nodes() -> None:
     loads = check_every_byte_once(plan, 16)
     assert len(plan.files) == 4
     assert max(loads) - min(loads) <= 0.05 * sum(loads) / 16 + CELL
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.text(max_size=12), st.lists(st.integers(0, 700), max_size=3).map(tuple)), max_size=30),
+    st.integers(2_000, 20_000),
+)
+def test_no_file_has_a_longer_header_than_others_read(tensors: list[tuple[str, tuple[int, ...]]], limit: int) -> None:
+    rows = [whole("model", f"{number}.{name}", shape, "U8") for number, (name, shape) in enumerate(tensors)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepmark.checkpoint.plan.MAX_HEADER", limit)
+        plan = plan_save([Holding(tuple(rows), (0,))], [0], SAVE)
+    assert sorted(tensor.name for file in plan.files for tensor in file.tensors) == sorted(row.name for row in rows)
+    for file in plan.files:
+        planned = [largest_header(tensor.name, tensor.shape, tensor.piece.numel) for tensor in file.tensors]
+        assert sum(planned) <= limit or len(planned) == 1
+        assert file.header_size <= sum(planned) + 4096 + PAGE
 
 
 def test_pieces_go_to_files_of_their_own_replicas() -> None:

@@ -122,7 +122,9 @@ def plan_save(
     for group, replicas, rows in _by_replicas(holdings):
         for members, node_rows in _divide_among_nodes(rows, replicas, nodes):
             # Rows of the first rank lie together, so that they take few cells away from the others.
-            parts = [sorted(part, key=lambda row: row.first) for part in _files_of(node_rows, max_file_size)]
+            parts = _files_of(node_rows, max_file_size)
+            if any(row.first for row in node_rows):
+                parts = [sorted(part, key=lambda row: row.first) for part in parts]
             files = [order([row[1:5] for row in part]) for part in parts]
             kept = [{row.name for row in part if row.first} for part in parts]
             for index, shares in enumerate(_divide_bytes(files, members, loads)):
@@ -163,15 +165,15 @@ def _check_coverage(rows: Iterable[Row]) -> None:
     """Pieces of a tensor that are held must make up the tensor, and agree on what it is."""
     tensors: dict[tuple[str, str], tuple[str, Shape]] = {}
     held: dict[tuple[str, str], int] = defaultdict(int)
-    for row in rows:
-        key = (row.group, row.name)
-        known = tensors.setdefault(key, (row.dtype, row.shape))
-        if known != (row.dtype, row.shape):
+    for group, name, dtype, shape, piece, _ in rows:
+        key = (group, name)
+        known = tensors.setdefault(key, (dtype, shape))
+        if known != (dtype, shape):
             raise UsageError(
-                f"tensor {row.name!r} is {known[0]} {list(known[1])} on one rank and {row.dtype} {list(row.shape)} on "
-                "another; all ranks have to save the same tensor under one name"
+                f"tensor {name!r} is {known[0]} {list(known[1])} on one rank and {dtype} {list(shape)} on another; all "
+                "ranks have to save the same tensor under one name"
             )
-        held[key] += row.piece.numel
+        held[key] += piece.stop - piece.start
     for (group, name), count in held.items():
         numel = math.prod(tensors[group, name][1])
         if count != numel:
@@ -214,6 +216,8 @@ def _divide_among_nodes(
 def _files_of(rows: list[Row], max_file_size: int) -> list[list[Row]]:
     """Rows in order, cut where a file, or its header, would grow beyond the limit; no file has two pieces of one
     tensor."""
+    if _fit_in_one_file(rows, max_file_size):
+        return [rows]
     lanes: dict[int, list[list[Row]]] = {}
     sizes: dict[int, int] = {}
     headers: dict[int, int] = {}
@@ -229,6 +233,19 @@ def _files_of(rows: list[Row], max_file_size: int) -> list[list[Row]]:
         sizes[lane] += size
         headers[lane] += header
     return [part for parts in lanes.values() for part in parts]
+
+
+def _fit_in_one_file(rows: list[Row], max_file_size: int) -> bool:
+    """Whether they surely do: quickly told of the many small files that a large world writes."""
+    names = {row.name for row in rows}
+    size = sum([row.nbytes for row in rows])
+    dims = max(len(row.shape) for row in rows)
+    letters = 14 * sum(map(len, names))
+    return (
+        len(names) == len(rows)
+        and size <= max_file_size
+        and 4 * letters + (126 * dims + 436) * len(rows) + 18 * (size // CELL) <= MAX_HEADER
+    )
 
 
 def largest_header(name: str, shape: Shape, nbytes: int) -> int:

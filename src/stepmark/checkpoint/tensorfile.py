@@ -15,7 +15,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointDamaged
 from ..sharding.spec import Piece, Shape
@@ -27,8 +27,7 @@ _STEP_DIGITS = 20
 _LARGEST_HEADER = 100_000_000  # safetensors refuses a longer one
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor of a file: a piece of the global tensor `name` at bytes [begin, end) of the data."""
 
     name: str
@@ -70,10 +69,10 @@ class Header:
 def order(tensors: Sequence[tuple[str, str, Shape, Piece]]) -> tuple[StoredTensor, ...]:
     """Lays (name, dtype, global shape, piece) out one after the other, larger elements first."""
     stored, begin = [], 0
-    for name, dtype, shape, piece in sorted(tensors, key=lambda tensor: -item_size(tensor[1])):
-        tensor = StoredTensor(name, dtype, shape, piece, begin)
-        stored.append(tensor)
-        begin = tensor.end
+    sizes = {dtype: item_size(dtype) for dtype in {tensor[1] for tensor in tensors}}
+    for name, dtype, shape, piece in sorted(tensors, key=lambda tensor: -sizes[tensor[1]]):
+        stored.append(StoredTensor(name, dtype, shape, piece, begin))
+        begin += piece.numel * sizes[dtype]
     return tuple(stored)
 
 
