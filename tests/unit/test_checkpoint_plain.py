@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -76,6 +77,45 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(CheckpointError, match="was not saved"):
         save({"x": 2}, tmp_path / "nowhere" / "a.pt")
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+KILLED = """
+import os, signal, sys, torch
+from stepmark.checkpoint import files, plain
+
+def sync(path):
+    if sys.argv[2] == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.read()
+
+files.sync_file = sync
+plain.save({"x": torch.ones(1000)}, sys.argv[1])
+"""
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    def start(then: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "a[1].pt"), then]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+
+    living, dying = start("stays"), start("dies")
+    try:
+        dying.communicate(timeout=60)
+        assert dying.returncode == -9
+        deadline = time.monotonic() + 60
+        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        save({"x": 1}, tmp_path / "b.pt")
+        save({"x": 1}, tmp_path / "a[1].pt")
+        assert len(os.listdir(tmp_path)) == 3, "b.pt, a[1].pt, and what is still being written"
+        living.communicate(timeout=60)
+    finally:
+        living.kill()
+        living.wait()
+    assert living.returncode == 0
+    assert sorted(os.listdir(tmp_path)) == ["a[1].pt", "b.pt"]
+    assert load(tmp_path / "a[1].pt")["x"].shape == (1000,)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

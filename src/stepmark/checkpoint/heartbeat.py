@@ -12,18 +12,16 @@ Process numbers say nothing on another machine, and files alone nothing of a pro
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
 import socket
-import struct
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import files
+from .locks import try_lock, unlock
 
 BEAT = 5.0  # seconds between two signs of life
 STALE = 60.0  # seconds without one, after which a process on another machine is taken for dead
@@ -64,7 +62,7 @@ class Heartbeat:
         _alive_here.append(self._own)
         data = {"boot": boot_id(), "host": socket.gethostname(), "dev": status.st_dev}
         try:
-            _try_lock(self._descriptor)  # first: whoever can read the file may rely on its lock
+            try_lock(self._descriptor)  # first: whoever can read the file may rely on its lock
             files.write_at(self._descriptor, memoryview(json.dumps(data).encode()), 0)
         except BaseException:
             self.stop()
@@ -93,29 +91,8 @@ class Heartbeat:
             _alive_here.remove(self._own)
         if self._thread.is_alive():
             self._thread.join()
-        with contextlib.suppress(OSError):
-            _set_lock(self._descriptor, fcntl.F_UNLCK)
+        unlock(self._descriptor)
         files.close(self._descriptor)
-
-
-def _try_lock(descriptor: int) -> bool | None:
-    """Whether the lock could be taken; None where the file system has none."""
-    try:
-        _set_lock(descriptor, fcntl.F_WRLCK)
-    except OSError as error:
-        return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
-    return True
-
-
-def _set_lock(descriptor: int, kind: int) -> None:
-    """Locks or unlocks. The lock is the open file's, not the process's: that one would be lost as soon as anything in
-    the process, such as a callback that uploads the folder, has read the file and closes it. Raises OSError."""
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0))
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel that has no such locks
-            raise
-        fcntl.lockf(descriptor, fcntl.LOCK_UN if kind == fcntl.F_UNLCK else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def lock_verdict(path: Path) -> bool | None:
@@ -131,7 +108,7 @@ def lock_verdict(path: Path) -> bool | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     try:
-        free = _try_lock(descriptor)
+        free = try_lock(descriptor)
         if free and data.get("dev") != os.fstat(descriptor).st_dev:  # another mount, which may have locks of its own
             return None
         return None if free is None else not free

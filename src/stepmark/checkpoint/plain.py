@@ -1,14 +1,17 @@
 """`stepmark.save` and `stepmark.load`: torch.save and torch.load that are safe on lazy devices.
 
 `save` waits for the device once, brings tensors to the host in groups, writes to a temporary file, syncs it, and
-renames it; so it is the old or the new one. What it writes, `torch.load(weights_only=True)` reads. `load` checks every
-byte first. Both have a deadline; see `watchdog`.
+renames it; so it is the old or the new one. What a killed one has left, the next save to the same path removes. What it
+writes, `torch.load(weights_only=True)` reads. `load` checks every byte first. Both have a deadline; see `watchdog`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
+import glob
+import os
 import pickle
 import secrets
 import threading
@@ -16,7 +19,6 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from ..launch.ending import print_stacks
 from ..runtime.base import Runtime
 from ..runtime.select import runtime_for
 from . import files
+from .heartbeat import boot_id
+from .locks import try_lock
 from .reading import cannot_read
 from .snapshot import GROUP_BYTES
 from .telling import describe_error, late
@@ -85,7 +89,7 @@ def _known_device(storage: Any, location: str) -> Any:
     return storage if location.startswith("xla") else None
 
 
-@contextmanager
+@contextlib.contextmanager
 def _deadline(path: Path, doing: str, timeout: float) -> Iterator[None]:
     ended = threading.Event()
     errors: list[CheckpointTimeout] = []
@@ -245,9 +249,14 @@ def _map_tensors(state: Any, function: Callable[[list[Tensor]], list[Tensor]]) -
 
 
 def _write(state: Any, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    here = f".{path.name}.{boot_id()[:8]}-"  # what this machine's processes write, until it is started anew
+    temporary = path.with_name(f"{here}{secrets.token_hex(4)}.part")
+    descriptor = None
     try:
         try:
+            _remove_abandoned(path.parent, here)
+            descriptor = files.open_for_writing(temporary, exclusive=True)
+            try_lock(descriptor)
             torch.save(state, temporary)
             refused = get_unsafe_globals_in_checkpoint(temporary)
             if refused:
@@ -266,6 +275,22 @@ def _write(state: Any, path: Path) -> None:
             raise CheckpointError(f"{path} was not saved: {describe_error(error)}") from error
     finally:
         files.remove_file(temporary)
+        if descriptor is not None:
+            with contextlib.suppress(OSError):  # it was synced, or there is an error already
+                files.close(descriptor)
+
+
+def _remove_abandoned(folder: Path, prefix: str) -> None:
+    """Removes what saves to the same path that were killed have left: files of this machine that nobody has locked.
+    One that is just being made has no bytes, and perhaps no lock yet."""
+    for part in folder.glob(f"{glob.escape(prefix)}*.part"):
+        with contextlib.suppress(OSError):  # another process has removed it, or it is not ours to remove
+            descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if os.fstat(descriptor).st_size and try_lock(descriptor):
+                    files.remove_file(part)
+            finally:
+                os.close(descriptor)
 
 
 def _check(path: Path) -> bool:
