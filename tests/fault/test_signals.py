@@ -94,6 +94,62 @@ def test_a_signal_saves_and_the_resumed_run_is_the_undisturbed_one(
     assert status(folder)["state"] == "done"
 
 
+def evaluating(folder: Path, device: str, strategy: str) -> dict[str, Any]:
+    """Two sets of five batches each, evaluated every third step or epoch; the metric decides on what is saved."""
+    return {
+        **options(folder, device, 2),
+        "max_steps": 9,
+        "eval_strategy": strategy,
+        "eval_steps": 3,
+        "save_strategy": "best",
+        "metric_for_best_model": "eval_b_loss",
+        "load_best_model_at_end": True,
+        "per_device_eval_batch_size": 2,
+        "eval_samples": 17,
+        "eval_sets": ["a", "b"],
+    }
+
+
+def evaluations(folder: Path) -> list[list[Any]]:
+    """Of the history, with what was saved for them."""
+    state = json.loads((folder / "trainer_state.json").read_text())
+    history = [
+        [log["step"], key, value] for log in state["log_history"] for key, value in log.items() if key.endswith("_loss")
+    ]
+    return [*history, [state["best_global_step"], state["best_metric"], steps_saved(folder)]]
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "event", "step"),
+    [
+        pytest.param("cpu", "steps", "on_prediction_step", 6, id="in a set"),
+        pytest.param("cpu", "steps", "on_evaluate", 6, id="between sets", marks=pytest.mark.prove),
+        pytest.param("cpu", "epoch", "on_evaluate", 7, id="at an epoch's end"),
+        pytest.param("cpu", "steps", "on_prediction_step", 9, id="at the end", marks=pytest.mark.prove),
+        pytest.param("xla", "steps", "on_evaluate", 6, id="xla", marks=[pytest.mark.xla, pytest.mark.prove]),
+    ],
+)
+def test_a_signal_in_an_evaluation_stops_it_and_the_resumed_run_takes_it_up(
+    ranks: Ranks, tmp_path: Path, device: str, strategy: str, event: str, step: int
+) -> None:
+    settings = evaluating(tmp_path / "signalled", device, strategy)
+    signalled = {"event": event, "step": step, "ranks": [0, 1], "block": 1.0}  # in which all hear of it
+    stopped = ranks.run(CELL, {**settings, "signal_at": signalled}, nproc=2)
+    assert stopped.codes == [75, 75], stopped.logs
+    told = status(tmp_path / "signalled")
+    assert told["step"] == step
+    assert f"stopped in the evaluation after step {step}" in told["reason"]
+    assert step in steps_saved(tmp_path / "signalled")
+    resumed = ranks.run(CELL, settings, nproc=2).check()
+    whole = ranks.run(CELL, evaluating(tmp_path / "whole", device, strategy), nproc=2).check()
+    assert resumed[0]["losses"] == whole[0]["losses"]
+    assert [each["weights"] for each in resumed] == [each["weights"] for each in whole]
+    found, wanted = evaluations(tmp_path / "signalled"), evaluations(tmp_path / "whole")
+    assert found[:-1] == wanted[:-1]
+    assert found[-1][:2] == wanted[-1][:2]
+    assert set(found[-1][2]) == {*wanted[-1][2], step}
+
+
 def train_with_slow_saves(seconds: float, settings: dict[str, Any]) -> Any:
     write = saving.write_extents
 

@@ -113,11 +113,12 @@ class CountGraphs(TrainerCallback):
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains the tiny model and tells what happened. `options` are TrainingArguments and, beside them: samples,
-    eval_samples, ragged, dropout, model_seed (a list: one a rank), kill_at, kill_ranks, kill_at_event, signal_at (what
-    SignalAt is made with), noise (draw random numbers from every generator between steps), counted (count graphs after
-    every step)."""
+    eval_samples, eval_sets (the names of several), ragged, dropout, model_seed (a list: one a rank), kill_at,
+    kill_ranks, kill_at_event, signal_at (what SignalAt is made with), noise (draw random numbers from every generator
+    between steps), counted (count graphs after every step)."""
     options = dict(options)
     samples, eval_samples = options.pop("samples", 30), options.pop("eval_samples", 7)
+    eval_sets = options.pop("eval_sets", None)
     dropout, kill_at = options.pop("dropout", 0.1), options.pop("kill_at", None)
     model_seeds, kill_ranks = options.pop("model_seed", [0]), options.pop("kill_ranks", None)
     callbacks = [] if kill_at is None else [KillAt(kill_at, kill_ranks)]
@@ -138,7 +139,9 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         tiny_model(dropout, model_seeds[rank % len(model_seeds)]),
         args,
         train_dataset=Blocks(samples, ragged=ragged),
-        eval_dataset=Blocks(eval_samples, seed=1),
+        eval_dataset=Blocks(eval_samples, seed=1)
+        if eval_sets is None
+        else {name: Blocks(eval_samples, seed=seed) for seed, name in enumerate(eval_sets, start=1)},
         callbacks=callbacks,
     )
     count.trainer = trainer

@@ -70,7 +70,7 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
     slow.seconds = 100.0
     with Stopper(ALONE, 3.0, lambda reason: None, lambda reason: None) as stopper:
         stopper.pace.add_save(slow)
-        assert stopper.may_begin(1)
+        assert stopper.may_begin_step()
         with stopper.pace.within_save():
             os.kill(os.getpid(), signal.SIGTERM)
             assert not ended.wait(1)

@@ -53,15 +53,22 @@ class Evaluator:
     replicas: int = 1
 
     def __call__(
-        self, loader: DataLoader, *, gather: bool = False, after_batch: Callable[[], Any] = lambda: None
+        self,
+        loader: DataLoader,
+        *,
+        gather: bool = False,
+        before_batch: Callable[[], Any] = lambda: None,
+        after_batch: Callable[[], Any] = lambda: None,
     ) -> Evaluation:
-        """Collective. With `gather`, predictions and labels are kept, on the host."""
+        """Collective; all ranks have the same number of batches. With `gather`, predictions and labels are kept, on the
+        host. What `before_batch` raises on all ranks ends it."""
         started = time.perf_counter()
         pending: list[Tensor] = []
         sums = [0.0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, batches with a loss
         kept: list[tuple[Any, Any]] = []
         with _evaluating(self.model), contextlib.closing(iter(DeviceFeed(loader, self.runtime))) as batches:
             for batch in batches:
+                before_batch()
                 (micro_batch,) = batch.micro_batches
                 loss, logits = self._forward(micro_batch)
                 sums[1] += weigh(micro_batch)

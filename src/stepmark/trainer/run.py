@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers.trainer_callback import ExportableState, TrainerState
 
@@ -21,6 +21,7 @@ from stepmark.trainer.display import Display
 from stepmark.trainer.flow import is_better
 from stepmark.trainer.identity import check_same_run
 from stepmark.trainer.monitor import Monitor
+from stepmark.trainer.pausing import EvaluationPaused, PausableEvaluation
 from stepmark.trainer.running import RunningMeans
 from stepmark.trainer.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.stopping import RunInterrupted, Stopper, stopper_of
@@ -29,6 +30,8 @@ from stepmark.training.step import StepHooks
 
 if TYPE_CHECKING:
     from stepmark.trainer.trainer import Trainer
+
+LEFT_TO_DO = ("should_save", "should_epoch_stop", "should_training_stop")  # once a step is trained
 
 logger = logging.getLogger("stepmark")
 
@@ -50,6 +53,7 @@ class TrainingRun:
         self.identity = trainer.identity()
         self._loader_state: dict[str, Any] = self.loader.state_dict()
         self._epoch_open = False
+        self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
         self._stopper: Stopper | None = None
         self._saved_step = 0  # 0: there is nothing to save yet
         self.asked_to_stop: str | None = None  # why, where somebody outside has asked
@@ -72,6 +76,7 @@ class TrainingRun:
             "epoch": self.trainer.state.epoch,
             "epoch_open": self._epoch_open,
             "loader": self._loader_state,
+            "unfinished": self._unfinished,
             "means": self.means.state_dict(),
             "schedule": schedule_state(self.schedule),
             "rates": [float(group["lr"]) for group in self.optimizer.param_groups],
@@ -81,6 +86,7 @@ class TrainingRun:
         self.trainer.state.global_step = state["step"]
         self.trainer.state.epoch = state["epoch"]
         self._epoch_open = state["epoch_open"]
+        self._unfinished = state.get("unfinished")
         self._loader_state = state["loader"]
         self.loader.load_state_dict(state["loader"])
         self.means.load_state_dict(state["means"])
@@ -144,7 +150,11 @@ class TrainingRun:
         self.display = display
         self.monitor.begin()
         trainer = self.trainer
-        if self._epoch_open and self._loader_state["samples"] == 0:
+        if self._unfinished is not None:
+            self._take_up(self._unfinished)
+        control = trainer.control
+        over = self._loader_state["samples"] == 0 or control.should_training_stop or control.should_epoch_stop
+        if self._epoch_open and over:
             self._end_epoch()
         if trainer.state.global_step < self.total_steps:
             self._stop_if_asked()
@@ -183,7 +193,7 @@ class TrainingRun:
         self.means.add(self.step(trainer.state.global_step, batch, hooks))
         advance(self.schedule)
         if self._stopper is not None:
-            self._stopper.ended()
+            self._stopper.step_ended()
         trainer.state.global_step += 1
         trainer.state.epoch = batch.epoch
         self._loader_state = batch.state
@@ -212,9 +222,11 @@ class TrainingRun:
 
     def _stop_if_asked(self) -> None:
         """Before a step: where the run is to stop here, saves what is not saved, and raises RunInterrupted."""
-        step, stopper = self.trainer.state.global_step, self._stopper
-        if stopper is None or stopper.may_begin(step + 1):
-            return
+        if self._stopper is not None and not self._stopper.may_begin_step():
+            self._stop(self._stopper)
+
+    def _stop(self, stopper: Stopper, where: str = "") -> NoReturn:
+        step = self.trainer.state.global_step
         if step != self._saved_step:
             self.trainer.context.runtime.step_boundary(wait=True)
             if not stopper.may_save():
@@ -223,7 +235,7 @@ class TrainingRun:
         self.checkpointer.wait()
         self.monitor.close()
         saved = f"checkpoint-{step} is saved" if step else "nothing was trained yet"
-        raise RunInterrupted(f"{stopper.signal}: stopped after step {step}, {saved}")
+        raise RunInterrupted(f"{stopper.signal}: stopped {where}after step {step}, {saved}")
 
     def _save(self) -> None:
         pacing = contextlib.nullcontext() if self._stopper is None else self._stopper.pace.within_save()
@@ -260,16 +272,18 @@ class TrainingRun:
         if trainer.control.should_log:
             self._log()
         if trainer.control.should_evaluate:
-            with self.monitor.within("evaluation", trainer.state.global_step):
-                self.evaluate()
+            self.evaluate()
         if trainer.control.should_save:  # an evaluation may have asked for it
             self._save()
             self._heed_request()
 
     def evaluate(self) -> None:
-        """An evaluation that the run's strategy asked for: the best metric and a schedule may follow it."""
+        """An evaluation that the run's strategy asked for: the best metric and a schedule may follow it. One that was
+        stopped goes on where it was."""
         trainer, state = self.trainer, self.trainer.state
-        metrics = trainer.evaluate()
+        with self._pausable():
+            metrics = trainer.evaluate()
+        self._unfinished = None
         key = self.args.best_metric_key
         if key is None:
             return
@@ -280,6 +294,40 @@ class TrainingRun:
         if is_better(self.args, metrics[key], state.best_metric):
             state.best_metric, state.best_global_step = metrics[key], state.global_step
             trainer.control.should_save |= self.args.save_strategy == "best" or self.args.load_best_model_at_end
+
+    @contextlib.contextmanager
+    def _pausable(self) -> Iterator[None]:
+        """In it, the trainer's evaluation can be stopped by a signal, and what an earlier process had found of it is
+        not evaluated again."""
+        stopper = self._stopper
+        may_go_on = (lambda: True) if stopper is None else stopper.may_go_on
+        earlier = {} if self._unfinished is None else self._unfinished["evaluated"]
+        pausing = self.trainer.pausing = PausableEvaluation(may_go_on, earlier)
+        try:
+            with self.monitor.within("evaluation", self.trainer.state.global_step):
+                yield
+        except EvaluationPaused:
+            assert stopper is not None
+            self._put_off(pausing)
+            self._stop(stopper, "in the evaluation ")
+        finally:
+            self.trainer.pausing = None
+
+    def _put_off(self, pausing: PausableEvaluation) -> None:
+        """Keeps what is left to do after this step, for the run that is resumed."""
+        control = {flag: getattr(self.trainer.control, flag) for flag in LEFT_TO_DO}
+        found = self.trainer.context.host.broadcast(pausing.found)  # each rank has its own seconds in it
+        unfinished = {"control": control, "evaluated": found}
+        if unfinished != self._unfinished and self.trainer.state.global_step:
+            self._unfinished, self._saved_step = unfinished, -1
+
+    def _take_up(self, unfinished: dict[str, Any]) -> None:
+        """Does what the run that was stopped in an evaluation had left to do after its last step."""
+        for flag, value in unfinished["control"].items():
+            setattr(self.trainer.control, flag, value)
+        self.trainer.control.should_evaluate = True  # which the callbacks of the first of several sets have unset
+        self._follow_control()
+        self._unfinished = None
 
     # Requests from outside
 

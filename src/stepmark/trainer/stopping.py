@@ -1,14 +1,17 @@
-"""Stopping at a signal: all ranks after the same step, with a checkpoint if there is time for one.
+"""Stopping at a signal: all ranks at the same place, with a checkpoint if there is time for one.
+
+The places at which a run can stop lie before each step and before each batch of an evaluation, which may be longer than
+the grace; every rank comes to the same ones and counts them.
 
 A thread of each rank listens for signals and looks at the ranks' key-value store, so that neither a compilation nor a
 collective that the main thread is in keeps a rank from answering; nothing is added to a step or to a graph.
 
-1. request   A rank that gets a signal says so in the store. Every thread sees that, notes which step its main thread
-             has begun, promises that no later one is begun before the decision is known, and posts its number.
-2. decision  Rank 0 posts the largest of these: a step that nobody is past and everybody can still finish. No rank waits
-             for another's main thread to get there, so a rank in a collective with one that has stopped cannot be.
-3. verdict   Having finished that step, rank 0 says whether the time left can hold a save, and all save, or none. Where
-             a step and a save cannot fit, or a step takes too long, its thread says so before that.
+1. request   A rank that gets a signal says so in the store. Every thread sees that, notes which place its main thread
+             has passed, promises that no later one is passed before the decision is known, and posts its number.
+2. decision  Rank 0 posts the largest of these: all go on to the place behind it. No rank waits for another's main
+             thread to get there, so a rank in a collective with one that has stopped cannot be.
+3. verdict   Having come there, rank 0 says whether the time left can hold a save, and all save, or none. Where a step
+             and a save cannot fit, or a step takes too long, its thread says so before that.
 4. end       By the end of the grace every thread ends its process, whatever the main thread does. Checkpoints are whole
              or not there, so the last committed one stands.
 
@@ -17,7 +20,6 @@ A second signal changes nothing: launchers often send several, and the grace is 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -115,11 +117,12 @@ class Stopper:
         self._announce, self._ending = announce, ending
         self._notice = SignalNotice()
         self._changed = threading.Condition()
-        self._begun = 0
-        self._gate_time = time.monotonic()
+        self._passed = 0
+        self._in_step = False
+        self._step_began = time.monotonic()
         self._signal: str | None = None
         self._deadline = float("inf")
-        self._step: int | None = None
+        self._last: int | None = None  # the place behind which nobody goes
         self._verdict: str | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="stepmark-signals", daemon=True)
@@ -146,20 +149,28 @@ class Stopper:
         if name is not None and callable(signal.getsignal(signal.Signals[name])):
             threading.Thread(target=self._pass_on, args=(signal.Signals[name],), daemon=True).start()
 
-    def may_begin(self, step: int) -> bool:
-        """Whether the step of this number may begin; False, on all ranks before the same step, where the run stops."""
+    def may_begin_step(self) -> bool:
+        """Whether the next step may begin; False, on all ranks, where the run stops."""
+        if not self.may_go_on():
+            return False
+        self._step_began, self._in_step = time.monotonic(), True
+        return True
+
+    def may_go_on(self) -> bool:
+        """Whether the run may go past this place; False, on all ranks at the same one, where it stops."""
         with self._changed:
-            while self._signal is not None and self._step is None and step > self._begun:
+            place = self._passed + 1
+            while self._signal is not None and self._last is None:
                 self._changed.wait()  # in which the thread ends the process, if no decision comes
-            if self._signal is not None and self._step is not None and step > self._step:
+            if self._last is not None and place > self._last:
                 return False
-            self._begun = max(self._begun, step)
-            self._gate_time = time.monotonic()
+            self._passed = place
             return True
 
-    def ended(self) -> None:
+    def step_ended(self) -> None:
         """The step that had begun is done: its length is noted."""
-        self.pace.add_step(time.monotonic() - self._gate_time)
+        self.pace.add_step(time.monotonic() - self._step_began)
+        self._in_step = False
 
     def may_save(self) -> bool:
         """Whether there is time for a save; the same on all ranks. To be asked where the run stops."""
@@ -206,15 +217,15 @@ class Stopper:
             with self._changed:
                 self._deadline = time.monotonic() + self._grace
                 self._signal = self._store.get("request").decode()
-                begun = self._begun
+                passed = self._passed
             self._announce(f"{self._signal}: stopping")
-            self._store.set(f"begun/{self._rank}", str(begun))
+            self._store.set(f"passed/{self._rank}", str(passed))
 
     def _stop(self) -> None:
         while not self._closed:
-            if self._step is None:
+            if self._last is None:
                 self._decide()
-            if self._verdict is None and self._step is not None:
+            if self._verdict is None and self._last is not None:
                 self._watch_time()
             if self._verdict == LEAVE and not self.pace.saving():
                 self._end("there was no time for a save")
@@ -223,13 +234,12 @@ class Stopper:
             self._notice.wait(POLL_SECONDS)
 
     def _decide(self) -> None:
-        posts = [f"begun/{rank}" for rank in range(self._size)]
+        posts = [f"passed/{rank}" for rank in range(self._size)]
         if self._rank == 0 and self._store.check(posts):
-            begun = [int(self._store.get(post)) for post in posts]
-            self._store.set(_ALL_POSTED, json.dumps(max(begun)))
+            self._store.set(_ALL_POSTED, str(max(int(self._store.get(post)) for post in posts)))
         if self._store.check([_ALL_POSTED]):
             with self._changed:
-                self._step = int(self._store.get(_ALL_POSTED))
+                self._last = int(self._store.get(_ALL_POSTED))
                 self._changed.notify_all()
 
     def _watch_time(self) -> None:
@@ -242,8 +252,9 @@ class Stopper:
                 self._changed.notify_all()
 
     def _rest_of_step(self) -> float:
-        """Seconds until the step that is being trained should have ended; 0 where that is not known or is overdue."""
-        return max(0.0, self.pace.step() - (time.monotonic() - self._gate_time))
+        """Seconds until the step that is being trained should have ended; 0 where there is none, and where that is not
+        known or is overdue."""
+        return max(0.0, self.pace.step() - (time.monotonic() - self._step_began)) if self._in_step else 0.0
 
     def _give_verdict(self, verdict: str) -> None:
         self._store.compare_set("verdict", "", verdict)  # the first counts

@@ -37,6 +37,7 @@ from stepmark.trainer.identity import identity
 from stepmark.trainer.journal import Journal
 from stepmark.trainer.outcome import PredictionOutput, TrainOutput, evaluation_line
 from stepmark.trainer.output import prepare_output, write_model_files
+from stepmark.trainer.pausing import PausableEvaluation
 from stepmark.trainer.preparing import (
     check_start,
     make_checkpointer,
@@ -93,6 +94,7 @@ class Trainer:
         self._begun = False  # training has begun, so that how it ends is this run's to tell
         self._trains = False  # it goes on
         self._last_evaluation: tuple[int, dict[str, float]] | None = None
+        self.pausing: PausableEvaluation | None = None  # for the next evaluation
         self.loss = MicroBatchLoss(
             model,
             compute_loss_func=compute_loss_func,
@@ -327,14 +329,17 @@ class Trainer:
     ) -> dict[str, float]:
         """Loss and metrics over exactly the samples of `eval_dataset` (default: the Trainer's own), under keys that
         begin with the prefix; a dict of sets adds its keys to the prefix. Collective."""
+        pausing, self.pausing = self.pausing, None
+        found = {} if pausing is None else pausing.found
         metrics: dict[str, float] = {}
         for prefix, dataset in self._eval_sets(eval_dataset, metric_key_prefix):
-            evaluation = self._evaluate(dataset, gather=self.compute_metrics is not None)
-            found = self._metrics(evaluation, prefix)
-            self.log(found)
-            self.display.line(evaluation_line(self.state.global_step, found, prefix))
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-            metrics |= found
+            if prefix not in found:
+                evaluation = self._evaluate(dataset, gather=self.compute_metrics is not None, pausing=pausing)
+                found[prefix] = self._metrics(evaluation, prefix)
+                self.log(found[prefix])
+                self.display.line(evaluation_line(self.state.global_step, found[prefix], prefix))
+                self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found[prefix])
+            metrics |= found[prefix]
         if eval_dataset is None and metric_key_prefix == "eval":
             self._last_evaluation = (self.state.global_step, metrics)
         return metrics
@@ -364,9 +369,14 @@ class Trainer:
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(evaluation.predictions, evaluation.labels, metrics)
 
-    def _evaluate(self, dataset: Any, *, gather: bool) -> Evaluation:
+    def _evaluate(self, dataset: Any, *, gather: bool, pausing: PausableEvaluation | None = None) -> Evaluation:
         loader = self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False)
-        return self.evaluator(loader, gather=gather, after_batch=lambda: self.event("on_prediction_step"))
+        return self.evaluator(
+            loader,
+            gather=gather,
+            before_batch=(lambda: None) if pausing is None else pausing.before_batch,
+            after_batch=lambda: self.event("on_prediction_step"),
+        )
 
     def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
         return summarize(evaluation, prefix, causal=self.loss.causal_shift, compute_metrics=self.compute_metrics)
