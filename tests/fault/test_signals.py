@@ -61,10 +61,10 @@ def case(device: str, nproc: int, *marks: Any, prove: bool = False, **signalled:
 @pytest.mark.parametrize(
     ("device", "nproc", "signalled"),
     [
-        case("cpu", 1, event="on_step_begin", step=5, ranks=[0]),
+        case("cpu", 1, event="on_step_begin", step=5, ranks=[0], prove=True),
         case("cpu", 2, event="on_step_begin", step=5, ranks=[0]),
         case("cpu", 2, event="on_step_end", step=6, ranks=[1], numbers=[USR1]),
-        case("cpu", 2, event="on_step_end", step=7, ranks=[1]),  # the epoch's last step
+        case("cpu", 2, event="on_step_end", step=7, ranks=[1], prove=True),  # the epoch's last step
         case("cpu", 2, event="on_pre_optimizer_step", step=5, ranks=[0, 1], numbers=[TERM, TERM, USR1]),
         case("cpu", 2, event="on_save", step=4, ranks=[0], prove=True),
         case("cpu", 2, event="on_save", step=4, ranks=[1], numbers=[TERM, TERM]),
