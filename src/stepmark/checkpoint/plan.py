@@ -239,13 +239,9 @@ def _fit_in_one_file(rows: list[Row], max_file_size: int) -> bool:
     """Whether they surely do: quickly told of the many small files that a large world writes."""
     names = {row.name for row in rows}
     size = sum([row.nbytes for row in rows])
-    dims = max(len(row.shape) for row in rows)
-    letters = 14 * sum(map(len, names))
-    return (
-        len(names) == len(rows)
-        and size <= max_file_size
-        and 4 * letters + (126 * dims + 436) * len(rows) + 18 * (size // CELL) <= MAX_HEADER
-    )
+    longest, widest = max(map(len, names)), max([row.shape for row in rows], key=len)
+    header = len(rows) * largest_header('"' * longest, widest, 0) + largest_header("", (), size)
+    return len(names) == len(rows) and size <= max_file_size and header <= MAX_HEADER
 
 
 def largest_header(name: str, shape: Shape, nbytes: int) -> int:
