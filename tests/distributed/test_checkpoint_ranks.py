@@ -225,6 +225,31 @@ def test_a_tensor_that_no_rank_takes_is_named(tmp_path: Path) -> None:
         run_ranks(2, missing_stage, tmp_path)
 
 
+def save_alone(rank: int, folder: Path, seed: int) -> None:
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, make(seed), block=True)
+
+
+def restore_from_folders(rank: int, folder: Path) -> str:
+    """Each rank from one of its own, as with nodes that have different file systems at the same place."""
+    path, state = folder / f"of-rank-{rank}" / "checkpoint-1", make(7)
+    before = {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
+    with Checkpointer(folder / "run") as checkpointer, pytest.raises(CheckpointError) as caught:
+        checkpointer.restore(state, path)
+    assert all(tensor.equal(before[name]) for name, tensor in state["model"].state_dict().items())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_ranks_that_see_different_checkpoints_restore_neither(tmp_path: Path, damaged: bool) -> None:
+    for rank in range(2):
+        run_ranks(1, save_alone, tmp_path / f"of-rank-{rank}", rank)
+    if damaged:  # what is wrong with the one says nothing about the other
+        (tmp_path / "of-rank-1" / "checkpoint-1" / "state.json").write_text("")
+    for message in run_ranks(2, restore_from_folders, tmp_path):
+        assert "ranks 0 and 1 see different checkpoints" in message
+
+
 def full_disk_on_one_rank(rank: int, folder: Path) -> str:
     from stepmark.checkpoint import files
     from stepmark.errors import CheckpointError

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.best import point_best
 from stepmark.checkpoint.verify import Fault, find, verify
 from stepmark.cli import inspect as inspect_command
 from stepmark.cli import verify as verify_command
@@ -50,6 +51,16 @@ def test_a_good_checkpoint_is_good(saved: Path, capsys: pytest.CaptureFixture[st
     assert report.size > 2_400_000
     assert call(verify_command, str(saved)) == 0
     assert capsys.readouterr().out.count("good") == 2
+
+
+def test_a_link_that_is_moved_in_the_meantime(saved: Path) -> None:
+    """`best` of a live run: one checkpoint is verified, and not a part of each of two."""
+    point_best(saved, 9)
+    (found,) = find(saved / "best")
+    point_best(saved, 10)
+    report = verify(found)
+    assert (report.path, report.step, report.faults) == (saved / "checkpoint-9", 9, ())
+    (saved / "best").unlink()
 
 
 def test_each_fault_is_named(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.manifest import TensorEntry, read_manifest
+from stepmark.checkpoint.best import point_best
+from stepmark.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from stepmark.checkpoint.names import checkpoint_path
+from stepmark.checkpoint.whole import check_whole
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.interchange import consolidate as module
 from stepmark.interchange import gather
@@ -261,6 +263,22 @@ def test_a_file_that_changes_in_the_meantime(run_folder: Path, tmp_path: Path, m
     with pytest.raises(CheckpointDamaged, match=r"config\.json differs from its digest"):
         go(run_folder / "checkpoint-5", tmp_path / "out")
     assert nothing_left(tmp_path)
+
+
+def test_a_link_that_is_moved_in_the_meantime(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`best` of a live run: what it led to at first is consolidated, and nothing of another."""
+    point_best(run_folder, 3)
+
+    def check(checkpoint: Path, manifest: Manifest) -> None:
+        check_whole(checkpoint, manifest)
+        point_best(run_folder, 5)
+        flip(data_file(run_folder / "checkpoint-5", "column"))
+
+    monkeypatch.setattr(module, "check_whole", check)
+    assert go(run_folder / "best", tmp_path / "out").checkpoint.name == "checkpoint-3"
+    assert_same(load_folder(tmp_path / "out"), whole_tensors())
 
 
 @pytest.mark.parametrize("name", ["row", "column"])

@@ -35,7 +35,7 @@ from .loading import Accept, Loader
 from .manifest import Manifest, read_manifest
 from .meeting import Meeting
 from .membership import CLAIMING, Membership
-from .names import checkpoint_path, checkpoints, step_of, temporary_path
+from .names import checkpoint_path, checkpoints, followed, step_of, temporary_path
 from .phases import Phases
 from .plan import SavePlan
 from .retention import KeepLast, Retention
@@ -305,7 +305,7 @@ class Checkpointer:
                 raise CheckpointError(f"rank {rank}: {other}")
 
     def _named(self, checkpoint: str | Path | int) -> Path:
-        path = checkpoint_path(self.folder, checkpoint) if isinstance(checkpoint, int) else Path(checkpoint)
+        path = checkpoint_path(self.folder, checkpoint) if isinstance(checkpoint, int) else followed(Path(checkpoint))
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Outcome:
     damaged: bool = False
     incomplete: bool = False
     mismatch: bool = False
+    save: str | None = None  # which the checkpoint is of, where its manifest could be read
     unexpected: frozenset[tuple[str, str]] = frozenset()
 
     @property
@@ -58,6 +59,7 @@ class Loader:
         self._alone = alone
         self._accept = accept
         self._step = -1  # of the checkpoint that was compared last
+        self._save: str | None = None  # likewise
         self.aside: list[tuple[Path, str]] = []  # what was set aside on this rank, and why
 
     def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
@@ -97,11 +99,12 @@ class Loader:
         restoration: Restoration | None = None
         fresh: list[tuple[Any, list[str]]] = []  # optimizers, and the parameters of which they had no state
         same = False
+        self._save = None
 
         def compare() -> Names:
             nonlocal reader, restoration
             manifest = read_manifest(path)
-            self._step = manifest.step
+            self._step, self._save = manifest.step, manifest.save
             if self._accept is not None:
                 self._accept(path, manifest)
             if self._meeting.rank == 0:
@@ -151,13 +154,14 @@ class Loader:
             outcome, error = Outcome(describe_error(problem)), problem
         finally:
             self._phases.stop()
-        what = f"{name} {path.name}"
+        what, outcome = f"{name} {path.name}", replace(outcome, save=self._save)
         outcomes: list[Outcome] = self._meeting.all_gather(outcome, what, self._phases.board)
         if outcome.troubled and error is not None:
             raise error
         for rank, other in enumerate(outcomes):
             if other.troubled:  # whatever else a rank reports: a checkpoint is set aside only where nothing is in doubt
                 raise CheckpointError(f"rank {rank}: {other.problem}")
+        _check_same(outcomes, path)
         reason = self._damage(outcomes, path)
         if reason is not None:
             return reason
@@ -200,6 +204,18 @@ class Loader:
                 logger.error("the damaged %s could not be set aside: %s", path, describe_error(error))
             else:
                 logger.error("set the damaged %s aside as %s; using %s instead", path.name, aside, used.name)
+
+
+def _check_same(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Raises CheckpointError, on all ranks, where they have read different manifests: what one finds damaged, or
+    restores, says nothing about the others then."""
+    seen = [(rank, outcome.save) for rank, outcome in enumerate(outcomes) if outcome.save is not None]
+    for rank, save in seen[1:]:
+        if save != seen[0][1]:
+            raise CheckpointError(
+                f"ranks {seen[0][0]} and {rank} see different checkpoints as {path}, of saves {seen[0][1]} and {save}: "
+                "see to it that every rank is given the same path, and every node has the same file system there"
+            )
 
 
 def _what_is_wrong(path: Path) -> str | None:

@@ -45,6 +45,11 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def followed(path: Path) -> Path:
+    """Where a link, such as `best`, leads at this moment: a live run may let it lead elsewhere in the next."""
+    return path.resolve() if path.is_symlink() else path
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The folders with a checkpoint's name, newest step first."""
     if not folder.is_dir():

@@ -12,7 +12,7 @@ from .blockio import read_past_cache
 from .checked import BLOCK, reading_memory
 from .digests import cell_digest
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
-from .names import checkpoints
+from .names import checkpoints, followed
 from .tensorfile import Header
 from .whole import check_file, check_name, foreign_model_files, read_header
 
@@ -72,7 +72,7 @@ def verify(folder: Path, *, threads: int = 4) -> Report:
 def find(path: Path) -> list[Path]:
     """The checkpoint at this path, or all checkpoints of the run there, oldest first. Raises CheckpointNotFound."""
     if (path / MANIFEST).exists():
-        return [path]
+        return [followed(path)]
     found = checkpoints(path)[::-1]
     if not found:
         raise CheckpointNotFound(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")

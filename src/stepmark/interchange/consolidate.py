@@ -20,7 +20,7 @@ from ..checkpoint import files
 from ..checkpoint.checked import CheckedFile
 from ..checkpoint.lease import reading
 from ..checkpoint.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
-from ..checkpoint.names import checkpoints, step_of, sync_tree
+from ..checkpoint.names import checkpoints, followed, step_of, sync_tree
 from ..checkpoint.plan import MODEL
 from ..checkpoint.whole import check_size, check_whole
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
@@ -60,6 +60,7 @@ def consolidate(source: Path, out: Path, form: str, max_shard_size: int, listene
     CheckpointNotFound, CheckpointDamaged and CheckpointMismatch for the source, CheckpointError where `out` cannot be
     written; `out` is untouched then.
     """
+    source = followed(source)
     candidates = [source] if (source / MANIFEST).exists() or step_of(source) is not None else []
     candidates = candidates or checkpoints(source)
     if not candidates or not source.is_dir():

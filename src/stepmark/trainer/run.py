@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from stepmark.checkpoint import Checkpointer, Manifest, SaveHandle
 from stepmark.checkpoint.manifest import MANIFEST
-from stepmark.checkpoint.names import checkpoint_path, checkpoints, step_of
+from stepmark.checkpoint.names import checkpoint_path, checkpoints, followed, step_of
 from stepmark.data.batch import StepBatch
 from stepmark.data.feed import DeviceFeed
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
@@ -101,6 +101,7 @@ class TrainingRun:
         if checkpoint is None and not self.trainer.context.host.broadcast(bool(checkpoints(folder))):
             return None
         if checkpoint is not None:
+            checkpoint = followed(checkpoint)
             _check_named(checkpoint)
         self.optimizer.ensure_state()
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from stepmark.checkpoint.lease import Lease
 from stepmark.checkpoint.manifest import MANIFEST
-from stepmark.checkpoint.names import checkpoints, step_of
+from stepmark.checkpoint.names import checkpoints, followed, step_of
 from stepmark.errors import CheckpointNotFound, UsageError
 from stepmark.recipe.quiet import quiet_libraries
 from stepmark.recipe.recipe import Recipe
@@ -85,18 +85,20 @@ def evaluate_command(request: Request) -> int:
 def _of_one(request: Request, mesh: Any, functions: Any) -> int:
     from stepmark.watcher.setup import Setup
 
-    lease = _try_lease(request.path) if mesh.context.host.rank == 0 else None
+    host = mesh.context.host
+    path = host.broadcast(followed(request.path))
+    lease = _try_lease(path) if host.rank == 0 else None
     try:
-        recipe = _recipe_beside(request.path)
-        setup = Setup.prepare(mesh, functions, request.data, recipe, request.path, request.batch_size)
-        metrics = setup.evaluate(request.path)
+        recipe = _recipe_beside(path)
+        setup = Setup.prepare(mesh, functions, request.data, recipe, path, request.batch_size)
+        metrics = setup.evaluate(path)
     finally:
         if lease is not None:
             lease.release()
-    if mesh.context.host.rank == 0:
+    if host.rank == 0:
         samples = {name: len(each.blocks) for name, each in setup.sets.items()}
         show = json_of_model if request.as_json else table_of_model
-        print(show(request.path, samples, metrics))
+        print(show(path, samples, metrics))
     return 0
 
 
