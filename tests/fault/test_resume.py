@@ -24,7 +24,7 @@ SAMPLE = [
     {"device": "cpu", "nproc": 1, "accumulation": 1, "workers": 2, "saves": "now"},
     {"device": "cpu", "nproc": 2, "accumulation": 2, "workers": 0, "saves": "now"},
     {"device": "cpu", "nproc": 2, "accumulation": 1, "workers": 0, "saves": "behind"},
-    {"device": "xla", "nproc": 2, "accumulation": 2, "workers": 2, "saves": "behind"},
+    {"device": "xla", "nproc": 1, "accumulation": 2, "workers": 2, "saves": "behind"},
 ]
 
 

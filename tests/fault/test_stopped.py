@@ -20,7 +20,7 @@ MORE = {"nproc": 10, "torchrun": 45}  # seconds beyond it that the job may take 
 SAVE_PHASES = ["joining", "planning", "copying", "writing", "sealing"]
 SUPERVISE = "import sys; from stepmark.launch.supervisor import supervise; sys.exit(supervise(sys.argv[1:], 2))"
 TRAINING = ["training", "evaluating"]  # no phase of a save waits for the rank there
-SAMPLE = [("cpu", "nproc", 0, "writing"), ("cpu", "nproc", 1, "training")]
+SAMPLE = [("cpu", "nproc", 0, "writing")]
 
 
 def cells() -> list[Any]:
