@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 import torch
 from checkpoint_states import net, same, snapshot, train
 
+import stepmark
 from stepmark.checkpoint import Checkpointer, SaveHandle, saving
 from stepmark.checkpoint import background as background_module
 from stepmark.checkpoint import board as board_module
@@ -297,6 +301,79 @@ def test_a_forked_process_leaves_the_folder_to_its_parent(tmp_path: Path) -> Non
             os._exit(0)
         assert os.waitpid(process, 0)[1] == 0
         checkpointer.save(2, {"nest": {}}, block=True)
+
+
+def in_a_fork(function: Callable[[], None]) -> int:
+    """The exit code of a forked process that calls it; -9 where it has not ended after 20 s."""
+    process = multiprocessing.get_context("fork").Process(target=function)
+    process.start()
+    process.join(20)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def test_a_process_forked_while_a_save_is_written_can_load(tmp_path: Path, gate: Gate) -> None:
+    """A data worker, for example; with deadlines of its own, and to its end."""
+    stepmark.save({"x": 1}, tmp_path / "sample.pt")
+
+    def load() -> None:
+        faulthandler.cancel_dump_traceback_later()
+        assert stepmark.load(tmp_path / "sample.pt") == {"x": 1}
+        with Checkpointer(tmp_path / "own") as checkpointer:
+            checkpointer.restore({"nest": {}})
+
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        handle = checkpointer.save(1, {"nest": {"t": torch.ones(3)}})
+        assert handle is not None
+        assert in_a_fork(load) == 0
+        assert not handle.done()
+        gate.open()
+
+
+def test_a_forked_process_cannot_use_its_parents_checkpointer(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {"t": torch.ones(1 << 20)}})
+
+        def use() -> None:
+            for call in (lambda: checkpointer.save(2, {"nest": {}}), checkpointer.wait, checkpointer.latest):
+                with pytest.raises(UsageError, match="forked from: save and restore there"):
+                    call()
+
+        assert in_a_fork(use) == 0
+    assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_threads_that_save_at_the_same_time_save_their_own_steps(tmp_path: Path) -> None:
+    steps = range(1, 13)
+    with Checkpointer(tmp_path) as checkpointer:
+
+        def save(step: int) -> None:
+            checkpointer.save(step, {"nest": {"t": torch.full((1 << 20,), float(step))}})
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(save, steps))
+        checkpointer.wait()
+        for step in steps:
+            state = {"nest": {"t": torch.zeros(1 << 20)}}
+            assert checkpointer.restore(state, step) == step
+            assert state["nest"]["t"].eq(step).all()
+
+
+def test_a_failure_that_was_heard_of_does_not_fail_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "write_extents", full)
+            handle = checkpointer.save(1, {"nest": {"t": torch.ones(3)}})
+            assert handle is not None
+            with pytest.raises(CheckpointError, match="No space left"):
+                handle.result()
+        checkpointer.save(2, {"nest": {"t": torch.ones(3)}}, block=True)
+    assert (tmp_path / "checkpoint-2").is_dir()
 
 
 def test_the_next_save_removes_what_a_failed_one_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

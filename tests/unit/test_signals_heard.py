@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -54,6 +55,45 @@ def test_after_the_last_step_the_grace_still_counts(heard: list[str]) -> None:
         time.sleep(0.01)
     assert heard == ["SIGTERM"]
     assert time.monotonic() - began > 0.6
+
+
+def test_a_signal_is_heard_however_many_files_are_open(heard: list[str]) -> None:
+    """A loader of many shards, for example; select() would take no descriptor above 1023."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), max(limits[1], 1200)))
+    with contextlib.ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        with Stopper(ALONE, 5.0, lambda reason: None, lambda reason: None) as stopper:
+            os.kill(os.getpid(), signal.SIGTERM)
+            until = time.monotonic() + 5
+            while stopper.signal is None and time.monotonic() < until:
+                time.sleep(0.01)
+        assert stopper.signal == "SIGTERM"
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_listener_that_fails_ends_a_run_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, heard: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[int] = []
+
+    def leave(code: int) -> None:
+        ended.append(code)
+        stopper._closed = True
+
+    def fail(self: Stopper) -> None:
+        raise OSError("no more memory")
+
+    monkeypatch.setattr(stopping, "leave", leave)
+    monkeypatch.setattr(Stopper, "_decide", fail)
+    with Stopper(ALONE, 60.0, lambda reason: None, lambda reason: None) as stopper:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until = time.monotonic() + 5
+        while not ended and time.monotonic() < until:
+            time.sleep(0.01)
+    assert ended == [75]
+    assert "signals to this rank are not heard any more" in caplog.text
 
 
 def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:

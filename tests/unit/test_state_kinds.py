@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -552,3 +553,182 @@ def test_what_two_sections_have_in_common_counts_once(tmp_path: Path) -> None:
         tensor.fill_(-1)
         checkpointer.restore(state)
     assert tensor.equal(expected)
+
+
+# Tensors that share memory
+
+
+def test_an_average_that_began_as_the_model_gets_values_of_its_own(tmp_path: Path) -> None:
+    shared = torch.zeros(400_000)
+    saved = {"weights": {"now": torch.full((400_000,), 1.0), "best": torch.full((400_000,), 2.0)}}
+    state = {"weights": {"now": shared, "best": shared}}
+    through(tmp_path, saved, state)
+    assert state["weights"]["now"] is shared
+    assert shared.eq(1).all()
+    assert state["weights"]["best"].eq(2).all()
+
+
+def test_a_view_of_another_tensor_gets_values_of_its_own_where_they_differ(tmp_path: Path) -> None:
+    whole = torch.zeros(4, 3)
+    state = {"nest": {"whole": whole, "row": whole[1]}}
+    through(tmp_path, {"nest": {"whole": torch.ones(4, 3), "row": torch.full((3,), 2.0)}}, state)
+    assert whole.eq(1).all()
+    assert state["nest"]["row"].eq(2).all()
+
+
+def test_views_that_agree_or_do_not_meet_stay_what_they_are(tmp_path: Path) -> None:
+    whole, halves = torch.zeros(4, 6), torch.zeros(4, 6)
+    left, right = halves[:, :3], halves[:, 3:]
+    expected = torch.arange(24.0).view(4, 6)
+    nest = {"whole": whole, "row": whole[1], "again": whole, "left": left, "right": right}
+    copies = {
+        "whole": expected,
+        "row": expected[1],
+        "again": expected,
+        "left": expected[:, :3],
+        "right": expected[:, 3:],
+    }
+    through(tmp_path, {"nest": {name: tensor.clone() for name, tensor in copies.items()}}, {"nest": nest})
+    assert whole.equal(expected)
+    assert halves.equal(expected)
+    assert [nest["row"].data_ptr(), nest["again"], nest["left"], nest["right"]] == [
+        whole[1].data_ptr(), whole, left, right,
+    ]  # fmt: skip
+
+
+def test_one_module_cannot_be_two_that_differ(tmp_path: Path) -> None:
+    module, average = nn.Linear(3, 2), nn.Linear(3, 2)
+    before = module.weight.detach().clone()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": average, "ema": nn.Linear(3, 2)})
+        with pytest.raises(CheckpointMismatch, match=r"share memory here, and have different values"):
+            checkpointer.restore({"model": module, "ema": module})
+        assert module.weight.equal(before)
+        checkpointer.save(2, {"model": average, "ema": average})
+        assert checkpointer.restore({"model": module, "ema": module}) == 2
+    assert module.weight.equal(average.weight)
+
+
+# Optimizers and what they keep
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.05, fused=True, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.05),
+    ],
+)
+def test_moments_lie_in_memory_as_their_parameters_do(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    """Fused optimizers go through the memory of both at once."""
+
+    def made(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        module = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        return module, make(module.parameters())
+
+    def steps(module: nn.Module, optimizer: Any) -> None:
+        for number in range(3):
+            torch.manual_seed(number)
+            module(torch.randn(2, 3, 8, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module, optimizer = made(0)
+    steps(module, optimizer)
+    fresh, fresh_optimizer = made(1)
+    through(tmp_path, {"model": module, "optimizer": optimizer}, {"model": fresh, "optimizer": fresh_optimizer})
+    steps(module, optimizer)
+    steps(fresh, fresh_optimizer)
+    assert all(a.equal(b) for a, b in zip(module.parameters(), fresh.parameters(), strict=True))
+
+
+def test_two_parameters_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"aux": nn.Linear(2, 2)})
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    refused(tmp_path, {"model": model, "aux": other, "optimizer": optimizer}, "two parameters would have the name 'aux")
+
+
+def test_state_under_a_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight][0] = torch.ones(2)
+    refused(tmp_path, {"model": model, "optimizer": optimizer}, "has a key 0, which is no text")
+
+
+def test_groups_that_shared_a_rate_get_their_own(tmp_path: Path) -> None:
+    def made(rates: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight], "lr": rates[0]}, {"params": [model.bias], "lr": rates[1]}]
+        return {"model": model, "optimizer": torch.optim.AdamW(groups)}
+
+    shared = torch.tensor(0.5)
+    state = made((shared, shared))
+    through(tmp_path, made((torch.tensor(0.1), torch.tensor(0.01))), state)
+    assert [round(float(group["lr"]), 6) for group in state["optimizer"].param_groups] == [0.1, 0.01]
+    assert state["optimizer"].param_groups[0]["lr"] is shared
+
+
+def test_how_an_optimizer_computes_and_names_parameters_stays(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    saved = torch.optim.AdamW(list(model.named_parameters()), lr=0.5, foreach=True)
+    saved.param_groups[0]["capturable"] = True  # as on a GPU
+    live = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    through(tmp_path, {"model": model, "optimizer": saved}, {"model": model, "optimizer": live})
+    (group,) = live.param_groups
+    assert (group["lr"], group["fused"], group["foreach"], group["capturable"]) == (0.5, True, None, False)
+    assert "param_names" not in group
+    model(torch.ones(1, 2)).sum().backward()
+    live.step()
+
+
+# Containers
+
+
+def test_going_back_leaves_nothing_later_in_nested_containers(tmp_path: Path) -> None:
+    saved = {"nest": {"seen": collections.Counter(a=1), "per": {"x": 1}}, "count": collections.Counter(a=2)}
+    state = {
+        "nest": {"seen": collections.Counter(a=3, b=5), "per": {"x": 2, "y": 9}, "newer": 7},
+        "count": collections.Counter(b=1),
+    }
+    through(tmp_path, saved, state)
+    assert state == {**saved, "nest": {**saved["nest"], "newer": 7}}
+
+
+def test_a_state_that_cannot_be_changed_is_refused_where_it_would_have_to_be(tmp_path: Path) -> None:
+    saved = {"epoch": 3, "rates": {"x": 1}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, saved)
+        with pytest.raises(UsageError, match="give the state as a dict"):
+            checkpointer.restore(MappingProxyType({"epoch": 0, "rates": {"x": 0}}))
+        changeable = collections.UserDict({"epoch": 0, "rates": {"x": 0}})
+        checkpointer.restore(changeable)
+    assert changeable.data == saved
+
+
+def test_a_state_restored_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    fresh = torch.optim.AdamW(model.parameters())
+    with torch.inference_mode():
+        through(tmp_path, {"model": model, "optimizer": optimizer}, {"model": model, "optimizer": fresh})
+        held = {"t": torch.zeros(3)}
+        through(tmp_path / "more", {"nest": {"t": torch.ones(3)}}, {"nest": held})
+    fresh.step()
+    assert held["t"].eq(1).all()
+
+
+@pytest.mark.parametrize("checkpoint", [True, 1.5, None])
+def test_a_checkpoint_is_a_step_or_a_path(tmp_path: Path, checkpoint: Any) -> None:
+    state = {"nest": {"x": 1}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        assert checkpointer.restore(state, np.int64(1)) == 1  # type: ignore[arg-type]
+        if checkpoint is not None:
+            with pytest.raises(UsageError, match="is neither a step nor a path"):
+                checkpointer.restore(state, checkpoint)

@@ -76,7 +76,8 @@ class Background:
         if flying is not None:
             flying.wait()  # if this is interrupted, it is still on its way
             self._flying = None
-            flying.result()
+            if not flying.collected.is_set():  # else whoever holds the handle has heard how it ended
+                flying.result()
         for aftermath in [handle for handle in self._aftermaths if handle.done()]:
             self._aftermaths.remove(aftermath)
             aftermath.result()

@@ -6,7 +6,6 @@ import atexit
 import logging
 import math
 import operator
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from ..runtime.host import HostGroup
 from ..runtime.select import runtime_for
 from .background import Background
 from .board import Board
+from .calls import Calls, one_at_a_time
 from .describe import describe
 from .drafting import Answer, Draft, Planner, agree, check_disk, draft, values_to_bytes
 from .handle import SaveHandle
@@ -63,6 +63,8 @@ class Checkpointer:
     every phase; a process that cannot end by itself once it has passed is ended. `when_busy`: a save that comes while
     the last one is being written waits for it, or is skipped. `mesh`, axis to size, is noted in the manifest.
     `max_file_size`, in bytes, is where files of tensors are cut; `threads` read and write at the same time.
+
+    Threads that call it at the same time wait for each other. A process that is forked from this one cannot use it.
     """
 
     def __init__(
@@ -103,13 +105,14 @@ class Checkpointer:
         self._memory = StagingMemory()
         self._member: Membership | None = None
         self._planner: Planner | None = None
-        self._process = 0  # which has the folder
+        self._calls = Calls()
         self._finalizer: Finalize | None = None
         self._count = 0
         self.set_aside: list[tuple[Path, str]] = []  # what the last restore took for damaged, and why; on rank 0
 
     # Saving
 
+    @one_at_a_time
     def save(
         self,
         step: int,
@@ -244,12 +247,14 @@ class Checkpointer:
         """Raises the error of a save that has failed since the last call. It costs nothing: call it often."""
         self._background.check()
 
+    @one_at_a_time
     def wait(self) -> None:
         """Returns when no save is on its way. Raises the error of one that failed."""
         self._background.wait()
 
     # Restoring
 
+    @one_at_a_time
     def restore(
         self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None, *, accept: Accept | None = None
     ) -> int | None:
@@ -258,7 +263,9 @@ class Checkpointer:
         `checkpoint`: a step, a path, or None for the newest that is whole (None is returned where there is none at
         all). The checkpoint may hold more sections than the state. `accept(path, manifest)` may refuse one by raising,
         before it is compared with the state. Raises CheckpointMismatch before anything is changed where it is of
-        another model, CheckpointDamaged where it is not whole, and CheckpointNotFound.
+        another model, CheckpointDamaged where it is not whole, and CheckpointNotFound. Damage in the bytes of a tensor
+        is only found while they are read: what was read before has its new values then, so restore another checkpoint,
+        or make the state anew. How an optimizer computes (`foreach`, `fused`, `capturable`) stays as it is here.
         """
         member = self._join()
         handle = SaveHandle(-1)
@@ -305,16 +312,25 @@ class Checkpointer:
                 raise CheckpointError(f"rank {rank}: {other}")
 
     def _named(self, checkpoint: str | Path | int) -> Path:
-        path = checkpoint_path(self.folder, checkpoint) if isinstance(checkpoint, int) else followed(Path(checkpoint))
+        path = followed(Path(checkpoint)) if isinstance(checkpoint, str | Path) else self._path_of(checkpoint)
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         return path
+
+    def _path_of(self, step: int) -> Path:
+        try:
+            if isinstance(step, bool):
+                raise TypeError
+            return checkpoint_path(self.folder, operator.index(step))
+        except TypeError:
+            raise UsageError(f"checkpoint: {step!r} is neither a step nor a path") from None
 
     def _kept(self, path: Path) -> AbstractContextManager[object]:
         """Keeps another run, which may be alive, from deleting the checkpoint while the ranks read it."""
         own = path.resolve().parent == self.folder.resolve()
         return nullcontext() if own or self._group.rank != 0 else reading(path, "restore")
 
+    @one_at_a_time
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole, as far as can be told without reading the tensors; None without any."""
         found = self._meeting.ask_first(self._newest, "looking for checkpoints")
@@ -341,6 +357,7 @@ class Checkpointer:
 
     # Coming and going
 
+    @one_at_a_time
     def claim(self) -> None:
         """Takes the folder for this run. `save` and `restore` do it as well; collective.
 
@@ -352,7 +369,7 @@ class Checkpointer:
         if self._member is None:
             self._member = Membership.join(self.folder, self._meeting, self._timeout)
             self._planner = Planner(self._meeting, self._member.nodes, self._max_file_size)
-            self._process = os.getpid()
+            self._calls.bind()
             atexit.register(self._close_at_exit)
             # Processes that multiprocessing has forked call this, and nothing that is registered with atexit.
             self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
@@ -363,8 +380,12 @@ class Checkpointer:
         atexit.unregister(self._close_at_exit)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        if self._member is not None and os.getpid() != self._process:  # a forked process: the folder is its parent's
+        if self._calls.elsewhere():  # the folder is its parent's
             return
+        with self._calls.one():
+            self._close()
+
+    def _close(self) -> None:
         try:
             self.wait()
         finally:

@@ -279,7 +279,13 @@ def optimizer_state(
                     f"{section}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to "
                     "no module of the state; give the module that holds it as a section beside the optimizer"
                 )
-            state[names[id(parameter)]] = optimizer.state.get(parameter, {})
+            name = names[id(parameter)]
+            if name in state:
+                raise UsageError(
+                    f"{section}: two parameters would have the name {name!r} in the checkpoint, in the module "
+                    f"{MODEL!r} and in that of another section; give the other section another name"
+                )
+            state[name] = optimizer.state.get(parameter, {})
         groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
     return state, groups
 
@@ -294,16 +300,21 @@ def _add_optimizer(
     members: dict[str, int] = {}
     for parameter, items in state.items():
         for key, value in items.items():
-            path = (section.name, parameter, str(key))
+            if not isinstance(key, str):
+                raise UsageError(
+                    f"{section.name}: the optimizer's state of parameter {parameter!r} has a key {key!r}, which is no "
+                    "text; only names can be saved as keys there"
+                )
+            path = (section.name, parameter, key)
             if isinstance(value, Tensor | Shard):
                 _check_writable(value.tensor if isinstance(value, Shard) else value, show(path))
                 section.add(f"{parameter}/{key}", value, _inherited_layout(path, value, parameters.get(parameter)))
             else:
-                values.setdefault(parameter, {})[str(key)] = section.encode(value, path)
+                values.setdefault(parameter, {})[key] = section.encode(value, path)
     encoded = {}
     for index, group in enumerate(groups):
         members.update(dict.fromkeys(group.get("params", ()), index))
-        plain = {key: value for key, value in group.items() if key != "params"}
+        plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         encoded[str(index)] = section.encode(plain, (section.name, "param_groups", str(index)))
     section.values = {"state": values, "groups": encoded, "members": members}
 

@@ -119,6 +119,7 @@ class Loader:
                     value.ensure_state()
             sections: list[Section] = describe(state)
             restoration.compare(state, sections)
+            restoration.separate(reader)
             return restoration.unexpected()
 
         try:

@@ -6,20 +6,22 @@ it is used, into the live ones; at last plain values are set. Parameters and exi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointDamaged, CheckpointMismatch
+from ..errors import CheckpointDamaged, CheckpointMismatch, UsageError
 from ..runtime.base import Runtime
 from ..sharding.spec import Shard
 from .describe import Section, is_extra_state, overlaps_itself, parameter_names, unwrap
 from .manifest import Manifest
-from .reader import Target
+from .reader import Target, TensorReader
 from .restoring_optimizer import OptimizerComparison
+from .sharing import differ, sharing
 from .values import TAG, decode
 from .wanted import Names, Wanted, tensor_names
 
@@ -33,6 +35,7 @@ class Restoration(Wanted):
         super().__init__(manifest, runtime, where)
         self._values = values
         self._groups: set[str] = set()
+        self._nested: set[int] = set()  # the identities of targets that may get a tensor of their own
 
     def compare(self, state: Mapping[str, Any], sections: Iterable[Section]) -> None:
         """Plans the restoring of these sections of the state. Raises CheckpointMismatch, naming what differs."""
@@ -52,6 +55,29 @@ class Restoration(Wanted):
                 raise CheckpointDamaged(
                     f"{self.where}: the values of section {section.name!r} make no sense: {error!r}"
                 ) from error
+
+    def separate(self, reader: TensorReader) -> None:
+        """Gives nested state a tensor of its own where its live one shares memory with another, and the checkpoint has
+        different values for the two.
+
+        Raises CheckpointMismatch where both are parts of modules or optimizers, which keep their tensors.
+        """
+        while (pair := self._clash(reader)) is not None:
+            own = next((target for target in reversed(pair) if id(target) in self._nested), None)
+            if own is None:
+                names = " and ".join(f"{target.name!r} of section {target.group!r}" for target in pair)
+                raise CheckpointMismatch(
+                    f"{names} share memory here, and have different values in {self.where}: give each its own tensor"
+                )
+            assert own.live is not None
+            own.shape, own.live = tuple(own.live.shape), None
+
+    def _clash(self, reader: TensorReader) -> tuple[Target, Target] | None:
+        for one, other in sharing(self.targets):
+            same = (one.group, one.name, one.layout) == (other.group, other.name, other.layout)
+            if not same and differ(reader, one, other):
+                return one, other
+        return None
 
     def _compare_section(self, section: Section, state: Mapping[str, Any], modules: Modules) -> None:
         if section.kind == "module":
@@ -129,12 +155,18 @@ class Restoration(Wanted):
         self.finishers.append(lambda: section.value.load_state_dict(decode(encoded, lambda name: tensors[name]())))
 
     def _compare_nested(self, section: Section, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, MutableMapping) and not isinstance(section.value, dict | list | Tensor | Shard):
+            raise UsageError(
+                f"section {section.name!r} is a {type(section.value).__name__}, which cannot be changed, and neither "
+                f"can the {type(state).__name__} that holds it: give the state as a dict"
+            )
         encoded = self._values[section.name]["value"]
         names = set(tensor_names(encoded))
         tensors: dict[str, Target] = {}
         for name, entry in section.entries.items():
             live = None if overlaps_itself(entry.tensor) else entry.tensor
             tensors[name] = self.want(section.group, name, live, entry.layout, entry.dtype)
+            self._nested.add(id(tensors[name]))
         for name in sorted(names - tensors.keys()):
             tensors[name] = self.want_new(section.group, name)
 
@@ -147,7 +179,7 @@ class Restoration(Wanted):
             live = section.value
             if _both(live, value, dict) or _both(live, value, list):
                 update_in_place(live, value)
-            elif isinstance(state, dict):
+            elif isinstance(state, MutableMapping):
                 state[section.name] = value
 
         self.finishers.append(update)
@@ -180,20 +212,30 @@ def _filled(target: Target) -> Tensor | None:
 
 
 def update_in_place(live: Any, saved: Any) -> None:
-    """Gives a live dict or list the saved values, keeping containers that both have; a dict keeps its other keys."""
+    """Gives a live dict or list the saved values, keeping containers that both have. A dict keeps its other keys, as
+    those that are newer than the checkpoint; the containers in it, and a Counter, have nothing but what was saved."""
     if isinstance(live, list):
         both = len(live) == len(saved)
         live[:] = [_merged(a, b) for a, b in zip(live, saved, strict=True)] if both else saved
     else:
+        if isinstance(live, Counter):
+            _drop_others(live, saved)
         for key, value in saved.items():
             live[key] = _merged(live.get(key), value)
 
 
 def _merged(live: Any, saved: Any) -> Any:
     if _both(live, saved, dict) or _both(live, saved, list):
+        if isinstance(live, dict):
+            _drop_others(live, saved)
         update_in_place(live, saved)
         return live
     return saved
+
+
+def _drop_others(live: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+    for key in live.keys() - saved.keys():
+        del live[key]
 
 
 def _both(one: Any, other: Any, kind: type) -> bool:

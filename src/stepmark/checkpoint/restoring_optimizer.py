@@ -22,6 +22,9 @@ from .snapshot import block_views
 from .values import decode
 from .wanted import Wanted, tensor_names
 
+# What stays as it is here: how an optimizer computes, which is a matter of its device, and what it calls parameters.
+_OWN = frozenset({"foreach", "fused", "capturable", "param_names"})
+
 
 class OptimizerComparison:
     """The comparison of one optimizer with the checkpoint. `saved` is its values in state.json; `names` those of all
@@ -167,9 +170,11 @@ class OptimizerComparison:
                 named = [{**new, "params": group.get("params", [])} for new, group in zip(loaded, groups, strict=True)]
                 section.value.load_named_groups(named)
                 return
+            shared: dict[int, Any] = {}
             for group, new in zip(section.value.param_groups, loaded, strict=True):
                 for key, value in new.items():
-                    _set_hyperparameter(group, key, value, wanted.runtime)
+                    if key not in _OWN:
+                        _set_hyperparameter(group, key, value, wanted.runtime, shared)
 
         wanted.finishers.append(load)
 
@@ -231,15 +236,22 @@ def _set_state(
 
 
 def _placed(runtime: Runtime, parameter: Tensor, value: Tensor) -> Tensor:
+    """On the parameter's device, and, where it has its shape, in memory in the parameter's order, as torch's optimizers
+    make it: fused ones go through the memory of both at once."""
+    if value.shape == parameter.shape and not parameter.is_contiguous():
+        value = torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
     placed = value if parameter.device.type == "cpu" else runtime.place(value)
     assert isinstance(placed, Tensor)
     return placed
 
 
-def _set_hyperparameter(group: dict[str, Any], key: str, value: Any, runtime: Runtime) -> None:
+def _set_hyperparameter(group: dict[str, Any], key: str, value: Any, runtime: Runtime, shared: dict[int, Any]) -> None:
+    """`shared`: the values that tensors have got so far. Groups that torch gave one tensor may have different ones."""
     live = group.get(key)
     if isinstance(live, Tensor):
         saved = torch.as_tensor(value, dtype=live.dtype).reshape(live.shape)
+        if not saved.equal(shared.setdefault(id(live), saved)):
+            group[key] = live = runtime.place(saved.clone()) if live.device.type != "cpu" else saved.clone()
         runtime.write(live, saved)
     elif isinstance(live, float | int) and isinstance(value, Tensor):
         group[key] = value.item()

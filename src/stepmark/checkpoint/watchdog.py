@@ -88,13 +88,25 @@ class Watchdog:
             finally:
                 self.release(first)  # only now: until then the C thread stands by
 
+    def before_fork(self) -> None:
+        """The C thread would be missing in the child, and waited for there, by whoever arms it next, for ever."""
+        self._changed.acquire()
+        if self._watches:
+            faulthandler.cancel_dump_traceback_later()
+
+    def after_fork(self) -> None:
+        """In the parent."""
+        if self._watches:
+            self._arm()
+        self._changed.release()
+
     def forget(self) -> None:
         """In a forked child, which has none of the threads."""
         self.__init__()  # type: ignore[misc]
 
 
 watchdog = Watchdog()
-os.register_at_fork(after_in_child=watchdog.forget)
+os.register_at_fork(before=watchdog.before_fork, after_in_parent=watchdog.after_fork, after_in_child=watchdog.forget)
 
 
 def end_unless(collected: threading.Event, error: BaseException, rank: int) -> None:

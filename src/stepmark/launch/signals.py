@@ -46,7 +46,9 @@ class SignalNotice:
 
     def wait(self, seconds: float) -> str | None:
         """The name of a signal that came, waiting at most so long for one. For one thread of the program's."""
-        if not select.select([self._reader], [], [], seconds)[0]:
+        ready = select.poll()  # select() takes no descriptor above 1023
+        ready.register(self._reader, select.POLLIN)
+        if not ready.poll(seconds * 1000):
             return None
         try:
             came = self._reader.recv(4096)

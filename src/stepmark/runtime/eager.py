@@ -28,7 +28,7 @@ class EagerRuntime:
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=tensor.is_pinned()))
 
     def write(self, target: Tensor, value: Tensor) -> None:
-        with torch.no_grad():
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(value)
 
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:

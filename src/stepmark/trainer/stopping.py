@@ -208,6 +208,10 @@ class Stopper:
                 logger.debug("no longer listening for signals to other ranks: %s", error)
                 return
             self._end("the rank that was to decide has ended")
+        except Exception as error:  # the main thread may be waiting for a decision, and would for ever
+            logger.exception("signals to this rank are not heard any more")
+            if self._signal is not None:
+                self._end(f"stopping has failed: {error}")
 
     def _look_for_signal(self) -> None:
         name = self._notice.wait(POLL_SECONDS)
