@@ -116,6 +116,9 @@ class Faults:
         finally:
             os.close(descriptor)
 
+    def fchmod(self, descriptor: int, mode: int) -> None:
+        self._call("fchmod", lambda: os.fchmod(descriptor, mode))
+
     def utime(self, path: Any) -> None:
         self._call("utime", lambda: os.utime(path))
 

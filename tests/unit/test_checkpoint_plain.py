@@ -21,6 +21,7 @@ from checkpoint_states import net, same, train
 from torch import nn
 
 from stepmark.checkpoint import files, plain
+from stepmark.checkpoint.heartbeat import boot_id
 from stepmark.checkpoint.plain import load, save
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 
@@ -82,6 +83,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
 KILLED = """
 import os, signal, sys, torch
 from stepmark.checkpoint import files, plain
+from stepmark.checkpoint.heartbeat import boot_id
 
 def sync(path):
     if sys.argv[2] == "dies":
@@ -323,3 +325,63 @@ def test_who_writes_nothing_copies_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(plain, "_compact", None)
     save({"x": torch.ones(10)[:2]}, tmp_path / "a.pt", write=False)
     assert not os.listdir(tmp_path)
+
+
+def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    target, link, second = tmp_path / "disk" / "real.pt", tmp_path / "a.pt", tmp_path / "b.pt"
+    link.symlink_to("disk/real.pt")
+    second.symlink_to(link)
+    left = target.with_name(f".{target.name}.{boot_id()[:8]}-0.part")
+    left.write_bytes(b"of a save that was killed")
+    for number, path in enumerate([link, second]):  # there is no file yet when the first one is saved
+        before = target.stat().st_ino if target.exists() else None
+        save({"x": number}, path)
+        assert load(target) == {"x": number}
+        assert target.stat().st_ino != before, "not replaced, but written over"
+    assert os.readlink(link) == "disk/real.pt"
+    assert os.readlink(second) == str(link)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "disk"]
+    assert os.listdir(tmp_path / "disk") == ["real.pt"]
+
+
+def test_a_link_that_leads_nowhere_stays(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").symlink_to("no/such/folder")
+    for name in ("loop", "gone"):
+        with pytest.raises(CheckpointError, match=f"{name} was not saved"):
+            save({"x": 1}, tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+
+
+@pytest.mark.parametrize("permissions", [0o600, 0o664, 0o440])
+def test_a_file_keeps_its_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, permissions: int) -> None:
+    path, seen = tmp_path / "a.pt", []
+    rename, sync = files.rename, files.sync_file
+
+    def mode(of: Path) -> int:
+        return of.stat().st_mode & 0o777
+
+    monkeypatch.setattr(files, "sync_file", lambda part: (seen.append(mode(part)), sync(part)))
+    monkeypatch.setattr(files, "rename", lambda part, target: (seen.append(mode(part)), rename(part, target)))
+    save({"x": 1}, path)
+    path.chmod(permissions)
+    seen.clear()
+    save({"x": 2}, path)
+    assert seen == [permissions | 0o600, permissions], "while it is written, and before it takes the name"
+    assert mode(path) == permissions
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    before = {entry.name: entry.lstat().st_ino for entry in tmp_path.iterdir()}
+    for name, words in (
+        ("pipe", "pipe is no regular file.* replaces files as a whole; torch.save can write there"),
+        ("link", "link is no regular file.* replaces files as a whole; torch.save can write there"),
+        ("folder", "folder is a folder"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            save({"x": 1}, tmp_path / name)
+    assert {entry.name: entry.lstat().st_ino for entry in tmp_path.iterdir()} == before

@@ -120,6 +120,12 @@ def replace_file(path: Path, data: bytes) -> None:
     rename(temporary, path)
 
 
+def set_permissions(descriptor: int, permissions: int) -> None:
+    """Gives a file these permission bits, unless it has them: some file systems know no others, and refuse."""
+    if os.fstat(descriptor).st_mode & 0o777 != permissions:
+        os.fchmod(descriptor, permissions)
+
+
 def touch(path: Path) -> None:
     """Sets the file's times to now, by the clock of the file system."""
     os.utime(path)

@@ -1,8 +1,9 @@
 """`stepmark.save` and `stepmark.load`: torch.save and torch.load that are safe on lazy devices.
 
 `save` waits for the device once, brings tensors to the host in groups, writes to a temporary file, syncs it, and
-renames it; so it is the old or the new one. What a killed one has left, the next save to the same path removes. What it
-writes, `torch.load(weights_only=True)` reads. `load` checks every byte first. Both have a deadline; see `watchdog`.
+renames it; so it is the old or the new one. What a killed one has left, the next save to the same path removes. A link
+stays, and the file that it leads to is replaced. What `save` writes, `torch.load(weights_only=True)` reads. `load`
+checks every byte first. Both have a deadline; see `watchdog`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import glob
 import os
 import pickle
 import secrets
+import stat
 import threading
 import time
 import zipfile
@@ -33,11 +35,13 @@ from ..runtime.select import runtime_for
 from . import files
 from .heartbeat import boot_id
 from .locks import try_lock
+from .names import followed
 from .reading import cannot_read
 from .snapshot import GROUP_BYTES
 from .telling import describe_error, late
 from .watchdog import end_unless, watchdog
 
+_OWNERS = stat.S_IRUSR | stat.S_IWUSR
 _DIRECTORY = 0x10  # the bit of a record's external attributes by which readers of archives know a folder
 
 
@@ -46,8 +50,9 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
 
     On a lazy device all ranks call it, since what is pending may hold collectives; those with `write=False` write
     nothing. Live tensors are neither moved nor replaced. `timeout` is in seconds, for each of: waiting for the device,
-    copying, writing. Raises UsageError for what `torch.load(weights_only=True)` would refuse, and CheckpointError where
-    it cannot be written; then the file is what it was.
+    copying, writing. A file that is replaced leaves its permissions to the new one. Raises UsageError for what
+    `torch.load(weights_only=True)` would refuse, and for a path that is there and no file, and CheckpointError where it
+    cannot be written; then the file is what it was.
     """
     path = Path(path)
     with _deadline(path, "copying to the host", timeout):
@@ -249,30 +254,56 @@ def _map_tensors(state: Any, function: Callable[[list[Tensor]], list[Tensor]]) -
 
 
 def _write(state: Any, path: Path) -> None:
-    here = f".{path.name}.{boot_id()[:8]}-"  # what this machine's processes write, until it is started anew
-    temporary = path.with_name(f"{here}{secrets.token_hex(4)}.part")
+    try:
+        permissions = _permissions(path)
+        _replace(followed(path), permissions, state, path)
+    except UsageError:
+        raise
+    except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
+        raise UsageError(f"{path}: the state cannot be saved: {error}") from error
+    except (OSError, RuntimeError) as error:  # torch's writer makes RuntimeErrors of some of the file system's
+        raise CheckpointError(f"{path} was not saved: {describe_error(error)}") from error
+
+
+def _permissions(path: Path) -> int | None:
+    """The permission bits of the file that is there, or to which the link there leads; None where there is none. Raises
+    UsageError for what is no file, which a rename would take the place of."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise UsageError(f"{path} is a folder; give the path of a file in it")
+    if not stat.S_ISREG(mode):
+        raise UsageError(
+            f"{path} is no regular file, and stepmark.save replaces files as a whole; torch.save can write there"
+        )
+    return mode & 0o777
+
+
+def _replace(target: Path, permissions: int | None, state: Any, path: Path) -> None:
+    """Writes the state beside `target`, which is no link, and gives it that name; `path` is for errors."""
+    here = f".{target.name}.{boot_id()[:8]}-"  # what this machine's processes write, until it is started anew
+    temporary = target.with_name(f"{here}{secrets.token_hex(4)}.part")
     descriptor = None
     try:
-        try:
-            _remove_abandoned(path.parent, here)
-            descriptor = files.open_for_writing(temporary, exclusive=True)
-            try_lock(descriptor)
-            torch.save(state, temporary)
-            refused = get_unsafe_globals_in_checkpoint(temporary)
-            if refused:
-                raise UsageError(
-                    f"{path}: torch.load(weights_only=True) would refuse {', '.join(sorted(refused))}; save tensors "
-                    "and plain values, such as a module's state_dict()"
-                )
-            files.sync_file(temporary)
-            files.rename(temporary, path)
-            files.sync_folder(path.parent)
-        except UsageError:
-            raise
-        except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
-            raise UsageError(f"{path}: the state cannot be saved: {error}") from error
-        except (OSError, RuntimeError) as error:  # torch's writer makes RuntimeErrors of some of the file system's
-            raise CheckpointError(f"{path} was not saved: {describe_error(error)}") from error
+        _remove_abandoned(target.parent, here)
+        descriptor = files.open_for_writing(temporary, exclusive=True)
+        try_lock(descriptor)
+        if permissions is not None:
+            files.set_permissions(descriptor, permissions | _OWNERS)  # nobody else reads it meanwhile either
+        torch.save(state, temporary)
+        refused = get_unsafe_globals_in_checkpoint(temporary)
+        if refused:
+            raise UsageError(
+                f"{path}: torch.load(weights_only=True) would refuse {', '.join(sorted(refused))}; save tensors "
+                "and plain values, such as a module's state_dict()"
+            )
+        files.sync_file(temporary)
+        if permissions is not None:
+            files.set_permissions(descriptor, permissions)
+        files.rename(temporary, target)
+        files.sync_folder(target.parent)
     finally:
         files.remove_file(temporary)
         if descriptor is not None:
