@@ -127,6 +127,11 @@ def differing_values(rank: int, folder: Path) -> None:
         checkpointer.save(1, {"nest": {"x": {"y": rank}}})
 
 
+def differing_kinds(rank: int, folder: Path) -> None:
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, {"nest": {"x": {"y": (1, 2) if rank else {"a": 1}}}})
+
+
 def failing_rank(rank: int, folder: Path) -> None:
     with Checkpointer(folder) as checkpointer:
         checkpointer.save(1, {"nest": {"x": object() if rank else 1}})
@@ -143,6 +148,7 @@ def holes(rank: int, folder: Path) -> None:
     [
         (differing_steps, "ranks save different steps"),
         (differing_values, "ranks save different values: nest / x / y is 1 on rank 1 and 0 on one before it"),
+        (differing_kinds, "nest / x / y is {'$': 'tuple', 'v': [1, 2]} on rank 1 and {'a': 1} on one before it"),
         (failing_rank, "rank 1: nest"),
         (holes, "leave parts of it to nobody: 4 of 8"),
     ],

@@ -15,6 +15,7 @@ from .describe import Section
 from .digests import bytes_digest
 from .meeting import Meeting
 from .plan import Holding, Row
+from .values import TAG
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def _exchange(
 
 
 def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int) -> Any:
-    """The union of two nests of dicts that agree where both have something."""
-    if isinstance(one, dict) and isinstance(other, dict):
+    """The union of two nests of dicts that agree where both have something. A value with a tag is one, not a nest."""
+    if isinstance(one, dict) and isinstance(other, dict) and not (_is_tagged(one) or _is_tagged(other)):
         merged = dict(one)
         for key, value in other.items():
             merged[key] = _merge(one[key], value, (*path, key), rank) if key in one else value
@@ -142,3 +143,8 @@ def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int) -> Any:
             "out"
         )
     return one
+
+
+def _is_tagged(value: dict[str, Any]) -> bool:
+    """Whether it stands for a value that JSON has not; a section or parameter may be called like the tag too."""
+    return isinstance(value.get(TAG), str)
