@@ -201,6 +201,61 @@ def test_any_bytes_are_refused_as_a_manifest(data: bytes) -> None:
         parse_manifest((data + digest).replace(b"0" * 32, bytes_digest(data + digest).encode()))
 
 
+def unknown_tensor(folder: Path) -> None:
+    body = json.loads((folder / "manifest.json").read_text())
+    body["tensors"]["model"]["weight"][0] = "F4_NEW"
+    (folder / "manifest.json").write_bytes(signed(body))
+
+
+def unknown_value(value: dict[str, Any]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        body = json.loads((folder / "state.json").read_text())
+        body["sections"]["nest"]["value"]["x"] = value
+        change_file(folder, "state.json", json.dumps(body).encode(), None)
+
+    return change
+
+
+def unknown_in_header(folder: Path) -> None:
+    """What the manifest says is of a type that is known."""
+    data = (folder / "model.safetensors").read_bytes()
+    changed = data.replace(b'"dtype":"F32"', b'"dtype":"F99"')
+    assert changed != data
+    change_file(folder, "model.safetensors", changed, 8 + struct.unpack("<Q", data[:8])[0])
+
+
+UNKNOWN = [
+    (unknown_tensor, "'F4_NEW'"),
+    (unknown_value({"$": "dtype", "v": "float3"}), "torch.float3"),
+    (unknown_value({"$": "array", "dtype": "<f99", "shape": [0], "v": ""}), "'<f99'"),
+]
+
+
+@pytest.mark.parametrize(("change", "name"), UNKNOWN)
+def test_an_element_type_that_is_unknown_here_is_no_damage(
+    tmp_path: Path, change: Callable[[Path], None], name: str
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(0), block=True)
+        change(tmp_path / "checkpoint-2")
+        state = state_of(1)
+        with pytest.raises(CheckpointError, match=f"checkpoint-2.*{name}.*use a newer Stepmark") as caught:
+            checkpointer.restore(state)
+        assert torch.equal(state["model"].weight, state_of(1)["model"].weight), "changed before it was known"
+    assert type(caught.value) is CheckpointError
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_an_unknown_element_type_that_only_a_header_has_is_damage(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(0), block=True)
+        unknown_in_header(tmp_path / "checkpoint-2")
+        assert checkpointer.restore(state_of(1)) == 1
+    assert (tmp_path / "damaged-checkpoint-2").is_dir()
+
+
 OUTSIDE = ["../secret", "/etc/passwd", "a/../../secret", ".", "..", "", "a//b", "a\\b/../..", "a\0b", "./x", "a/."]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepmark.checkpoint.values import decode, decode_plain, encode_plain
-from stepmark.errors import CheckpointDamaged, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointError, UsageError
 
 scalars = (
     st.none()
@@ -83,6 +83,8 @@ def test_any_json_is_understood_or_refused(value: Any) -> None:
         decode(value, lambda name: ("tensor", name))
     except CheckpointDamaged as error:
         assert "cannot be understood" in str(error)
+    except CheckpointError as error:
+        assert "is unknown here" in str(error)
 
 
 def test_deep_nests_are_refused() -> None:

@@ -19,6 +19,7 @@ from .reader import TensorReader
 from .reading import FileIncomplete
 from .restoring import Names, Restoration
 from .telling import describe_error
+from .values import check_types
 from .whole import check_whole, read_values
 
 logger = logging.getLogger("stepmark")
@@ -110,7 +111,9 @@ class Loader:
             if self._meeting.rank == 0:
                 check_whole(path, manifest)
             reader = TensorReader(path, manifest, threads=self._threads, alone=self._alone)
-            restoration = Restoration(manifest, read_values(path, manifest), self._runtime, str(path))
+            values = read_values(path, manifest)
+            _check_types(values, state, path)
+            restoration = Restoration(manifest, values, self._runtime, str(path))
             for value in state.values():
                 if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
                     fresh.append(
@@ -205,6 +208,14 @@ class Loader:
                 logger.error("the damaged %s could not be set aside: %s", path, describe_error(error))
             else:
                 logger.error("set the damaged %s aside as %s; using %s instead", path.name, aside, used.name)
+
+
+def _check_types(values: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
+    """Raises CheckpointError where the state is to get a value whose type is unknown here."""
+    try:
+        check_types([values.get(name) for name in state])
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _check_same(outcomes: Sequence[Outcome], path: Path) -> None:

@@ -141,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The checked manifest of a checkpoint.
 
     Raises CheckpointDamaged where it is missing, differs from its digest or makes no sense, and CheckpointError for a
-    newer version, or where it cannot be read for the moment.
+    newer version or an element type unknown to this one, or where it cannot be read for the moment.
     """
     path = folder / MANIFEST
     try:
@@ -224,7 +224,12 @@ def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorE
     dtype, raw_shape, place = entry
     shape = natural_numbers(raw_shape)
     if dtype not in DTYPES:
-        raise ValueError(f"unknown element type {dtype!r}")
+        if not isinstance(dtype, str):
+            raise ValueError(f"{dtype!r} is no element type")
+        raise CheckpointError(
+            f"the checkpoint has a tensor of element type {dtype[:80]!r}, which this Stepmark does not know; use a "
+            "newer Stepmark"
+        )
     whole = [place, [0] * len(shape), list(shape)]
     pieces = []
     for raw in [whole] if type(place) is int else place:

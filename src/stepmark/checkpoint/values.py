@@ -8,6 +8,7 @@ bytes (base64), array and scalar (numpy), size, dtype, device (torch), and tenso
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import struct
 from collections import Counter, OrderedDict
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointDamaged, UsageError
+from ..errors import CheckpointDamaged, CheckpointError, UsageError
 
 TAG = "$"
 Path = tuple[str, ...]
@@ -116,7 +117,8 @@ def _encode_torch(value: Any) -> dict[str, Any] | None:
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     """The value that was encoded; `tensor` gives the tensor stored under a name.
 
-    Raises CheckpointDamaged for JSON that the encoder cannot have written.
+    Raises CheckpointDamaged for JSON that the encoder cannot have written, and CheckpointError for element types that
+    are unknown here.
     """
     try:
         return _decode(value, tensor)
@@ -153,10 +155,12 @@ def _decode_scalar(tag: str, inner: Any, value: dict[str, Any]) -> Any:
     if tag == "complex":
         return complex(*struct.unpack(">dd", bytes.fromhex(inner)))
     if tag in ("array", "scalar"):
-        array = np.frombuffer(base64.b64decode(inner, validate=True), dtype=np.dtype(value["dtype"]))
+        array = np.frombuffer(base64.b64decode(inner, validate=True), dtype=_numpy_dtype(value["dtype"]))
         shaped = array.reshape(tuple(value["shape"])).copy()
         return shaped if tag == "array" else shaped[()]
-    if tag in ("size", "dtype", "device"):
+    if tag == "dtype":
+        return _torch_dtype(inner)
+    if tag in ("size", "device"):
         return _decode_torch(tag, inner)
     raise ValueError(f"unknown type {tag!r}")
 
@@ -164,14 +168,56 @@ def _decode_scalar(tag: str, inner: Any, value: dict[str, Any]) -> Any:
 def _decode_torch(tag: str, inner: Any) -> Any:
     import torch
 
-    if tag == "size":
-        return torch.Size(inner)
-    if tag == "device":
-        return torch.device(inner)
-    dtype = getattr(torch, inner)
+    return torch.Size(inner) if tag == "size" else torch.device(inner)
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    try:
+        dtype = getattr(torch, name)
+    except AttributeError as error:
+        raise _unknown(f"torch.{name}", "torch") from error
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{inner} is not a dtype")
+        raise ValueError(f"torch.{name} is not a dtype")
     return dtype
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no element type")
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise _unknown(f"numpy's {name!r}", "numpy") from error
+
+
+def _unknown(dtype: str, package: str) -> CheckpointError:
+    """The error for an element type of another version of a package: the checkpoint is as it was written."""
+    return CheckpointError(
+        f"a stored value is of element type {dtype[:80]}, which is unknown here; use a newer Stepmark, and a {package} "
+        "that has it"
+    )
+
+
+def check_types(encoded: Any) -> None:
+    """Raises CheckpointError where `decode` would for an element type, before anything is decoded."""
+    waiting = [encoded]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, dict):
+            with contextlib.suppress(LookupError, TypeError, ValueError):  # what makes no sense is for `decode` to say
+                _check_type(item)
+            waiting.extend(item.values())
+
+
+def _check_type(item: dict[str, Any]) -> None:
+    if item.get(TAG) in ("array", "scalar"):
+        _numpy_dtype(item["dtype"])
+    elif item.get(TAG) == "dtype":
+        _torch_dtype(item["v"])
 
 
 def encode_plain(value: Any, name: str) -> Any:
