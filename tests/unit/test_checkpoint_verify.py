@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import verify as module
 from stepmark.checkpoint.best import point_best
 from stepmark.checkpoint.verify import Fault, find, verify
 from stepmark.cli import inspect as inspect_command
@@ -61,6 +62,22 @@ def test_a_link_that_is_moved_in_the_meantime(saved: Path) -> None:
     report = verify(found)
     assert (report.path, report.step, report.faults) == (saved / "checkpoint-9", 9, ())
     (saved / "best").unlink()
+
+
+def test_a_step_that_is_saved_anew_in_the_meantime_is_verified_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = module.read_header
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {"t": torch.zeros(100)}}, block=True)
+
+        def save_first(*arguments: Any) -> Any:
+            monkeypatch.setattr(module, "read_header", read)
+            checkpointer.save(1, {"nest": {"t": torch.ones(100)}}, block=True)
+            return read(*arguments)
+
+        monkeypatch.setattr(module, "read_header", save_first)
+        assert verify(tmp_path / "checkpoint-1").faults == ()
 
 
 def test_each_fault_is_named(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

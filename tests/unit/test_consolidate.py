@@ -281,6 +281,24 @@ def test_a_link_that_is_moved_in_the_meantime(
     assert_same(load_folder(tmp_path / "out"), whole_tensors())
 
 
+def test_a_step_that_is_saved_anew_in_the_meantime_is_consolidated_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net(3)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": net(2)}, block=True)
+
+        def save_first(checkpoint: Path, manifest: Manifest) -> None:
+            monkeypatch.setattr(module, "check_whole", check_whole)
+            checkpointer.save(1, {"model": model}, block=True)
+            check_whole(checkpoint, manifest)
+
+        monkeypatch.setattr(module, "check_whole", save_first)
+        go(tmp_path / "run", tmp_path / "out")
+    found = load_folder(tmp_path / "out")
+    assert_same(found, {name: tensor for name, tensor in model.state_dict().items() if name in found})
+
+
 @pytest.mark.parametrize("name", ["row", "column"])
 def test_pieces_that_overlap_are_no_tensor(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -154,6 +154,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise type(error)(f"{path}: {error}") from error
 
 
+def save_of(folder: Path) -> str | None:
+    """The name of the save that the checkpoint is of; None where its manifest cannot be read. A live run that saves a
+    step anew gives its folder's name to another save, in one step: who reads meanwhile has parts of both."""
+    try:
+        return read_manifest(folder).save
+    except CheckpointError:
+        return None
+
+
 def parse_manifest(data: bytes) -> Manifest:
     """The manifest in these bytes; raises as `read_manifest` does."""
     match = _DIGEST_FIELD.search(data)

@@ -11,7 +11,7 @@ from ..errors import CheckpointDamaged, CheckpointNotFound
 from .blockio import read_past_cache
 from .checked import BLOCK, reading_memory
 from .digests import cell_digest
-from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from .manifest import MANIFEST, FileEntry, Manifest, read_manifest, save_of
 from .names import checkpoints, followed
 from .tensorfile import Header
 from .whole import check_file, check_name, foreign_model_files, read_header
@@ -45,8 +45,16 @@ class Report:
 
 
 def verify(folder: Path, *, threads: int = 4) -> Report:
-    """Checks the checkpoint in `folder`. Raises CheckpointError where a file cannot be read for the moment, so that
-    nothing can be said of it."""
+    """Checks the checkpoint in `folder`; one that a live run has saved anew meanwhile, from the beginning. Raises
+    CheckpointError where a file cannot be read for the moment, so that nothing can be said of it."""
+    while True:
+        save = save_of(folder)
+        report = _verify(folder, threads)
+        if not report.faults or save_of(folder) == save:
+            return report
+
+
+def _verify(folder: Path, threads: int) -> Report:
     try:
         manifest = read_manifest(folder)
     except CheckpointDamaged as error:

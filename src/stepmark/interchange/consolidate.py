@@ -19,7 +19,7 @@ import xxhash
 from ..checkpoint import files
 from ..checkpoint.checked import CheckedFile
 from ..checkpoint.lease import reading
-from ..checkpoint.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
+from ..checkpoint.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest, save_of
 from ..checkpoint.names import checkpoints, followed, step_of, sync_tree
 from ..checkpoint.plan import MODEL
 from ..checkpoint.whole import check_size, check_whole
@@ -70,7 +70,7 @@ def consolidate(source: Path, out: Path, form: str, max_shard_size: int, listene
     for checkpoint in candidates:
         try:
             with reading(checkpoint, "consolidate"):
-                return _consolidate_one(checkpoint, final, form, max_shard_size, listener)
+                return _newest_save_of(checkpoint, final, form, max_shard_size, listener)
         except CheckpointDamaged as error:
             if len(candidates) == 1:
                 raise
@@ -94,6 +94,17 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
         if final.is_relative_to(checkpoint.resolve()):
             raise UsageError(f"{out} is inside {checkpoint}, and would be deleted with it; name another folder")
     return final
+
+
+def _newest_save_of(checkpoint: Path, final: Path, form: str, max_size: int, listener: Listener) -> Consolidated:
+    """Consolidates it; from the beginning where a live run has saved the step anew meanwhile."""
+    while True:
+        save = save_of(checkpoint)
+        try:
+            return _consolidate_one(checkpoint, final, form, max_size, listener)
+        except CheckpointDamaged:
+            if save_of(checkpoint) == save:
+                raise
 
 
 def _consolidate_one(checkpoint: Path, final: Path, form: str, max_size: int, listener: Listener) -> Consolidated:
