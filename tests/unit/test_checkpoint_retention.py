@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.checkpoint import Checkpointer, KeepBest, KeepEachInterval, KeepEvery, KeepLast, files, keeper
+from stepmark.checkpoint import (
+    Checkpointer,
+    KeepBest,
+    KeepEachInterval,
+    KeepEvery,
+    KeepLast,
+    files,
+    keeper,
+    loading,
+    saving,
+)
+from stepmark.checkpoint.clock import Clock
 from stepmark.checkpoint.manifest import Manifest
 from stepmark.checkpoint.names import delete
 from stepmark.checkpoint.reading import cannot_read
@@ -124,6 +136,53 @@ def test_a_checkpoint_that_cannot_be_read_or_deleted_is_left(
         assert (tmp_path / "checkpoint-9").is_dir()
         save(tmp_path, 10)
     assert folders(tmp_path) == ["checkpoint-10", "checkpoint-7"]
+
+
+def test_a_clock_that_is_set_back_goes_on_from_where_it_was() -> None:
+    wall, now = iter([1000.0, 400.0, 400.0, 401.0, 1300.0, 1300.0]), 7.0
+    clock = Clock(lambda: next(wall), lambda: now)
+    assert clock.now() == 1000.0
+    now += 60.0
+    assert clock.now() == 1060.0
+    assert 1060.0 < clock.now() < 1060.001
+    clock.saw(1200.0)
+    clock.saw(1100.0)
+    clock.saw(float("inf"))
+    now += 10.0
+    clock.saw(1205.0)
+    assert clock.now() == 1210.0
+    assert clock.now() == 1300.0
+    assert 1300.0 < clock.now() < 1300.001
+
+
+def of_another_process(patch: pytest.MonkeyPatch, wall: Callable[[], float]) -> None:
+    """The process has this clock from now on, and has seen no checkpoint."""
+    clock = Clock(wall)
+    for module in (saving, loading):
+        patch.setattr(module, "clock", clock)
+
+
+def test_where_the_clock_goes_back_the_last_are_those_saved_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = iter(range(1000, 0, -1))
+    of_another_process(monkeypatch, lambda: next(hours) * 3600.0)
+    with Checkpointer(tmp_path, keep_last=3) as checkpointer:
+        for step in range(1, 7):
+            checkpointer.save(step, {"nest": {}}, block=True)
+    assert folders(tmp_path) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
+
+
+def test_what_a_resumed_run_saves_is_later_than_what_it_has_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for begin, hour in ((1, 1000), (4, 10)):
+        of_another_process(monkeypatch, lambda now=hour * 3600.0: now)
+        with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+            assert checkpointer.restore({"nest": {}}) == (None if begin == 1 else 3)
+            for step in range(begin, begin + 3):
+                checkpointer.save(step, {"nest": {}}, block=True)
+    assert folders(tmp_path) == ["checkpoint-5", "checkpoint-6"]
 
 
 def test_where_the_newest_cannot_be_read_nothing_is_deleted_this_time(

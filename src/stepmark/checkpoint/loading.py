@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from ..runtime.base import Runtime
+from .clock import clock
 from .describe import MASTER, Section, describe
 from .manifest import Manifest, read_manifest
 from .meeting import Meeting
@@ -106,6 +107,7 @@ class Loader:
             nonlocal reader, restoration
             manifest = read_manifest(path)
             self._step, self._save = manifest.step, manifest.save
+            clock.saw(manifest.time)
             if self._accept is not None:
                 self._accept(path, manifest)
             if self._meeting.rank == 0:

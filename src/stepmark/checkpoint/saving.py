@@ -8,7 +8,6 @@ committing   rank 0: the other files, the manifest, sync, rename    -> "committe
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from ..errors import CheckpointBusy, CheckpointError, CheckpointTimeout
 from ..launch.ending import print_stacks
 from . import files
 from .board import Board, RankFailed
+from .clock import clock
 from .digests import bytes_digest, file_digest
 from .manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry, parse_manifest
 from .names import publish
@@ -132,7 +132,7 @@ class Saving:
         for name in [VALUES, *([INDEX] if index is not None else []), *self.extra]:
             size, digest = file_digest(self.temporary / name)
             entries.append(FileEntry(name, size, digest))
-        manifest = self.manifest.with_contents(tuple(entries), tensor_entries(self.plan), time.time())
+        manifest = self.manifest.with_contents(tuple(entries), tensor_entries(self.plan), clock.now())
         data = manifest.to_bytes()
         parse_manifest(data)  # nothing is committed that a restore would refuse
         files.write_file(self.temporary / MANIFEST, data)
