@@ -247,6 +247,13 @@ def test_an_element_type_that_is_unknown_here_is_no_damage(
     assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1", "checkpoint-2"]
 
 
+@pytest.mark.parametrize("time", [-1, 1e300, float("nan"), float("inf"), "today"])
+def test_a_time_that_no_calendar_has_is_damage(saved: Path, time: Any) -> None:
+    body = json.loads((saved / "manifest.json").read_bytes())
+    with pytest.raises(CheckpointDamaged, match="cannot be understood"):
+        parse_manifest(signed({**body, "time": time}))
+
+
 def test_an_unknown_element_type_that_only_a_header_has_is_damage(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):

@@ -182,6 +182,7 @@ def test_a_newer_version_is_neither_guessed_nor_damaged(checkpoint: Path, tmp_pa
 
 KEYWORDS = {"$schema", "$id", "$defs", "$ref", "title", "description", "type", "const", "enum", "pattern", "minimum"}
 KEYWORDS |= {"properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "oneOf"}
+KEYWORDS |= {"maximum"}
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
 
 
@@ -199,6 +200,7 @@ def problems(value: Any, schema: dict[str, Any], where: str = "manifest") -> lis
     found = [f"{where}: is not {schema['const']!r}"] if "const" in schema and value != schema["const"] else []
     found += [f"{where}: is not in {schema['enum']}"] if "enum" in schema and value not in schema["enum"] else []
     found += [f"{where}: is too small"] if "minimum" in schema and value < schema["minimum"] else []
+    found += [f"{where}: is too large"] if "maximum" in schema and value > schema["maximum"] else []
     if "pattern" in schema and not re.search(schema["pattern"], value):
         found.append(f"{where}: does not match {schema['pattern']}")
     if isinstance(value, dict):
@@ -231,6 +233,7 @@ def test_the_schema_allows_a_real_manifest_and_the_documents(checkpoint: Path) -
         (("version",), 0),
         (("step",), -1),
         (("step",), True),
+        (("time",), 1e300),
         (("files", 0, "name"), "../elsewhere"),
         (("files", 0, "digest"), "short"),
         (("files", 0, "writers"), [[0]]),

@@ -26,6 +26,7 @@ from ..runtime.select import runtime_for
 from .background import Background
 from .board import Board
 from .calls import Calls, one_at_a_time
+from .clock import Clock
 from .describe import describe
 from .drafting import Answer, Draft, Planner, agree, check_disk, draft, values_to_bytes
 from .handle import SaveHandle
@@ -106,6 +107,7 @@ class Checkpointer:
         self._member: Membership | None = None
         self._planner: Planner | None = None
         self._calls = Calls()
+        self._clock = Clock()
         self._finalizer: Finalize | None = None
         self._count = 0
         self.set_aside: list[tuple[Path, str]] = []  # what the last restore took for damaged, and why; on rank 0
@@ -230,6 +232,7 @@ class Checkpointer:
             phases=phases,
             threads=self._threads,
             lost=self._member.lost,
+            clock=self._clock,
             values=values_to_bytes(values) if self._group.rank == 0 else b"",
             extra=drafted.extra,
         )
@@ -275,7 +278,7 @@ class Checkpointer:
             phases.enter("looking")
             tensors = [entry.tensor for section in describe(state) for entry in section.entries.values()]
             threads, alone = 2 * self._threads, member.alone_on_node()
-            loader = Loader(self._meeting, phases, self._runtime_of(tensors), threads, alone, accept)
+            loader = Loader(self._meeting, phases, self._runtime_of(tensors), threads, alone, accept, self._clock)
             if checkpoint is None:
                 candidates = self._meeting.ask_first(
                     lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board

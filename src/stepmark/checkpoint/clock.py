@@ -1,4 +1,4 @@
-"""The time that a checkpoint is of: the machine's, but after that of every one that this process has saved or read."""
+"""The time that a checkpoint is of: the machine's, but after that of every one that the run has saved or restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clock:
     def saw(self, time: float) -> None:
         """A checkpoint is of this time; what is told from now on is later."""
         with self._lock:
-            if math.isfinite(time) and time > self._went_on():
+            if time > self._went_on():
                 self._set(time)
 
     def _went_on(self) -> float:
@@ -36,6 +36,3 @@ class Clock:
 
     def _set(self, time: float) -> None:
         self._latest, self._at = time, self._steady()
-
-
-clock = Clock()  # of this process

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from ..runtime.base import Runtime
-from .clock import clock
+from .clock import Clock
 from .describe import MASTER, Section, describe
 from .manifest import Manifest, read_manifest
 from .meeting import Meeting
@@ -50,11 +50,19 @@ class Loader:
     """Restores a state from checkpoints, with all ranks of a group."""
 
     def __init__(
-        self, meeting: Meeting, phases: Phases, runtime: Runtime, threads: int, alone: bool, accept: Accept | None
+        self,
+        meeting: Meeting,
+        phases: Phases,
+        runtime: Runtime,
+        threads: int,
+        alone: bool,
+        accept: Accept | None,
+        clock: Clock,
     ) -> None:
         """`alone`: no other rank is on this node. `accept` may refuse a checkpoint, by raising, before it is compared
-        with the state."""
+        with the state. `clock` learns of what times the checkpoints are."""
         self._meeting = meeting
+        self._clock = clock
         self._phases = phases
         self._runtime = runtime
         self._threads = threads
@@ -107,7 +115,7 @@ class Loader:
             nonlocal reader, restoration
             manifest = read_manifest(path)
             self._step, self._save = manifest.step, manifest.save
-            clock.saw(manifest.time)
+            self._clock.saw(manifest.time)
             if self._accept is not None:
                 self._accept(path, manifest)
             if self._meeting.rank == 0:

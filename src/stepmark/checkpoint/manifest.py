@@ -22,6 +22,7 @@ VALUES = "state.json"
 FORMAT = "stepmark-checkpoint"
 VERSION = 1
 
+_LATEST = 253370764800.0  # seconds since the Unix epoch: the beginning of the year 9999, up to which calendars go
 _BLANK = "0" * FILE_DIGEST_LENGTH
 _DIGEST_FIELD = re.compile(rb'"digest": "([0-9a-f]{32})"\n\}\n\Z')
 _FILE_NAME = re.compile(r"[^/\\\0]+(/[^/\\\0]+)*\Z")
@@ -194,13 +195,16 @@ def _from_json(body: dict[str, Any]) -> Manifest:
         for group, entries in body["tensors"].items()
     }
     (step,) = natural_numbers([body["step"]])
+    time = float(body["time"])
+    if not 0 <= time <= _LATEST:
+        raise ValueError(f"{time} is not a time")
     (world_size,) = natural_numbers([body["world_size"]])
     if not isinstance(body["model_only"], bool) or not isinstance(body["save"], str):
         raise ValueError("its fields have wrong types")
     return Manifest(
         step=step,
         save=body["save"],
-        time=float(body["time"]),
+        time=time,
         software={str(key): str(value) for key, value in body["software"].items()},
         world_size=world_size,
         mesh={str(axis): natural_numbers([size])[0] for axis, size in body["mesh"].items()},

@@ -17,7 +17,7 @@ from ..errors import CheckpointBusy, CheckpointError, CheckpointTimeout
 from ..launch.ending import print_stacks
 from . import files
 from .board import Board, RankFailed
-from .clock import clock
+from .clock import Clock
 from .digests import bytes_digest, file_digest
 from .manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry, parse_manifest
 from .names import publish
@@ -43,6 +43,7 @@ class Saving:
     phases: Phases
     threads: int
     lost: Callable[[], bool]
+    clock: Clock
     values: bytes = b""
     extra: Sequence[str] = field(default_factory=tuple)
 
@@ -132,7 +133,7 @@ class Saving:
         for name in [VALUES, *([INDEX] if index is not None else []), *self.extra]:
             size, digest = file_digest(self.temporary / name)
             entries.append(FileEntry(name, size, digest))
-        manifest = self.manifest.with_contents(tuple(entries), tensor_entries(self.plan), clock.now())
+        manifest = self.manifest.with_contents(tuple(entries), tensor_entries(self.plan), self.clock.now())
         data = manifest.to_bytes()
         parse_manifest(data)  # nothing is committed that a restore would refuse
         files.write_file(self.temporary / MANIFEST, data)
