@@ -68,7 +68,7 @@ def case(device: str, nproc: int, *marks: Any, prove: bool = False, **signalled:
         case("cpu", 2, event="on_pre_optimizer_step", step=5, ranks=[0, 1], numbers=[TERM, TERM, USR1]),
         case("cpu", 2, event="on_save", step=4, ranks=[0], prove=True),
         case("cpu", 2, event="on_save", step=4, ranks=[1], numbers=[TERM, TERM]),
-        case("xla", 1, event="on_step_end", step=5, ranks=[0]),
+        case("xla", 1, event="on_step_end", step=5, ranks=[0], prove=True),
         case("xla", 2, event="on_step_begin", step=5, ranks=[1], prove=True),
         case("xla", 2, event="on_save", step=4, ranks=[0], prove=True),
         case("xla", 2, event="on_pre_optimizer_step", step=6, ranks=[0, 1], prove=True),
