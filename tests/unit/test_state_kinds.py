@@ -732,3 +732,12 @@ def test_a_checkpoint_is_a_step_or_a_path(tmp_path: Path, checkpoint: Any) -> No
         if checkpoint is not None:
             with pytest.raises(UsageError, match="is neither a step nor a path"):
                 checkpointer.restore(state, checkpoint)
+
+
+@pytest.mark.parametrize("state", [nn.Linear(2, 2), [nn.Linear(2, 2)]])
+def test_a_state_is_a_dict_of_sections(tmp_path: Path, state: Any) -> None:
+    refused(tmp_path, state, "is no dict of sections")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": nn.Linear(2, 2)})
+        with pytest.raises(UsageError, match="is no dict of sections"):
+            checkpointer.restore(state)

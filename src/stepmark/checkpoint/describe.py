@@ -97,6 +97,11 @@ class Section:
 
 def describe(state: Mapping[str, Any], *, model_only: bool = False) -> list[Section]:
     """The sections of a state, or only its modules. Raises UsageError for what cannot be saved, naming it."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state: a {type(state).__name__} is no dict of sections; give one with a name for each, such as "
+            '{"model": model, "optimizer": optimizer}'
+        )
     modules = {name: unwrap(value) for name, value in state.items() if isinstance(value, nn.Module)}
     if model_only and not modules:
         raise UsageError("model_only: the state holds no module")
