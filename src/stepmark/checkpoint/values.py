@@ -12,7 +12,7 @@ import contextlib
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -202,14 +202,20 @@ def _unknown(dtype: str, package: str) -> CheckpointError:
 
 def check_types(encoded: Any) -> None:
     """Raises CheckpointError where `decode` would for an element type, before anything is decoded."""
+    for item in dicts_in(encoded):
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # what makes no sense is for `decode` to say
+            _check_type(item)
+
+
+def dicts_in(encoded: Any) -> Iterator[dict[str, Any]]:
+    """Every dict in an encoded value: those with a tag, and plain ones."""
     waiting = [encoded]
     while waiting:
         item = waiting.pop()
         if isinstance(item, list):
             waiting.extend(item)
         elif isinstance(item, dict):
-            with contextlib.suppress(LookupError, TypeError, ValueError):  # what makes no sense is for `decode` to say
-                _check_type(item)
+            yield item
             waiting.extend(item.values())
 
 

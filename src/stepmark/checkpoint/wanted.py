@@ -12,7 +12,7 @@ from ..runtime.base import Runtime
 from ..sharding.spec import Layout, Shape
 from .manifest import Manifest, TensorEntry
 from .reader import Target, check_entry
-from .values import TAG
+from .values import TAG, dicts_in
 
 Names = set[tuple[str, str]]
 
@@ -67,15 +67,5 @@ class Wanted:
 
 def tensor_names(encoded: Any) -> list[str]:
     """The names of the tensors that an encoded value refers to."""
-    names: list[str] = []
-    waiting = [encoded]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, list):
-            waiting.extend(item)
-        elif isinstance(item, dict):
-            if item.get(TAG) == "tensor":
-                names.append(str(item["v"]))
-            else:
-                waiting.extend(item.values())
-    return list(dict.fromkeys(names))
+    found = (item["v"] for item in dicts_in(encoded) if item.get(TAG) == "tensor")
+    return list(dict.fromkeys(map(str, found)))
