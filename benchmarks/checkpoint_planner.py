@@ -28,15 +28,15 @@ from apart import PeakMemory, apart
 from keeping import machine, write_results
 
 from stepmark.checkpoint.checkpointer import MAX_FILE_SIZE
-from stepmark.checkpoint.digests import bytes_digest
-from stepmark.checkpoint.drafting import Answer, Draft, Planner
-from stepmark.checkpoint.manifest import FileEntry, Manifest, TensorEntry, parse_manifest
-from stepmark.checkpoint.plan import Row, SavePlan
-from stepmark.checkpoint.saving import tensor_entries
-from stepmark.checkpoint.snapshot import extents_of
-from stepmark.checkpoint.tables import Tables, encode_rows
+from stepmark.checkpoint.format.checksums import bytes_checksum
+from stepmark.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, parse_manifest
+from stepmark.checkpoint.save.exchange import RankTables, encode_rows
+from stepmark.checkpoint.save.operation import tensor_entries
+from stepmark.checkpoint.save.plan import Row, SavePlan
+from stepmark.checkpoint.save.request import RankReport, SavePlanner, SaveRequest
+from stepmark.checkpoint.save.snapshot import extents_of
+from stepmark.sharding.layout import Piece
 from stepmark.sharding.overlap import overlaps
-from stepmark.sharding.spec import Piece
 
 SAVE = "0123abcd-000001"
 RANKS_PER_NODE = 32
@@ -82,12 +82,12 @@ class World:
             rows += [Row(OPTIMIZER, f"layers.{i}.weight/{key}", "F32", SHAPE, part) for key in STATES]
         return rows
 
-    def tables(self) -> Iterator[Tables]:
+    def tables(self) -> Iterator[RankTables]:
         """What each rank sends."""
         models = [encode_rows(self.model(rank)) for rank in range(self.tensor_parallel)]
         for rank in range(self.ranks):
             rows = {MODEL: models[rank % self.tensor_parallel], OPTIMIZER: encode_rows(self.optimizer(rank))}
-            yield Tables(rows, b"{}")
+            yield RankTables(rows, b"{}")
 
 
 class Everyone:
@@ -106,7 +106,7 @@ def packed_tables(world: World) -> tuple[list[dict[str, str]], list[dict[tuple[s
     """All ranks' digests, and each distinct table, compressed, with the first rank that holds it."""
     digests, sent, seen = [], [], set()
     for tables in world.tables():
-        own = {group: bytes_digest(data) for group, data in tables.rows.items()}
+        own = {group: bytes_checksum(data) for group, data in tables.rows.items()}
         digests.append(own)
         new = {(group, digest): tables.rows[group] for group, digest in own.items() if (group, digest) not in seen}
         seen |= new.keys()
@@ -116,12 +116,12 @@ def packed_tables(world: World) -> tuple[list[dict[str, str]], list[dict[tuple[s
 
 def plan_of(world: World, digests: list[dict[str, str]], sent: list[dict[tuple[str, str], bytes]]) -> SavePlan:
     """What one rank does before it copies."""
-    tables = Tables({}, b"{}")
-    draft = Draft(1, SAVE, Path(), [], tables, {}, {}, False)
+    tables = RankTables({}, b"{}")
+    draft = SaveRequest(1, SAVE, Path(), [], tables, {}, {}, False)
     meeting: Any = Everyone(sent)
     nodes = [rank // RANKS_PER_NODE for rank in range(world.ranks)]
-    answers = [Answer(1, False, None, {**own, "": bytes_digest(tables.values)}) for own in digests]
-    plan, _ = Planner(meeting, nodes, MAX_FILE_SIZE).plan(draft, answers)
+    answers = [RankReport(1, False, None, {**own, "": bytes_checksum(tables.values)}) for own in digests]
+    plan, _ = SavePlanner(meeting, nodes, MAX_FILE_SIZE).plan(draft, answers)
     extents_of(plan, world.ranks // 2)
     return plan
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from stepmark.checkpoint.digests import bytes_digest, cell_digest
-from stepmark.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
-from stepmark.checkpoint.plan import Holding, PlannedFile, Row, plan_save
-from stepmark.checkpoint.tensorfile import Header
-from stepmark.sharding.spec import Piece, Shape
+from stepmark.checkpoint.format.checksums import block_checksum, bytes_checksum
+from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
+from stepmark.checkpoint.format.tensor_file import Header
+from stepmark.checkpoint.save.plan import Holding, PlannedFile, Row, plan_save
+from stepmark.sharding.layout import Piece, Shape
 
 RANKS, HIDDEN, INNER, VOCABULARY = 8, 4096, 11008, 32000
 SAVE = "0" * 32
@@ -92,12 +92,12 @@ def write_file(folder: Path, file: PlannedFile, noise: np.ndarray) -> FileEntry:
             for begin, end in tensor.cells():
                 start = begin * 7919 % (len(noise) - (end - begin))
                 block = memoryview(noise[start : start + end - begin])
-                digests[tensor.name].append(cell_digest(block))
+                digests[tensor.name].append(block_checksum(block))
                 out.write(block)
         header = Header(file.header_size, 1, SAVE, file.tensors, digests).to_bytes()
         out.seek(0)
         out.write(header)
-    return FileEntry(file.name, file.size, bytes_digest(header), file.header_size, ((0, file.data_size),))
+    return FileEntry(file.name, file.size, bytes_checksum(header), file.header_size, ((0, file.data_size),))
 
 
 def forget(folder: Path) -> None:

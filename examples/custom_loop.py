@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from stepmark import Checkpointer, DataLoader, Mesh, evaluate
-from stepmark.data.config import DataConfig
-from stepmark.data.feed import DeviceFeed
-from stepmark.data.prepared import prepare
+from stepmark.config.data_arguments import DataArguments
+from stepmark.data.prefetcher import DevicePrefetcher
+from stepmark.data.prepared_data import prepare
 from stepmark.data.tokenizer import load_tokenizer
-from stepmark.runtime.module import place_module
+from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.schedule import build_schedule
@@ -24,7 +24,7 @@ def main(folder: str, device: str, steps: int, every: int) -> None:
     mesh = Mesh.create(device=device)  # who am I among the ranks, and what can the device do
     context, runtime, axis = mesh.context, mesh.runtime, mesh.data_parallel
     with context.leader_first("preparing data"):
-        config = DataConfig(dataset_name="python-stdlib", block_size=32, max_eval_samples=64)
+        config = DataArguments(dataset_name="python-stdlib", block_size=32, max_eval_samples=64)
         data = prepare(config, load_tokenizer("bytes"))
 
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def main(folder: str, device: str, steps: int, every: int) -> None:
             optimizer.ensure_state()  # some optimizers make theirs in the first step only
         step = checkpointer.restore(state) or 0
         while step < steps:
-            for batch in DeviceFeed(loader, runtime):  # from the loader's position to the end of the epoch
+            for batch in DevicePrefetcher(loader, runtime):  # from the loader's position to the end of the epoch
                 statistics = train_step(step, batch)
                 schedule.step()
                 step += 1

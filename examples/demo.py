@@ -21,7 +21,7 @@ from pathlib import Path
 from demo_curve import draw
 from demo_history import History, read_history
 
-from stepmark.recipe.quiet import quiet_libraries
+from stepmark.config.quiet_libraries import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "demo"

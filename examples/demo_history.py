@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stepmark.trainer.journal import read_metrics
+from stepmark.trainer.telemetry.run_log import read_metrics
 
 
 @dataclass

@@ -6,7 +6,7 @@ itself on one rank: logits, loss, and the gradient of every parameter. The two r
     python scripts/architectures.py [--only MODEL_TYPE …] [--write]
 
 With --write the results go to docs/architectures.md, and the list that `parallelize` asks to
-src/stepmark/sharding/architectures.py.
+src/stepmark/parallel/tensor/architectures.py.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
-from stepmark.parallel.apply import local_part, parallelize
+from stepmark.parallel.tensor.parallelize import local_part, parallelize
+from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.runtime.collectives import NoCollectives, Reduction
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.host import HostGroup
+from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.copies import copies_of
-from stepmark.sharding.plans import PLANS, STYLES, own_plan, parse_style, plan_of
-from stepmark.sharding.spec import layout_of
+from stepmark.sharding.layout import layout_of
+from stepmark.sharding.replication import replication_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architectures.md"
@@ -216,7 +216,7 @@ def _difference(model: Any, halves: list[Any], expected: Any, found: list[Any]) 
             continue
         for rank in range(RANKS):
             local = parameters[rank][name]
-            copies = copies_of(local, RANKS)
+            copies = replication_of(local, RANKS)
             sources = parameters if copies.partial else [parameters[rank]]
             gradients = [each[name].grad for each in sources]
             if any(gradient is None for gradient in gradients):

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from stepmark.trainer.journal import read_metrics  # noqa: E402
+from stepmark.trainer.telemetry.run_log import read_metrics  # noqa: E402
 from tests.support.browser import screenshot  # noqa: E402
 
 STEPS, SAVE_EVERY, KILL_AFTER, DAMAGED = 300, 30, 205, 180

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepmark.checkpoint import Checkpointer
-    from stepmark.checkpoint.plain import load, save
+    from stepmark.checkpoint.single_file import load, save
+    from stepmark.config.training_arguments import TrainingArguments
     from stepmark.data.collate import PadTo
     from stepmark.data.loader import DataLoader
     from stepmark.evaluation.evaluate import evaluate
-    from stepmark.parallel.apply import parallelize
-    from stepmark.parallel.load import load_for_parallelism
+    from stepmark.parallel.loading.load import load_for_parallelism
+    from stepmark.parallel.tensor.parallelize import parallelize
+    from stepmark.parallel.zero.zero_redundancy import ZeroRedundancyOptimizer
     from stepmark.runtime.mesh import Mesh
-    from stepmark.trainer.arguments import TrainingArguments
     from stepmark.trainer.trainer import Trainer
-    from stepmark.training.zero_redundancy import ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,13 +41,13 @@ _HOMES = {
     "Mesh": "stepmark.runtime.mesh",
     "PadTo": "stepmark.data.collate",
     "Trainer": "stepmark.trainer.trainer",
-    "TrainingArguments": "stepmark.trainer.arguments",
+    "TrainingArguments": "stepmark.config.training_arguments",
     "evaluate": "stepmark.evaluation.evaluate",
-    "load_for_parallelism": "stepmark.parallel.load",
-    "parallelize": "stepmark.parallel.apply",
-    "ZeroRedundancyOptimizer": "stepmark.training.zero_redundancy",
-    "load": "stepmark.checkpoint.plain",
-    "save": "stepmark.checkpoint.plain",
+    "load_for_parallelism": "stepmark.parallel.loading.load",
+    "parallelize": "stepmark.parallel.tensor.parallelize",
+    "ZeroRedundancyOptimizer": "stepmark.parallel.zero.zero_redundancy",
+    "load": "stepmark.checkpoint.single_file",
+    "save": "stepmark.checkpoint.single_file",
 }
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import stepmark
+from stepmark.cli.local_ranks import rank_command
 from stepmark.cli.main import COMMANDS, run
-from stepmark.cli.ranks import rank_command
+from stepmark.config.recipe import all_fields
 from stepmark.errors import CheckpointDamaged, UsageError
-from stepmark.recipe.recipe import all_fields
 from tests.support.recipes import write_recipe
 
 HEAVY = ("torch", "torch_xla", "transformers", "datasets", "numpy", "pandas", "pyarrow", "rich", "matplotlib")

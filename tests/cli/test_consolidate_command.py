@@ -18,8 +18,8 @@ from transformers import (
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.cli.main import run
-from stepmark.runtime.host import HostGroup
-from stepmark.sharding.spec import Layout, annotate
+from stepmark.runtime.host_group import HostGroup
+from stepmark.sharding.layout import Layout, annotate
 from tests.distributed.checkpoint_world import run_ranks
 from tests.unit.checkpoint_states import bits
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import run
-from stepmark.trainer.journal import read_metrics
+from stepmark.trainer.telemetry.run_log import read_metrics
 from tests.support.recipes import write_recipe, write_text
 
 FUNCTIONS = """

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.checkpoint import Checkpointer, reader
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.restore import tensor_reader as reader
+from stepmark.optim.lazy_optimizers import LazyAdamW
 from stepmark.runtime.base import GraphCounters
 from stepmark.runtime.context import start
-from stepmark.training.lazy_optimizers import LazyAdamW
 
 SIDE = 2048  # elements of each dimension of a tensor of 16 MiB
 

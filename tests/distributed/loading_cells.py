@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stepmark.parallel.load import load_for_parallelism
-from stepmark.parallel.source import READS, part_of
+from stepmark.parallel.loading.load import load_for_parallelism
+from stepmark.parallel.loading.tensor_source import READS, part_of
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.spec import layout_of
+from stepmark.sharding.layout import layout_of
 
 
 def compare(folder: str, how: str, options: dict[str, Any], device: str = "cpu") -> dict[str, Any]:

@@ -8,11 +8,11 @@ import torch
 import xxhash
 
 from stepmark.errors import UsageError
-from stepmark.parallel.apply import local_part, parallelize
+from stepmark.parallel.tensor.parallelize import local_part, parallelize
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.module import place_module
-from stepmark.sharding.spec import layout_of
+from stepmark.runtime.module_placement import place_module
+from stepmark.sharding.layout import layout_of
 from tests.support.cells import LENGTH, VOCABULARY
 from tests.support.models import build
 
@@ -128,7 +128,7 @@ def dropped_checkpointed(model: dict[str, Any], options: dict[str, Any]) -> dict
 def graph(replicas: int, model: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each replica thread, with sequence parallelism and dropout: the collectives in the graph of a micro-step, the
     graph's digest, and compilations after each of four micro-steps."""
-    from stepmark.runtime.replicas import run_replicas
+    from stepmark.runtime.replica_threads import run_replicas
 
     made = [build(**model) for _ in range(replicas)]
 
@@ -163,8 +163,8 @@ def zero_1_graphs(replicas: int) -> list[dict[str, Any]]:
     """Of each replica thread, data parallel by 2 tensor parallel with ZeRO-1 and sequence parallelism: of every graph
     that one step runs its collectives and its digest; and compilations after each of five steps, between the last of
     which everything that is saved is copied to the host."""
-    from stepmark.checkpoint.describe import describe
-    from stepmark.runtime.replicas import run_replicas
+    from stepmark.checkpoint.sections import describe
+    from stepmark.runtime.replica_threads import run_replicas
     from tests.support.models import training
 
     made = [build(kind="llama") for _ in range(replicas)]

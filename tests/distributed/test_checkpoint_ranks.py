@@ -15,10 +15,10 @@ from torch import nn
 
 from stepmark.checkpoint import Checkpointer, SaveHandle
 from stepmark.checkpoint import checkpointer as checkpointer_module
-from stepmark.checkpoint.reader import TensorReader
-from stepmark.checkpoint.staging import MACHINE
+from stepmark.checkpoint.host_memory import MACHINE
+from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.errors import CheckpointError
-from stepmark.sharding.spec import Box, Layout, Part, Piece, Shard
+from stepmark.sharding.layout import Box, Layout, Part, Piece, Shard
 
 
 def make(seed: int) -> dict[str, Any]:
@@ -257,8 +257,8 @@ def test_ranks_that_see_different_checkpoints_restore_neither(tmp_path: Path, da
 
 
 def full_disk_on_one_rank(rank: int, folder: Path) -> str:
-    from stepmark.checkpoint import files
     from stepmark.errors import CheckpointError
+    from stepmark.filesystem import files
 
     state = make(0)
     write = files.write_at
@@ -294,7 +294,7 @@ def skipping(rank: int, folder: Path) -> bool:
     """Rank 1 is still writing when the second save comes; rank 0 may have ended."""
     import threading
 
-    from stepmark.checkpoint import saving
+    from stepmark.checkpoint.save import operation as saving
 
     gate = threading.Event()
     if rank == 1:
@@ -318,7 +318,7 @@ def test_ranks_agree_on_skipping_a_save(tmp_path: Path) -> None:
 
 
 def die_in_a_save(rank: int, folder: Path) -> str:
-    from stepmark.checkpoint import saving
+    from stepmark.checkpoint.save import operation as saving
     from stepmark.errors import CheckpointError
 
     state = make(0)

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepmark.checkpoint import Checkpointer, phases
-from stepmark.sharding.spec import Layout, Shard
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.coordination import deadlines as phases
+from stepmark.sharding.layout import Layout, Shard
 
 TIMEOUT = 4.0  # seconds, twice what 14 processes on two busy cores need for a phase
 ALLOWED = TIMEOUT + 5.0  # and five more that a supervisor gives the others
@@ -22,14 +23,14 @@ PHASES = ["before", "joining", "planning", "copying", "writing", "sealing", "com
 def train_and_save(rank: int, folder: Path, stopped: int, where: str) -> None:
     """Two ranks save, and then meet in a step of training, with the other stopped in one of the phases."""
     if rank == stopped:
-        enter = phases.Phases.enter
+        enter = phases.PhaseDeadlines.enter
 
-        def enter_and_stop(self: phases.Phases, name: str) -> None:
+        def enter_and_stop(self: phases.PhaseDeadlines, name: str) -> None:
             enter(self, name)
             if name == where:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-        phases.Phases.enter = enter_and_stop  # type: ignore[method-assign]
+        phases.PhaseDeadlines.enter = enter_and_stop  # type: ignore[method-assign]
     with Checkpointer(folder / "run", save_timeout=TIMEOUT) as checkpointer:
         checkpointer.claim()
         if rank == stopped and where == "before":
@@ -97,10 +98,10 @@ def test_a_phase_that_hangs_is_said_to_with_all_stacks(tmp_path: Path) -> None:
     if not process:
         log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 2)
-        from stepmark.checkpoint import writer
+        from stepmark.checkpoint.save import write as writer
 
         writer.write_extents = lambda *_, **__: stuck_in_the_file_system()  # type: ignore[assignment]
-        from stepmark.checkpoint import saving
+        from stepmark.checkpoint.save import operation as saving
 
         saving.write_extents = writer.write_extents
         checkpointer = Checkpointer(tmp_path, save_timeout=1.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.runtime.replicas import replica_environment
+from stepmark.runtime.replica_threads import replica_environment
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xla

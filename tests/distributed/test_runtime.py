@@ -16,7 +16,7 @@ HERE = "tests.distributed.test_runtime"
 
 def placed_module(device: str) -> dict[str, Any]:
     from stepmark.runtime.context import start
-    from stepmark.runtime.module import place_module
+    from stepmark.runtime.module_placement import place_module
 
     runtime = start(device).runtime
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)

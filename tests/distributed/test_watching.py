@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import run as call
-from stepmark.watcher.records import read_evaluations
+from stepmark.watcher.evaluation_records import read_evaluations
 from tests.support.ranks import ROOT, Outcome, Ranks
 from tests.support.recipes import write_recipe
 from tests.support.watching_cells import newest, wait_for

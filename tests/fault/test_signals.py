@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.checkpoint import Checkpointer, saving
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.save import operation as saving
 from tests.support import cells
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from stepmark.checkpoint import Checkpointer, files
-from stepmark.checkpoint.verify import verify
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.filesystem import files
 from tests.support.ranks import ROOT
 from tests.support.scenarios import Point, prepare_all, run_points
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stepmark.interchange.consolidate import Listener, consolidate
+from stepmark.interchange.consolidate import ConsolidationListener, consolidate
 from tests.parity.test_tensor_parallel import MODELS
 from tests.support.mesh_checkpoints import STEPS, digests
 from tests.support.ranks import Ranks
@@ -91,7 +91,7 @@ def test_lazy_meshes(ranks: Ranks, tmp_path: Path) -> None:
     check_pairs(ranks, tmp_path, meshes, meshes, tolerance=1e-4, model=MODELS["gpt2"], device="xla")
 
 
-SILENT = Listener(lambda size: None, lambda size: None, lambda problem: None)
+SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda problem: None)
 
 
 @pytest.mark.parametrize(

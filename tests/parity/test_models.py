@@ -31,10 +31,10 @@ def losses(name: str, device: str, folder: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from stepmark import TrainingArguments
-    from stepmark.data.config import DataConfig
-    from stepmark.recipe.recipe import ModelConfig, Recipe
+    from stepmark.config.data_arguments import DataArguments
+    from stepmark.config.recipe import ModelArguments, Recipe
     from stepmark.recipe.train import train
-    from stepmark.trainer.journal import read_metrics
+    from stepmark.trainer.telemetry.run_log import read_metrics
 
     options: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "save_steps": 4, "learning_rate": 1e-3}
     data = Path(folder) / "data.txt"
@@ -42,8 +42,8 @@ def losses(name: str, device: str, folder: str) -> dict[str, Any]:
     train(
         Recipe(
             TrainingArguments(output_dir=f"{folder}/{device}", device=device, disable_tqdm=True, **options),
-            ModelConfig(config_name=name, config_overrides=MODELS[name], tokenizer_name="bytes"),
-            DataConfig(train_file=str(data), block_size=32),
+            ModelArguments(config_name=name, config_overrides=MODELS[name], tokenizer_name="bytes"),
+            DataArguments(train_file=str(data), block_size=32),
         )
     )
     lines = read_metrics(f"{folder}/{device}")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from stepmark.checkpoint.checked import CheckedFile
-from stepmark.checkpoint.manifest import read_manifest
-from stepmark.runtime.replicas import replica_environment
+from stepmark.checkpoint.format.manifest import read_manifest
+from stepmark.checkpoint.format.verified_file import VerifiedFile
+from stepmark.runtime.replica_threads import replica_environment
 from tests.support.cells import logged
 from tests.support.ranks import Ranks
 
@@ -143,7 +143,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
     for group, entries in manifest.tensors.items():
         for name, entry in entries.items():
             for index, piece in entry.pieces:
-                file = CheckedFile(checkpoint, manifest, manifest.files[index])
+                file = VerifiedFile(checkpoint, manifest, manifest.files[index])
                 stored = file.tensor(name, entry.dtype, piece)
                 data = bytes(file.read(stored, stored.begin, stored.end))
                 found.setdefault(f"{group}/{name}", {})[piece.start] = data

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.runtime.replicas import replica_environment
+from stepmark.runtime.replica_threads import replica_environment
 from tests.parity.test_tensor_parallel import MODELS, SAMPLE, alone, check, in_threads
 from tests.support.ranks import Ranks
 

@@ -16,7 +16,7 @@ import xxhash
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.trainer.journal import read_metrics
+from stepmark.trainer.telemetry.run_log import read_metrics
 
 VOCABULARY, LENGTH = 67, 16
 
@@ -202,10 +202,10 @@ def counters(trainer: Trainer) -> list[int] | None:
 
 def step_losses(context: Any, options: dict[str, Any]) -> list[list[float]]:
     """Loss, tokens and gradient norm of 6 steps, with the parts of the system and no Trainer."""
-    from stepmark.data.feed import DeviceFeed
     from stepmark.data.loader import DataLoader
+    from stepmark.data.prefetcher import DevicePrefetcher
     from stepmark.runtime.mesh import Mesh
-    from stepmark.runtime.module import place_module
+    from stepmark.runtime.module_placement import place_module
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.optimizer import build_optimizer
     from stepmark.training.step import TrainStep
@@ -238,7 +238,7 @@ def step_losses(context: Any, options: dict[str, Any]) -> list[list[float]]:
     found: list[list[float]] = []
     steps = options.get("steps", 6)
     while len(found) < steps:
-        for batch in DeviceFeed(loader, runtime):
+        for batch in DevicePrefetcher(loader, runtime):
             statistics = step(len(found), batch)
             found += [values.tolist() for values in runtime.to_host([statistics.values])]
             if len(found) == steps:
@@ -256,7 +256,7 @@ def alone(device: str, options: dict[str, Any]) -> list[list[float]]:
 
 
 def in_replica_threads(replicas: int, options: dict[str, Any]) -> list[list[list[float]]]:
-    from stepmark.runtime.replicas import run_replicas
+    from stepmark.runtime.replica_threads import run_replicas
 
     MODELS.extend(tiny_model(dropout=0.0) for _ in range(replicas))
     return run_replicas(lambda context: step_losses(context, options), replicas)

@@ -103,7 +103,7 @@ def losses_and_graphs(device: str, folder: str, evaluates: bool, tp: int) -> dic
 
 def several_checkpoints(device: str, folder: str, steps: list[int]) -> list[list[float]]:
     """The loss of each checkpoint by one reader, and the graphs that were compiled by then."""
-    from stepmark.evaluation.restored import ModelReader
+    from stepmark.evaluation.restored_model import ModelReader
 
     mesh = Mesh.create(device=device)
     reader = ModelReader(mesh.runtime)

@@ -1,6 +1,6 @@
 """Makes the k-th call of a process that changes the file system fail, at the engine's one door to it.
 
-`Faults` takes the place of `os` in stepmark.checkpoint.files: the calls are the real ones of the real save.
+`Faults` takes the place of `os` in stepmark.filesystem.files: the calls are the real ones of the real save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint import files
+from stepmark.filesystem import files
 
 KINDS = ("killed-before", "killed-after", "full", "io-error", "short-write", "power-loss")
 TAKES_SPACE = ("creat", "pwrite", "mkdir", "rename", "fsync")

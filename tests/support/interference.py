@@ -17,7 +17,7 @@ def is_rank():
 
 class AfterImport:
     def find_spec(self, name, path=None, target=None):
-        if name != "stepmark.trainer.run":
+        if name != "stepmark.trainer.training_loop":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -25,7 +25,7 @@ class AfterImport:
 
         def exec_module(module):
             execute(module)
-            change(module.TrainingRun)
+            change(module.TrainingLoop)
 
         spec.loader.exec_module = exec_module
         return spec

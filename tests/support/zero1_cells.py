@@ -73,7 +73,7 @@ def train(name: str, options: dict[str, Any], sharded: bool) -> dict[str, list[f
 def announced(bad: bool) -> dict[str, Any]:
     """Weights after steps of two backward passes, the last of which is announced or not, in buckets of a parameter or
     two; a parameter takes no part. With `bad`, what a third pass after the announced one says."""
-    from stepmark.parallel import buckets
+    from stepmark.parallel.zero import buckets
 
     mesh = Mesh.create(device="cpu")
     buckets.HOST_BUCKET_ELEMENTS = 16

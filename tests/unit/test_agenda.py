@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.lease import Lease
+from stepmark.checkpoint.coordination.leases import Lease
 from stepmark.errors import CheckpointNotFound
-from stepmark.watcher import agenda
-from stepmark.watcher.agenda import Agenda, Job, Wishes
-from stepmark.watcher.records import EVALUATED, Records
+from stepmark.watcher import scheduler as agenda
+from stepmark.watcher.evaluation_records import EVALUATED, EvaluationRecords
+from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler, WatchOptions
 
 
 @pytest.fixture
@@ -27,14 +27,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begun(folder: Path, setup: str = "same", deleted_before: int = 0, **wishes: object) -> Agenda:
-    made = Agenda(folder, Wishes(**{"wait": True, **wishes}), lambda _: None)  # type: ignore[arg-type]
-    made.begin(Records(folder, setup), setup, deleted_before)
+def begun(folder: Path, setup: str = "same", deleted_before: int = 0, **wishes: object) -> EvaluationScheduler:
+    made = EvaluationScheduler(folder, WatchOptions(**{"wait": True, **wishes}), lambda _: None)  # type: ignore[arg-type]
+    made.begin(EvaluationRecords(folder, setup), setup, deleted_before)
     MADE.append(made)
     return made
 
 
-MADE: list[Agenda] = []
+MADE: list[EvaluationScheduler] = []
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +52,14 @@ def do_all(folder: Path) -> None:
         watcher.release()
 
 
-def tell(folder: Path, job: Job, setup: str = "same") -> None:
-    records = Records(folder, setup)
+def tell(folder: Path, job: EvaluationJob, setup: str = "same") -> None:
+    records = EvaluationRecords(folder, setup)
     assert job.found is not None
     with records.locked():
         records.add(job.found, EVALUATED, {"eval_loss": 1.0})
 
 
-def step(job: Job) -> int | None:
+def step(job: EvaluationJob) -> int | None:
     return None if job.found is None else job.found.step
 
 
@@ -154,7 +154,7 @@ def test_when_a_watcher_ends(folder: Path, state: str, until: int | None, kind: 
 
 def test_a_run_without_checkpoints(tmp_path: Path) -> None:
     said: list[str] = []
-    assert Agenda(tmp_path, Wishes(wait=True), said.append).look().kind == "wait"
+    assert EvaluationScheduler(tmp_path, WatchOptions(wait=True), said.append).look().kind == "wait"
     assert said == [f"waiting for the first checkpoint in {tmp_path}"]
     with pytest.raises(CheckpointNotFound, match="with --watch they are waited for"):
-        Agenda(tmp_path, Wishes(), said.append).look()
+        EvaluationScheduler(tmp_path, WatchOptions(), said.append).look()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from stepmark.config.training_arguments import TrainingArguments, parse_options
 from stepmark.errors import UsageError
-from stepmark.trainer.arguments import TrainingArguments, parse_options
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 

@@ -21,16 +21,17 @@ import torch
 from checkpoint_states import net, same, snapshot, train
 
 import stepmark
-from stepmark.checkpoint import Checkpointer, SaveHandle, saving
-from stepmark.checkpoint import background as background_module
-from stepmark.checkpoint import board as board_module
-from stepmark.checkpoint import meeting as meeting_module
-from stepmark.checkpoint.board import Board
-from stepmark.checkpoint.keeper import Keeper
-from stepmark.checkpoint.meeting import Meeting
-from stepmark.checkpoint.watchdog import watchdog
+from stepmark.checkpoint import Checkpointer, SaveHandle
+from stepmark.checkpoint.coordination import file_store as board_module
+from stepmark.checkpoint.coordination import timed_collectives as meeting_module
+from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
+from stepmark.checkpoint.coordination.watchdog import watchdog
+from stepmark.checkpoint.save import background as background_module
+from stepmark.checkpoint.save import operation as saving
+from stepmark.checkpoint.save.cleanup import CheckpointCleaner
 from stepmark.errors import CheckpointError, CheckpointTimeout, UsageError
-from stepmark.runtime.host import HostGroup
+from stepmark.runtime.host_group import HostGroup
 
 
 class Gate:
@@ -380,7 +381,7 @@ def test_the_next_save_removes_what_a_failed_one_has_left(tmp_path: Path, monkey
     """On a full disk the other ranks cannot say that they are done with it."""
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"nest": {}}, block=True)
-        board = Board(tmp_path / ".stepmark" / "run" / "save", 0)
+        board = StatusStore(tmp_path / ".stepmark" / "run" / "save", 0)
         board.folder.mkdir(parents=True)
         left = tmp_path / ".checkpoint-2.left"
         left.mkdir()
@@ -432,13 +433,13 @@ def test_a_mesh_may_be_of_numpys_integers(tmp_path: Path) -> None:
 def test_nothing_is_watched_while_the_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A meeting has a deadline of its own, which names who did not come; the phase's would name who waits."""
     watched = []
-    gather = Meeting.all_gather
+    gather = TimedGroup.all_gather
 
-    def seen(self: Meeting, value: Any, what: str, board: Any = None) -> list[Any]:
+    def seen(self: TimedGroup, value: Any, what: str, board: Any = None) -> list[Any]:
         watched.append((what, bool(watchdog._watches)))
         return gather(self, value, what, board)
 
-    monkeypatch.setattr(Meeting, "all_gather", seen)
+    monkeypatch.setattr(TimedGroup, "all_gather", seen)
     state = {"nest": {"t": torch.ones(3)}}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state, block=True)
@@ -472,13 +473,13 @@ def test_a_process_that_multiprocessing_has_forked_waits_for_its_save(tmp_path: 
 
 def test_closing_waits_for_a_slow_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_module, "FAREWELL", -1.0)
-    after = Keeper.after
+    after = CheckpointCleaner.after
 
-    def slow(self: Keeper, *arguments: Any) -> None:
+    def slow(self: CheckpointCleaner, *arguments: Any) -> None:
         time.sleep(0.5)
         after(self, *arguments)
 
-    monkeypatch.setattr(Keeper, "after", slow)
+    monkeypatch.setattr(CheckpointCleaner, "after", slow)
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"nest": {}}, block=True)
@@ -505,8 +506,8 @@ def test_a_folder_that_does_not_answer_holds_up_no_meeting(tmp_path: Path, monke
 
     monkeypatch.setattr(board_module.files, "replace_file", stuck)
     monkeypatch.setattr(meeting_module, "_LOOKING", 0.2)
-    board = Board(tmp_path / "run" / "save", 0)
+    board = StatusStore(tmp_path / "run" / "save", 0)
     board.folder.mkdir(parents=True)
     with pytest.raises(CheckpointTimeout, match=r"reading: .* did not come|does not answer"):
-        Meeting(Two(), 0.3).all_gather(1, "reading", board)
+        TimedGroup(Two(), 0.3).all_gather(1, "reading", board)
     opened.set()

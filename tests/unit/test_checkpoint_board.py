@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.checkpoint import files
-from stepmark.checkpoint.board import Board, RankFailed
-from stepmark.checkpoint.phases import Phases
+from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
+from stepmark.checkpoint.coordination.file_store import RankFailed, StatusStore
 from stepmark.errors import CheckpointTimeout
+from stepmark.filesystem import files
 
 
-def board(folder: Path, rank: int, phase: str) -> Board:
-    made = Board(folder / "run" / "save", rank)
+def board(folder: Path, rank: int, phase: str) -> StatusStore:
+    made = StatusStore(folder / "run" / "save", rank)
     made.folder.mkdir(parents=True, exist_ok=True)
     made.enter(phase)
     return made
@@ -25,7 +25,7 @@ def board(folder: Path, rank: int, phase: str) -> Board:
 def test_the_rank_that_is_late_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Rank 1 waits for rank 0, which waits for rank 2."""
     boards = [board(tmp_path, rank, phase) for rank, phase in enumerate(["sealing", "committing", "writing"])]
-    phases = Phases("save of step 1", boards[1], 0.2, lambda error: None)
+    phases = PhaseDeadlines("save of step 1", boards[1], 0.2, lambda error: None)
     needs = [("written", [0, 1, 2]), ("sealed", [0])]
     boards[0].post("written")
     boards[1].post("written")
@@ -63,7 +63,7 @@ def test_signs_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch: 
         replace(path, data)
 
     monkeypatch.setattr(files, "replace_file", full)
-    monkeypatch.setattr("stepmark.checkpoint.board._SIGN_EVERY", 0.05)
+    monkeypatch.setattr("stepmark.checkpoint.coordination.file_store._SIGN_EVERY", 0.05)
     boards[0].enter("sealing")
     with pytest.raises(CheckpointTimeout, match=r"rank 1 \(writing\) has not written"):
         boards[0].wait("written", [1], time.monotonic() + 0.3)

@@ -18,9 +18,11 @@ import torch
 from checkpoint_states import net, same, snapshot, train
 from transformers.trainer_utils import get_last_checkpoint
 
-from stepmark.checkpoint import Checkpointer, files, staging
-from stepmark.checkpoint.verify import verify
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import host_memory as staging
+from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
+from stepmark.filesystem import files
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:
@@ -308,14 +310,14 @@ def test_a_second_live_run_is_refused_and_a_dead_one_is_cleaned_up(tmp_path: Pat
 
 
 def test_a_newer_version_is_said_to_be_one(saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
-    from stepmark.checkpoint.digests import bytes_digest
+    from stepmark.checkpoint.format.checksums import bytes_checksum
 
     folder = tmp_path / "run"
     shutil.copytree(saved[0], folder)
     path = folder / "checkpoint-2" / "manifest.json"
     text = path.read_text().replace('"version": 1', '"version": 9')
     digest = json.loads(text)["digest"]
-    path.write_text(text.replace(digest, bytes_digest(text.replace(digest, "0" * 32).encode())))
+    path.write_text(text.replace(digest, bytes_checksum(text.replace(digest, "0" * 32).encode())))
     with Checkpointer(folder) as checkpointer, pytest.raises(CheckpointError, match="use a newer Stepmark"):
         checkpointer.restore(state_of(5))
     assert (folder / "checkpoint-2").is_dir()

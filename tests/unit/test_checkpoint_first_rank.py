@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from stepmark.checkpoint import plan as planning
-from stepmark.checkpoint.digests import CELL
-from stepmark.checkpoint.plan import Holding, Row, plan_save
-from stepmark.checkpoint.tensorfile import header_size
-from stepmark.sharding.spec import Piece
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
+from stepmark.checkpoint.format.tensor_file import header_size
+from stepmark.checkpoint.save import plan as planning
+from stepmark.checkpoint.save.plan import Holding, Row, plan_save
+from stepmark.sharding.layout import Piece
 
 
 def row(name: str, numel: int, *, dtype: str = "F32", first: bool = False) -> Row:
@@ -30,7 +30,7 @@ def test_the_first_rank_writes_them_whole(nodes: list[int]) -> None:
         position = 0
         for share in file.shares:
             assert share.begin == position
-            assert share.end == file.data_size or share.end % CELL == 0
+            assert share.end == file.data_size or share.end % CHECKSUM_BLOCK == 0
             position = share.end
             loads[share.rank] += share.end - share.begin
         assert position == file.data_size
@@ -53,7 +53,13 @@ def test_a_header_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("name", ["a", "layers.0.weight" * 9, "\U0001f600" * 40, '"\\' * 30, "\x00é" * 30])
 def test_the_bound_of_a_header_holds(name: str) -> None:
-    cut = Row("model", name, "F32", (10**6, 10**6), Piece.of_range((10**6, 10**6), 5 * 10**11, 5 * 10**11 + 3 * CELL))
+    cut = Row(
+        "model",
+        name,
+        "F32",
+        (10**6, 10**6),
+        Piece.of_range((10**6, 10**6), 5 * 10**11, 5 * 10**11 + 3 * CHECKSUM_BLOCK),
+    )
     assert json.dumps(name)
     bound = planning.largest_header(cut.name, cut.shape, cut.nbytes)
     tensors = planning.order([cut[1:5]])

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepmark.checkpoint import Checkpointer, files, owner, saving
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.coordination import folder_lock as owner
+from stepmark.checkpoint.save import operation as saving
 from stepmark.errors import CheckpointBusy, CheckpointError
+from stepmark.filesystem import files
 from tests.support.faults import Faults
 
 
@@ -64,7 +67,7 @@ def test_what_cannot_be_set_aside_does_not_stop_restoring(
     def refuse(path: Path) -> Path:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("stepmark.checkpoint.loading.set_aside", refuse)
+    monkeypatch.setattr("stepmark.checkpoint.restore.restore.quarantine", refuse)
     with caplog.at_level(logging.ERROR, logger="stepmark"):
         assert restored(tmp_path) == (1, 1.0)
     assert "could not be set aside: Input/output error" in caplog.text
@@ -84,14 +87,18 @@ def test_a_folder_that_is_removed_under_a_run_is_said_to_be_gone(tmp_path: Path)
 
 def test_a_run_that_was_taken_for_dead_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It slept in the middle of a save for so long that another run has taken the folder over."""
-    write_manifest, sleeper, other = saving.Saving._write_manifest, Checkpointer(tmp_path), Checkpointer(tmp_path)
+    write_manifest, sleeper, other = (
+        saving.SaveOperation._write_manifest,
+        Checkpointer(tmp_path),
+        Checkpointer(tmp_path),
+    )
 
-    def sleep(self: saving.Saving, sealed: dict[int, str]) -> None:
+    def sleep(self: saving.SaveOperation, sealed: dict[int, str]) -> None:
         write_manifest(self, sealed)
         shutil.rmtree(next((tmp_path / ".stepmark").iterdir()))
         other.claim()
 
-    monkeypatch.setattr(saving.Saving, "_write_manifest", sleep)
+    monkeypatch.setattr(saving.SaveOperation, "_write_manifest", sleep)
     with pytest.raises(CheckpointBusy, match="taken over by another run"):
         save(sleeper, 1)
     sleeper.close()

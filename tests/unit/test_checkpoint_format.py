@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.digests import bytes_digest
-from stepmark.checkpoint.manifest import Manifest, parse_manifest
-from stepmark.checkpoint.tensorfile import parse_header
-from stepmark.checkpoint.verify import verify
+from stepmark.checkpoint.format.checksums import bytes_checksum
+from stepmark.checkpoint.format.manifest import Manifest, parse_manifest
+from stepmark.checkpoint.format.tensor_file import parse_header
+from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointDamaged, CheckpointError
 
 
@@ -50,7 +50,7 @@ def signed(body: dict[str, Any]) -> bytes:
     rest = {key: value for key, value in body.items() if key != "digest"}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in rest.items())
     blank = "{\n" + lines + ',\n"digest": "' + "0" * 32 + '"\n}\n'
-    return blank.replace("0" * 32 + '"\n}\n', bytes_digest(blank.encode()) + '"\n}\n').encode()
+    return blank.replace("0" * 32 + '"\n}\n', bytes_checksum(blank.encode()) + '"\n}\n').encode()
 
 
 def test_a_reader_written_from_the_document_reads_it(saved: Path) -> None:
@@ -146,7 +146,7 @@ def change_file(folder: Path, name: str, data: bytes, header: int | None) -> Non
     for entry in body["files"]:
         if entry["name"] == name:
             entry["size"] = len(data)
-            entry["digest"] = bytes_digest(data if header is None else data[:header])
+            entry["digest"] = bytes_checksum(data if header is None else data[:header])
             if header is not None:
                 entry["header"] = header
     (folder / "manifest.json").write_bytes(signed(body))
@@ -198,7 +198,7 @@ def test_any_bytes_are_refused_as_a_manifest(data: bytes) -> None:
         parse_manifest(data)
     digest = b'"digest": "' + b"0" * 32 + b'"\n}\n'
     with pytest.raises(CheckpointError):
-        parse_manifest((data + digest).replace(b"0" * 32, bytes_digest(data + digest).encode()))
+        parse_manifest((data + digest).replace(b"0" * 32, bytes_checksum(data + digest).encode()))
 
 
 def unknown_tensor(folder: Path) -> None:

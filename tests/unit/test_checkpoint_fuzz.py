@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from test_checkpoint_format import change_file, signed
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.manifest import parse_manifest
-from stepmark.checkpoint.values import decode
-from stepmark.checkpoint.verify import verify
+from stepmark.checkpoint.format.json_values import decode
+from stepmark.checkpoint.format.manifest import parse_manifest
+from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointDamaged, CheckpointError
 
 FILES = ["manifest.json", "state.json", "model.safetensors", "optimizer/optimizer.safetensors"]

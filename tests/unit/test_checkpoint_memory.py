@@ -16,15 +16,18 @@ from hypothesis import strategies as st
 from test_sharding_spec import elements_of, numbers, pieces, shapes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepmark.checkpoint import Checkpointer, checked, reader, staging
+from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint import checkpointer as checkpointer_module
-from stepmark.checkpoint.describe import Entry
-from stepmark.checkpoint.manifest import TensorEntry
-from stepmark.checkpoint.snapshot import Copy, narrow, take
-from stepmark.checkpoint.tensorfile import StoredTensor
+from stepmark.checkpoint import host_memory as staging
+from stepmark.checkpoint.format import verified_file as checked
+from stepmark.checkpoint.format.manifest import TensorEntry
+from stepmark.checkpoint.format.tensor_file import StoredTensor
+from stepmark.checkpoint.restore import tensor_reader as reader
+from stepmark.checkpoint.save.snapshot import Copy, copy_to_host, narrow
+from stepmark.checkpoint.sections import Entry
 from stepmark.errors import CheckpointError
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.sharding.spec import Box, Layout, Part, Piece, Shard
+from stepmark.sharding.layout import Box, Layout, Part, Piece, Shard
 
 
 def test_twenty_saves_take_their_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +151,7 @@ def test_reading_block_by_block_gives_what_reading_at_once_would(
         begin = data.draw(st.integers(0, 3))
         part, local = Part(piece, begin), torch.full((begin + piece.numel + 2,), -1, dtype=torch.int32)
         place = local[begin : begin + piece.numel]
-    target = reader.Target("g", "t", Layout(shape, (part,)), "I32", local, local)
+    target = reader.ReadTarget("g", "t", Layout(shape, (part,)), "I32", local, local)
     entry = TensorEntry("I32", shape, tuple(enumerate(stored)))
     files: Any = {index: Stored(own, shape, index) for index, own in entry.pieces}
     with (
@@ -165,7 +168,7 @@ def test_reading_block_by_block_gives_what_reading_at_once_would(
 
 def test_memory_is_lent_again_when_nobody_holds_it() -> None:
     """Not while the tensor made of it is: a device may still be reading from that one."""
-    memory = staging.LentMemory(limit=3 << 20)
+    memory = staging.BufferPool(limit=3 << 20)
     first = memory.take(1 << 20)
     place = first.data_ptr()
     held = first.view(torch.float32).view(512, 512)
@@ -180,7 +183,7 @@ def test_memory_is_lent_again_when_nobody_holds_it() -> None:
 
 
 def test_memory_of_no_use_is_given_back() -> None:
-    memory = staging.LentMemory(limit=3 << 20)
+    memory = staging.BufferPool(limit=3 << 20)
     for _ in range(2):
         lent = [memory.take(1 << 20) for _ in range(2)]
         del lent
@@ -238,7 +241,7 @@ def test_strided_tensors_are_copied_without_a_copy_between(start: int, stop: int
         copies = [Copy(entry, layout.parts[0], start, end, 16)]
         memory = torch.zeros(tensor.nbytes + 16, dtype=torch.uint8)
         with Copied() as copied:
-            take(copies, memory, EagerRuntime(torch.device("cpu")), threads=2)
+            copy_to_host(copies, memory, EagerRuntime(torch.device("cpu")), threads=2)
         size = tensor.element_size()
         written = memory[16 : 16 + (end - start) * size]
         assert written.numpy().tobytes() == bits(tensor.resolve_conj())[start * size : end * size]

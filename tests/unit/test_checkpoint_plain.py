@@ -20,10 +20,11 @@ import torch
 from checkpoint_states import net, same, train
 from torch import nn
 
-from stepmark.checkpoint import files, plain
-from stepmark.checkpoint.heartbeat import boot_id
-from stepmark.checkpoint.plain import load, save
+from stepmark.checkpoint import single_file as plain
+from stepmark.checkpoint.coordination.heartbeat import boot_id
+from stepmark.checkpoint.single_file import load, save
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
+from stepmark.filesystem import files
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
@@ -149,7 +150,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 def test_lazy_tensors_are_saved_as_they_will_be(tmp_path: Path) -> None:
     import torch_xla
 
-    from stepmark.runtime.select import runtime_for
+    from stepmark.runtime.device import runtime_for
 
     device = torch_xla.device()
     weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).to(device))

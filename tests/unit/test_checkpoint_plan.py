@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepmark.checkpoint.digests import CELL, cells, covering_cells
-from stepmark.checkpoint.manifest import Manifest, parse_manifest
-from stepmark.checkpoint.plan import Holding, Row, SavePlan, largest_header, plan_save
-from stepmark.checkpoint.saving import tensor_entries
-from stepmark.checkpoint.tensorfile import PAGE, Header, parse_header
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, checksum_blocks, covering_blocks
+from stepmark.checkpoint.format.manifest import Manifest, parse_manifest
+from stepmark.checkpoint.format.tensor_file import PAGE, Header, parse_header
+from stepmark.checkpoint.save.operation import tensor_entries
+from stepmark.checkpoint.save.plan import Holding, Row, SavePlan, largest_header, plan_save
 from stepmark.errors import UsageError
+from stepmark.sharding.layout import Box, Piece
 from stepmark.sharding.overlap import disjoint
-from stepmark.sharding.spec import Box, Piece
 
 SAVE = "0123abcd-000001"
 
@@ -34,7 +34,7 @@ def check_every_byte_once(plan: SavePlan, ranks: int) -> list[int]:
         for share in file.shares:
             assert share.begin == position
             position = share.end
-            assert share.begin % CELL == 0
+            assert share.begin % CHECKSUM_BLOCK == 0
             loads[share.rank] += share.end - share.begin
         assert position == file.data_size
         assert file.header_size % 4096 == 0
@@ -57,7 +57,7 @@ tables = st.lists(
 
 
 @settings(deadline=None, max_examples=60)
-@given(tables, st.integers(1, 9), st.integers(1, 3), st.sampled_from([3 * CELL, 10**9]))
+@given(tables, st.integers(1, 9), st.integers(1, 3), st.sampled_from([3 * CHECKSUM_BLOCK, 10**9]))
 def test_every_byte_is_written_once(
     table: list[tuple[str, tuple[int, ...], str]], ranks: int, nodes: int, max_file_size: int
 ) -> None:
@@ -93,7 +93,7 @@ def test_whole_tensors_are_divided_among_nodes() -> None:
     plan = plan_save([Holding(rows, tuple(range(16)))], nodes, SAVE)
     loads = check_every_byte_once(plan, 16)
     assert len(plan.files) == 4
-    assert max(loads) - min(loads) <= 0.05 * sum(loads) / 16 + CELL
+    assert max(loads) - min(loads) <= 0.05 * sum(loads) / 16 + CHECKSUM_BLOCK
 
 
 @settings(deadline=None, max_examples=60)
@@ -104,7 +104,7 @@ def test_whole_tensors_are_divided_among_nodes() -> None:
 def test_no_file_has_a_longer_header_than_others_read(tensors: list[tuple[str, tuple[int, ...]]], limit: int) -> None:
     rows = [whole("model", f"{number}.{name}", shape, "U8") for number, (name, shape) in enumerate(tensors)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stepmark.checkpoint.plan.MAX_HEADER", limit)
+        patch.setattr("stepmark.checkpoint.save.plan.MAX_HEADER", limit)
         plan = plan_save([Holding(tuple(rows), (0,))], [0], SAVE)
     assert sorted(tensor.name for file in plan.files for tensor in file.tensors) == sorted(row.name for row in rows)
     for file in plan.files:
@@ -146,16 +146,16 @@ def test_holes_and_overlaps_and_disagreement_are_refused() -> None:
         plan_save([Holding((half,), (0,)), Holding((other,), (1,))], [0, 0], SAVE)
 
 
-@given(st.integers(0, 5 * CELL), st.integers(0, 5 * CELL), st.data())
+@given(st.integers(0, 5 * CHECKSUM_BLOCK), st.integers(0, 5 * CHECKSUM_BLOCK), st.data())
 def test_cells_cover_what_they_should(begin: int, length: int, data: st.DataObject) -> None:
-    found = cells(begin, begin + length)
+    found = checksum_blocks(begin, begin + length)
     assert [a for a, _ in found] + [begin + length] * bool(found) == [begin] * bool(found) + [b for _, b in found]
-    assert all(b % CELL == 0 for _, b in found[:-1])
+    assert all(b % CHECKSUM_BLOCK == 0 for _, b in found[:-1])
     if length:
         low = data.draw(st.integers(begin, begin + length - 1))
         high = data.draw(st.integers(low + 1, begin + length))
         expected = [(n, a, b) for n, (a, b) in enumerate(found) if a < high and b > low]
-        assert covering_cells(begin, begin + length, low, high) == expected
+        assert covering_blocks(begin, begin + length, low, high) == expected
 
 
 def large_world(ranks: int, tensors: int, tensor_parallel: int) -> list[Holding]:
@@ -189,7 +189,7 @@ def large_world(ranks: int, tensors: int, tensor_parallel: int) -> list[Holding]
 def test_the_manifest_grows_with_tensors_and_files(ranks: int, tensors: int, tensor_parallel: int) -> None:
     plan = plan_save(large_world(ranks, tensors, tensor_parallel), [rank // 8 for rank in range(ranks)], SAVE)
     check_every_byte_once(plan, ranks)
-    from stepmark.checkpoint.manifest import FileEntry
+    from stepmark.checkpoint.format.manifest import FileEntry
 
     files = tuple(
         FileEntry(file.name, file.size, "0" * 32, file.header_size, tuple((s.rank, s.end) for s in file.shares))

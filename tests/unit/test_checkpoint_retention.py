@@ -13,22 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.checkpoint import (
-    Checkpointer,
-    KeepBest,
-    KeepEachInterval,
-    KeepEvery,
-    KeepLast,
-    files,
-    keeper,
-)
+from stepmark.checkpoint import Checkpointer, KeepBest, KeepEachInterval, KeepEvery, KeepLast
 from stepmark.checkpoint import checkpointer as checkpointer_module
-from stepmark.checkpoint.clock import Clock
-from stepmark.checkpoint.manifest import Manifest
-from stepmark.checkpoint.names import delete
-from stepmark.checkpoint.reading import cannot_read
+from stepmark.checkpoint.format.directory import delete
+from stepmark.checkpoint.format.manifest import Manifest
+from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.retention import Retention, Saved, superfluous
+from stepmark.checkpoint.save import cleanup as keeper
+from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointError, UsageError
+from stepmark.filesystem import files
 
 
 def run(steps: list[int], policies: list[Retention], losses: dict[int, float] | None = None) -> list[int]:
@@ -129,7 +123,7 @@ def test_a_checkpoint_that_cannot_be_read_or_deleted_is_left(
         save(tmp_path, 8)
         assert "checkpoint-7 is left where it is" in caplog.text
         with monkeypatch.context() as patch:
-            patch.setattr("stepmark.checkpoint.names.discard", refuse)
+            patch.setattr("stepmark.checkpoint.format.directory.remove_temporary", refuse)
             save(tmp_path, 9)
         assert "checkpoint-8 could not be deleted: Permission denied" in caplog.text
         assert (tmp_path / "checkpoint-9").is_dir()
@@ -139,7 +133,7 @@ def test_a_checkpoint_that_cannot_be_read_or_deleted_is_left(
 
 def test_a_clock_that_is_set_back_goes_on_from_where_it_was() -> None:
     wall, now = iter([1000.0, 400.0, 400.0, 401.0, 1300.0, 1300.0]), 7.0
-    clock = Clock(lambda: next(wall), lambda: now)
+    clock = TimestampSource(lambda: next(wall), lambda: now)
     assert clock.now() == 1000.0
     now += 60.0
     assert clock.now() == 1060.0
@@ -155,7 +149,7 @@ def test_a_clock_that_is_set_back_goes_on_from_where_it_was() -> None:
 
 def of_another_process(patch: pytest.MonkeyPatch, wall: Callable[[], float]) -> None:
     """The processes of the Checkpointers made from now on have this clock."""
-    patch.setattr(checkpointer_module, "Clock", lambda: Clock(wall))
+    patch.setattr(checkpointer_module, "TimestampSource", lambda: TimestampSource(wall))
 
 
 def test_where_the_clock_goes_back_the_last_are_those_saved_last(
@@ -216,16 +210,16 @@ def test_an_error_in_deleting_is_not_lost_when_the_next_save_deletes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    after = keeper.Keeper.after
+    after = keeper.CheckpointCleaner.after
 
-    def fail_late(self: keeper.Keeper, newest: Path, save: str) -> None:
+    def fail_late(self: keeper.CheckpointCleaner, newest: Path, save: str) -> None:
         if newest.name != "checkpoint-1":
             return after(self, newest, save)
         begun.set()
         go_on.wait()
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(keeper.Keeper, "after", fail_late)
+    monkeypatch.setattr(keeper.CheckpointCleaner, "after", fail_late)
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.save(1, {"nest": {}}, block=True)
         begun.wait()

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from stepmark.checkpoint import Checkpointer, files
+from stepmark.checkpoint import Checkpointer
+from stepmark.filesystem import files
 
 
 class Recorder:
-    """Takes the place of `os` in stepmark.checkpoint.files: knows what a loss of power would lose just now."""
+    """Takes the place of `os` in stepmark.filesystem.files: knows what a loss of power would lose just now."""
 
     def __init__(self) -> None:
         self.written: set[str] = set()  # files with bytes that are not synced

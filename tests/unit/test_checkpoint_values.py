@@ -12,7 +12,7 @@ from checkpoint_states import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepmark.checkpoint.values import decode, decode_plain, encode_plain
+from stepmark.checkpoint.format.json_values import decode, decode_plain, encode_plain
 from stepmark.errors import CheckpointDamaged, CheckpointError, UsageError
 
 scalars = (

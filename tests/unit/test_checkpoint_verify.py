@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint import verify as module
-from stepmark.checkpoint.best import point_best
-from stepmark.checkpoint.verify import Fault, find, verify
+from stepmark.checkpoint.format import verify as module
+from stepmark.checkpoint.format.best_link import point_best
+from stepmark.checkpoint.format.verify import Corruption, find, verify
 from stepmark.cli import inspect as inspect_command
 from stepmark.cli import verify as verify_command
 from stepmark.errors import CheckpointDamaged, CheckpointNotFound
-from stepmark.sharding.spec import Box, Layout, Shard
+from stepmark.sharding.layout import Box, Layout, Shard
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_damaged_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "checkpoint-10", folder)
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text.replace('"step": 10', '"step": 11'))
-    assert verify(folder).faults == (Fault("manifest.json", "it differs from its digest"),)
+    assert verify(folder).faults == (Corruption("manifest.json", "it differs from its digest"),)
     with pytest.raises(CheckpointDamaged, match="differs from its digest"):
         call(inspect_command, str(folder))
 

@@ -18,17 +18,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.best import point_best
-from stepmark.checkpoint.manifest import Manifest, TensorEntry, read_manifest
-from stepmark.checkpoint.names import checkpoint_path
-from stepmark.checkpoint.whole import check_whole
+from stepmark.checkpoint.format.best_link import point_best
+from stepmark.checkpoint.format.directory import checkpoint_path
+from stepmark.checkpoint.format.integrity import check_integrity
+from stepmark.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.interchange import consolidate as module
 from stepmark.interchange import gather
-from stepmark.interchange.consolidate import Consolidated, Listener, consolidate
-from stepmark.interchange.shards import cut, parse_size
-from stepmark.runtime.host import HostGroup
-from stepmark.sharding.spec import Box, Layout, annotate
+from stepmark.interchange.consolidate import Consolidated, ConsolidationListener, consolidate
+from stepmark.interchange.model_files import cut, parse_size
+from stepmark.runtime.host_group import HostGroup
+from stepmark.sharding.layout import Box, Layout, annotate
 from tests.distributed.checkpoint_world import run_ranks
 from tests.unit.checkpoint_states import bits, net
 
@@ -117,9 +117,9 @@ def run_folder(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def listen() -> Listener:
+def listen() -> ConsolidationListener:
     TOLD.clear()
-    return Listener(lambda total: None, lambda count: None, TOLD.append)
+    return ConsolidationListener(lambda total: None, lambda count: None, TOLD.append)
 
 
 def go(source: Path, out: Path, form: str = "safetensors", size: int = 5_000_000_000) -> Consolidated:
@@ -259,7 +259,7 @@ def test_of_a_run_the_newest_whole_one(run_folder: Path, tmp_path: Path, kind: s
 
 def test_a_file_that_changes_in_the_meantime(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied is checked while it is copied, not only before."""
-    monkeypatch.setattr(module, "check_whole", lambda folder, manifest: flip(folder / "config.json"))
+    monkeypatch.setattr(module, "check_integrity", lambda folder, manifest: flip(folder / "config.json"))
     with pytest.raises(CheckpointDamaged, match=r"config\.json differs from its digest"):
         go(run_folder / "checkpoint-5", tmp_path / "out")
     assert nothing_left(tmp_path)
@@ -272,11 +272,11 @@ def test_a_link_that_is_moved_in_the_meantime(
     point_best(run_folder, 3)
 
     def check(checkpoint: Path, manifest: Manifest) -> None:
-        check_whole(checkpoint, manifest)
+        check_integrity(checkpoint, manifest)
         point_best(run_folder, 5)
         flip(data_file(run_folder / "checkpoint-5", "column"))
 
-    monkeypatch.setattr(module, "check_whole", check)
+    monkeypatch.setattr(module, "check_integrity", check)
     assert go(run_folder / "best", tmp_path / "out").checkpoint.name == "checkpoint-3"
     assert_same(load_folder(tmp_path / "out"), whole_tensors())
 
@@ -289,11 +289,11 @@ def test_a_step_that_is_saved_anew_in_the_meantime_is_consolidated_anew(
         checkpointer.save(1, {"model": net(2)}, block=True)
 
         def save_first(checkpoint: Path, manifest: Manifest) -> None:
-            monkeypatch.setattr(module, "check_whole", check_whole)
+            monkeypatch.setattr(module, "check_integrity", check_integrity)
             checkpointer.save(1, {"model": model}, block=True)
-            check_whole(checkpoint, manifest)
+            check_integrity(checkpoint, manifest)
 
-        monkeypatch.setattr(module, "check_whole", save_first)
+        monkeypatch.setattr(module, "check_integrity", save_first)
         go(tmp_path / "run", tmp_path / "out")
     found = load_folder(tmp_path / "out")
     assert_same(found, {name: tensor for name, tensor in model.state_dict().items() if name in found})
@@ -407,7 +407,7 @@ def test_it_needs_no_torch_for_safetensors(saved: Path, tmp_path: Path) -> None:
 
 def test_memory_is_bounded_by_a_window() -> None:
     """A job for each window, none of which is larger than WINDOW."""
-    from stepmark.sharding.spec import Piece
+    from stepmark.sharding.layout import Piece
 
     shape = (4096, 1 << 20)
     entry = TensorEntry("BF16", shape, ())
@@ -419,5 +419,5 @@ def test_memory_is_bounded_by_a_window() -> None:
             self.piece = piece
 
     sources: Any = [Stored(Piece.of_box((0, 0), half)), Stored(Piece.of_box((0, 1 << 19), half))]
-    found = list(gather.jobs(gather.Target("big", entry, 0, 0), sources))
+    found = list(gather.jobs(gather.GatherTarget("big", entry, 0, 0), sources))
     assert len(found) == int(np.prod(shape)) * 2 // gather.WINDOW

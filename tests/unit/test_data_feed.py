@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from stepmark.data.feed import DeviceFeed
 from stepmark.data.loader import DataLoader
+from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError
 
 ROWS = [{"input_ids": torch.full((2,), index)} for index in range(10)]
@@ -32,9 +32,9 @@ class FakeRuntime:
         return [{**inputs, "placed": True} for inputs in batch]
 
 
-def feed_of(runtime: FakeRuntime, rows: Any = ROWS, lookahead: int = 2, **arguments: Any) -> DeviceFeed:
+def feed_of(runtime: FakeRuntime, rows: Any = ROWS, lookahead: int = 2, **arguments: Any) -> DevicePrefetcher:
     loader = DataLoader(rows, 1, accumulation=2, shuffle=False, **arguments)
-    return DeviceFeed(loader, runtime, lookahead)  # type: ignore[arg-type]
+    return DevicePrefetcher(loader, runtime, lookahead)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

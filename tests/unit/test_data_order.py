@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.data.loader import DataLoader
-from stepmark.data.order import Epoch, Layout, Position, sample_order
+from stepmark.data.order import BatchLayout, Epoch, Position, sample_order
 from stepmark.errors import UsageError
 
-LAYOUTS = st.builds(Layout, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+LAYOUTS = st.builds(BatchLayout, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 
 
 class Numbers:
@@ -29,7 +29,7 @@ class Numbers:
         return int(index)
 
 
-def loaders(size: int, layout: Layout, **arguments: object) -> list[DataLoader]:
+def loaders(size: int, layout: BatchLayout, **arguments: object) -> list[DataLoader]:
     """One for each rank."""
     return [
         DataLoader(
@@ -60,7 +60,7 @@ def global_steps(ranks: list[DataLoader]) -> Iterator[list[int]]:
 
 
 @given(st.integers(1, 60), st.integers(0, 2**40), LAYOUTS, st.booleans())
-def test_an_epoch_is_the_order_of_its_seed_on_any_mesh(size: int, seed: int, layout: Layout, fixed: bool) -> None:
+def test_an_epoch_is_the_order_of_its_seed_on_any_mesh(size: int, seed: int, layout: BatchLayout, fixed: bool) -> None:
     ranks = loaders(size, layout, seed=seed, fixed_shape=fixed)
     for epoch in range(2):
         taken = [sample for step in global_steps(ranks) for sample in step]
@@ -70,12 +70,12 @@ def test_an_epoch_is_the_order_of_its_seed_on_any_mesh(size: int, seed: int, lay
 
 @given(st.integers(1, 40), st.lists(st.tuples(LAYOUTS, st.integers(1, 6)), min_size=1, max_size=5), st.integers(0, 9))
 def test_every_sample_once_whatever_changes_between_steps(
-    size: int, phases: list[tuple[Layout, int]], seed: int
+    size: int, phases: list[tuple[BatchLayout, int]], seed: int
 ) -> None:
     """Each phase takes a few steps on a mesh of its own, and the next one begins from its saved state."""
     state = None
     taken: list[int] = []
-    for layout, count in [*phases, (Layout(7), 10**6)]:
+    for layout, count in [*phases, (BatchLayout(7), 10**6)]:
         ranks = loaders(size, layout, seed=seed)
         for rank in ranks:
             if state is not None:
@@ -91,7 +91,7 @@ def test_every_sample_once_whatever_changes_between_steps(
 
 
 @given(st.integers(1, 60), LAYOUTS)
-def test_micro_batches_are_where_the_layout_says(size: int, layout: Layout) -> None:
+def test_micro_batches_are_where_the_layout_says(size: int, layout: BatchLayout) -> None:
     rows = layout.batch_size
     for rank, loader in enumerate(loaders(size, layout, shuffle=False)):
         for number, step in enumerate(loader):
@@ -133,4 +133,4 @@ STABLE = [8, 7, 0, 3, 4, 5, 2, 6, 1, 9]
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
 def test_sizes_are_positive(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(UsageError, match="must be at least 1"):
-        Layout(*sizes)
+        BatchLayout(*sizes)

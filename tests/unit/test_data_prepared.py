@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from stepmark.data import cache
-from stepmark.data.config import DataConfig
-from stepmark.data.encoding import Encoder
+from stepmark.config.data_arguments import DataArguments
+from stepmark.data import token_cache as cache
+from stepmark.data.encoding import TextEncoder
 from stepmark.data.packing import PackedBlocks
-from stepmark.data.prepared import Prepared, choose_block_size, prepare
+from stepmark.data.prepared_data import Prepared, choose_block_size, prepare
 from stepmark.data.tokenizer import byte_tokenizer
 from stepmark.errors import DataError, UsageError
 
@@ -40,7 +40,7 @@ def make(tmp_path: Path, documents: Path) -> Callable[..., Prepared]:
 
     def prepared(**fields: Any) -> Prepared:
         fields = {"train_file": str(documents), "block_size": 8, "validation_split_percentage": 0, **fields}
-        return prepare(DataConfig(**fields), TOKENIZER, folder=tmp_path / "cache")
+        return prepare(DataArguments(**fields), TOKENIZER, folder=tmp_path / "cache")
 
     return prepared
 
@@ -105,18 +105,18 @@ def test_a_tokenizers_own_special_tokens_are_kept() -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|pad|> $A", special_tokens=[("<|pad|>", pad)]
     )
-    encoder = Encoder.of(tokenizer)
+    encoder = TextEncoder.of(tokenizer)
     assert encoder.stream(["a", "b"], joined=False).tolist() == [pad, 97, end, pad, 98, end]
     assert encoder.stream(["a", "b"], joined=True).tolist() == [97, 98]
-    assert encoder.content != Encoder.of(TOKENIZER).content
+    assert encoder.content != TextEncoder.of(TOKENIZER).content
 
 
 def test_truncation_that_was_left_on_does_not_cut_documents() -> None:
     tokenizer = byte_tokenizer()
-    plain = Encoder.of(tokenizer).content
+    plain = TextEncoder.of(tokenizer).content
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=9)
-    encoder = Encoder.of(tokenizer)
+    encoder = TextEncoder.of(tokenizer)
     assert encoder.stream(["abcd"], joined=False).tolist() == [*b"abcd", END]
     assert encoder.content == plain
 
@@ -137,7 +137,7 @@ def test_processes_do_not_change_the_stream(
 
 def test_a_second_call_finds_the_cache(make: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
     first = make()
-    monkeypatch.setattr("stepmark.data.prepared.encode_texts", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr("stepmark.data.prepared_data.encode_texts", lambda *_: pytest.fail("tokenized again"))
     second = make()
     assert (first.cached, second.cached) == (False, True)
     assert second.fingerprint == first.fingerprint
@@ -203,7 +203,7 @@ def test_an_interrupted_build_leaves_nothing_in_use(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("stepmark.data.prepared.commit_entry", interrupted)
+        patch.setattr("stepmark.data.prepared_data.commit_entry", interrupted)
         with pytest.raises(KeyboardInterrupt):
             make()
     assert list((tmp_path / "cache" / "data").iterdir()) == []
@@ -246,7 +246,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_a_cache_that_cannot_be_written(documents: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"cannot be written .*STEPMARK_CACHE"):
-        prepare(DataConfig(train_file=str(documents), block_size=8), TOKENIZER, folder=tmp_path / "file")
+        prepare(DataArguments(train_file=str(documents), block_size=8), TOKENIZER, folder=tmp_path / "file")
 
 
 def test_blocks_travel_to_other_processes(make: Callable[..., Prepared]) -> None:
@@ -260,14 +260,14 @@ def test_blocks_travel_to_other_processes(make: Callable[..., Prepared]) -> None
 def test_large_vocabularies_need_four_bytes(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<{i}>" for i in range(70_000)])
-    encoder = Encoder.of(tokenizer)
+    encoder = TextEncoder.of(tokenizer)
     assert encoder.dtype == np.uint32
     assert encoder.stream(["<69999>"], joined=True).tolist() == [70_000 + 257]
 
 
 def test_progress_is_told(documents: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    prepare(DataConfig(train_file=str(documents), block_size=8), TOKENIZER, folder=tmp_path, progress=lines.append)
+    prepare(DataArguments(train_file=str(documents), block_size=8), TOKENIZER, folder=tmp_path, progress=lines.append)
     assert [line.split(":")[0] for line in lines] == ["tokenized train", "tokenized validation"]
 
 

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import csv, parquet
 
-from stepmark.data.config import DataConfig
+from stepmark.config.data_arguments import DataArguments
 from stepmark.data.sources import open_sources
 from stepmark.data.stdlib import stdlib_texts, validation_members
 from stepmark.errors import DataError, StepmarkError, UsageError
@@ -19,10 +19,10 @@ ROWS = ['one, "two"\nthree', "", "é 😀", "007"]
 
 
 def texts_of(train_file: Path, **fields: object) -> tuple[list[str | None], list[str | None] | None]:
-    return divided(DataConfig(train_file=str(train_file), **fields))  # type: ignore[arg-type]
+    return divided(DataArguments(train_file=str(train_file), **fields))  # type: ignore[arg-type]
 
 
-def divided(config: DataConfig) -> tuple[list[str | None], list[str | None] | None]:
+def divided(config: DataArguments) -> tuple[list[str | None], list[str | None] | None]:
     train, validation = open_sources(config).divided()
     return list(train.read()), None if validation is None else list(validation.read())
 
@@ -54,7 +54,7 @@ def test_lines_of_a_text_file_keep_their_newlines(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     path.write_bytes("a\r\n\n b\u2028c\nd".encode())
     assert texts_of(path, validation_split_percentage=0) == (["a\r\n", "\n", " b\u2028c\n", "d"], None)
-    assert open_sources(DataConfig(train_file=str(path))).train.continuous
+    assert open_sources(DataArguments(train_file=str(path))).train.continuous
 
 
 def test_validation_is_the_first_percent_and_at_least_one(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_validation_file_is_used_whole(tmp_path: Path) -> None:
 def test_content_follows_the_bytes_and_not_the_name(tmp_path: Path) -> None:
     def content(name: str, text: str) -> str:
         (tmp_path / name).write_text(text)
-        return open_sources(DataConfig(train_file=str(tmp_path / name))).content
+        return open_sources(DataArguments(train_file=str(tmp_path / name))).content
 
     assert content("a.txt", "one\ntwo\n") == content("b.txt", "one\ntwo\n")
     assert content("a.txt", "one\ntwo\n") != content("a.txt", "one\ntwO\n")
@@ -96,7 +96,7 @@ def test_the_standard_library_is_divided_by_file(tmp_path: Path) -> None:
 
 
 def test_the_running_python_has_a_standard_library() -> None:
-    train, validation = divided(DataConfig(dataset_name="python-stdlib"))
+    train, validation = divided(DataArguments(dataset_name="python-stdlib"))
     assert validation is not None
     assert sum(map(len, filter(None, train))) > 1_000_000
     assert len(validation) / (len(train) + len(validation)) == pytest.approx(0.05, abs=0.01)
@@ -161,7 +161,7 @@ def test_one_document_cannot_be_divided(tmp_path: Path) -> None:
 )
 def test_fields_that_contradict_each_other(fields: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        DataConfig(**fields)  # type: ignore[arg-type]
+        DataArguments(**fields)  # type: ignore[arg-type]
 
 
 class TestDatasets:
@@ -174,7 +174,7 @@ class TestDatasets:
         DatasetDict(
             {name: Dataset.from_dict({"id": list(range(len(rows))), "body": rows}) for name, rows in splits.items()}
         ).save_to_disk(tmp_path / "saved")
-        config = DataConfig(dataset_name=str(tmp_path / "saved"))
+        config = DataArguments(dataset_name=str(tmp_path / "saved"))
         assert divided(config) == (ROWS, ["v"])
         assert open_sources(config).content == open_sources(config).content
 
@@ -182,7 +182,7 @@ class TestDatasets:
         from datasets import Dataset
 
         Dataset.from_dict({"text": ROWS}).save_to_disk(tmp_path / "saved")
-        config = DataConfig(dataset_name=str(tmp_path / "saved"), validation_split_percentage=25)
+        config = DataArguments(dataset_name=str(tmp_path / "saved"), validation_split_percentage=25)
         assert divided(config) == (ROWS[1:], ROWS[:1])
 
     def test_errors(self, tmp_path: Path) -> None:
@@ -190,11 +190,11 @@ class TestDatasets:
 
         DatasetDict({"test": Dataset.from_dict({"text": ROWS})}).save_to_disk(tmp_path / "saved")
         with pytest.raises(DataError, match="has no split train; it has test"):
-            open_sources(DataConfig(dataset_name=str(tmp_path / "saved")))
+            open_sources(DataArguments(dataset_name=str(tmp_path / "saved")))
         with pytest.raises(DataError, match=r"dataset_name: .* cannot be loaded"):
-            open_sources(DataConfig(dataset_name=str(tmp_path / "nothing")))
+            open_sources(DataArguments(dataset_name=str(tmp_path / "nothing")))
         Dataset.from_dict({"a": [1], "b": [2]}).save_to_disk(tmp_path / "numbers")
         with pytest.raises(UsageError, match="no column of strings; its columns are a, b"):
-            open_sources(DataConfig(dataset_name=str(tmp_path / "numbers")))
+            open_sources(DataArguments(dataset_name=str(tmp_path / "numbers")))
         with pytest.raises(UsageError, match="no column 'c'; its columns are a, b"):
-            open_sources(DataConfig(dataset_name=str(tmp_path / "numbers"), text_column="c"))
+            open_sources(DataArguments(dataset_name=str(tmp_path / "numbers"), text_column="c"))

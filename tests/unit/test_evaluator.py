@@ -16,7 +16,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator, concatenate, perplexity
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.host import HostGroup
+from stepmark.runtime.host_group import HostGroup
 from stepmark.training.loss import MicroBatchLoss
 from tests.support.cells import VOCABULARY, Blocks, tiny_model
 from tests.support.ranks import Ranks

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from stepmark.errors import DataError, PeerFailed, UsageError
-from stepmark.launch.failure import REPORTS, Failure, read_failures
+from stepmark.launch.failure_report import REPORTS, FailureReport, read_failure_reports
 from stepmark.launch.supervisor import _describe, _Ranks
 
 
-def failure(rank: int, *, secondary: bool = False, time: float = 0.0, message: str = "x", code: int = 1) -> Failure:
-    return Failure(rank, message, "", code, secondary, time)
+def failure(
+    rank: int, *, secondary: bool = False, time: float = 0.0, message: str = "x", code: int = 1
+) -> FailureReport:
+    return FailureReport(rank, message, "", code, secondary, time)
 
 
 def raised(error: BaseException) -> BaseException:
@@ -42,7 +44,7 @@ def raised(error: BaseException) -> BaseException:
     ],
 )
 def test_what_a_report_says(error: BaseException, message: str, code: int, secondary: bool) -> None:
-    found = Failure.of(raised(error), rank=3)
+    found = FailureReport.of(raised(error), rank=3)
     assert found.message.startswith(message)
     assert "\n" not in found.message
     assert (found.rank, found.exit_code, found.secondary) == (3, code, secondary)
@@ -55,7 +57,7 @@ def test_reports_travel_through_files(tmp_path: Path) -> None:
     for report in reports:
         report.leave(tmp_path)
     (tmp_path / "rank-7.part").write_text("{half")  # a rank that was ended while it wrote
-    assert read_failures(tmp_path) == [reports[2], reports[1], reports[0]]
+    assert read_failure_reports(tmp_path) == [reports[2], reports[1], reports[0]]
 
 
 class _Ended:
@@ -67,7 +69,7 @@ class _Ended:
         return self.returncode
 
 
-def first(codes: list[int], reports: list[Failure], first_exit: int) -> Failure:
+def first(codes: list[int], reports: list[FailureReport], first_exit: int) -> FailureReport:
     """What the supervisor says when ranks ended with `codes`, `first_exit` being the first that it saw."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ranks = _Ranks([], len(codes), "", listener, 5.0, resumable=False)
@@ -104,7 +106,9 @@ def test_signals_without_a_name() -> None:
 @pytest.mark.parametrize("reports", ["missing", None])
 def test_a_process_ends_whatever_becomes_of_its_words(tmp_path: Path, reports: str | None) -> None:
     """The folder for reports is gone, and nobody reads the standard output in which something is left."""
-    script = "import sys; from stepmark.launch.ending import end_process; print('left'); end_process(OSError('x'), 3)"
+    script = (
+        "import sys; from stepmark.launch.process_exit import end_process; print('left'); end_process(OSError('x'), 3)"
+    )
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONUNBUFFERED", REPORTS)}
     if reports:
         environment[REPORTS] = str(tmp_path / reports)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from stepmark.config.coercion import convert, convert_all, field_names
+from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
-from stepmark.trainer.fields import convert, convert_all, field_names
-from stepmark.trainer.plain_yaml import parse_yaml
 
 
 @pytest.mark.parametrize(

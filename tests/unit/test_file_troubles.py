@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from stepmark.checkpoint import Checkpointer, files, heartbeat
-from stepmark.checkpoint.heartbeat import lock_verdict
-from stepmark.checkpoint.lease import Lease
-from stepmark.checkpoint.verify import verify
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.coordination import heartbeat
+from stepmark.checkpoint.coordination.heartbeat import lock_verdict
+from stepmark.checkpoint.coordination.leases import Lease
+from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
-from stepmark.runtime.host import HostGroup
+from stepmark.filesystem import files
+from stepmark.runtime.host_group import HostGroup
 from tests.distributed.checkpoint_world import run_ranks
 
 PASSING = (errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.EACCES, errno.ENOMEM)
@@ -151,7 +153,7 @@ def test_what_another_rank_misses_and_rank_0_too_is_damage(tmp_path: Path) -> No
 
 
 def restore_while_a_file_goes(rank: int, folder: str) -> int | None:
-    from stepmark.checkpoint.reader import TensorReader
+    from stepmark.checkpoint.restore.tensor_reader import TensorReader
 
     fill = TensorReader.fill
 
@@ -185,7 +187,7 @@ def test_a_copy_under_another_steps_name_is_not_that_step(tmp_path: Path, caplog
 
 
 class Sticky:
-    """Takes the place of `os` in stepmark.checkpoint.files: a file of that name is there again after it was deleted, as
+    """Takes the place of `os` in stepmark.filesystem.files: a file of that name is there again after it was deleted, as
     on NFS while somebody has it open."""
 
     def __init__(self, name: str) -> None:

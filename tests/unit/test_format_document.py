@@ -17,9 +17,9 @@ import xxhash
 from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.manifest import read_manifest
+from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.errors import CheckpointError
-from stepmark.sharding.spec import Box, Layout, Part, Piece, Shard, annotate
+from stepmark.sharding.layout import Box, Layout, Part, Piece, Shard, annotate
 from tests.distributed.checkpoint_world import run_ranks
 from tests.support import independent_reader
 from tests.support.independent_reader import read_checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stepmark.data.batch import MicroBatch, StepBatch
-from stepmark.trainer.graphs import Compilation, CompilationWatch
+from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
 
 
 class Device:
@@ -31,7 +31,7 @@ class Run:
     def __init__(self, lazy: bool = True) -> None:
         self.device = Device(lazy)
         self.seen: list[Compilation] = []
-        self.watch = CompilationWatch(self.device, self.seen.append)  # type: ignore[arg-type]
+        self.watch = RecompilationMonitor(self.device, self.seen.append)  # type: ignore[arg-type]
         self.step = 0
 
     def train(self, given: StepBatch, compiled: int = 0) -> None:

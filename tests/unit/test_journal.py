@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.trainer import journal as journal_module
-from stepmark.trainer.journal import Journal, read_lines, read_metrics, replace_json
+from stepmark.trainer.telemetry import run_log as journal_module
+from stepmark.trainer.telemetry.run_log import RunLog, read_lines, read_metrics, replace_json
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
-    return Journal(tmp_path, writes=True)
+def journal(tmp_path: Path) -> RunLog:
+    return RunLog(tmp_path, writes=True)
 
 
-def test_a_line_for_each_log_with_its_time(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_for_each_log_with_its_time(journal: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module.time, "time", lambda: 12.5)
     journal.metrics({"step": 1, "loss": 0.1})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.1, "time": 12.5}\n'
@@ -26,7 +26,7 @@ def test_a_line_for_each_log_with_its_time(journal: Journal, tmp_path: Path, mon
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_floats_come_back_bit_for_bit(journal: Journal, tmp_path: Path) -> None:
+def test_floats_come_back_bit_for_bit(journal: RunLog, tmp_path: Path) -> None:
     values = [1 / 3, 2.0**-1074, 1.7976931348623157e308, -0.0, 4.352345609664917, math.inf, math.nan]
     journal.metrics({"values": values})
     (line,) = read_metrics(tmp_path)
@@ -34,7 +34,7 @@ def test_floats_come_back_bit_for_bit(journal: Journal, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("half", ['{"step": 2, "lo', '{"step": 2}x', "\0\0\0"])
-def test_half_a_line_of_a_killed_run_spoils_no_other(journal: Journal, tmp_path: Path, half: str) -> None:
+def test_half_a_line_of_a_killed_run_spoils_no_other(journal: RunLog, tmp_path: Path, half: str) -> None:
     journal.metrics({"step": 1})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(half)
@@ -42,7 +42,7 @@ def test_half_a_line_of_a_killed_run_spoils_no_other(journal: Journal, tmp_path:
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
 
 
-def test_attempts_are_counted(journal: Journal, tmp_path: Path) -> None:
+def test_attempts_are_counted(journal: RunLog, tmp_path: Path) -> None:
     assert journal.attempts() == 0
     journal.metrics({"step": 1})
     journal.metrics({"resumed": 1, "attempt": 1})
@@ -50,7 +50,7 @@ def test_attempts_are_counted(journal: Journal, tmp_path: Path) -> None:
     assert journal.attempts() == 2
 
 
-def test_status_is_replaced_whole(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_replaced_whole(journal: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.status("running", 3)
     read = json.loads((tmp_path / "status.json").read_text())
     assert (read["state"], read["step"], read["reason"]) == ("running", 3, None)
@@ -65,7 +65,7 @@ def test_status_is_replaced_whole(journal: Journal, tmp_path: Path, monkeypatch:
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
 
 
-def test_results_of_both_kinds_are_joined(journal: Journal, tmp_path: Path) -> None:
+def test_results_of_both_kinds_are_joined(journal: RunLog, tmp_path: Path) -> None:
     journal.results("train", {"train_loss": 1.0, "epoch": 1.0})
     journal.results("eval", {"eval_loss": 2.0, "epoch": 2.0})
     assert json.loads((tmp_path / "train_results.json").read_text()) == {"train_loss": 1.0, "epoch": 1.0}
@@ -88,7 +88,7 @@ def test_results_are_strict_json(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "not made", writes=False)
+    journal = RunLog(tmp_path / "not made", writes=False)
     journal.metrics({"step": 1})
     journal.status("running", 1)
     journal.results("train", {"a": 1})
@@ -97,7 +97,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_every_line_is_strict_json(journal: Journal, tmp_path: Path) -> None:
+def test_every_line_is_strict_json(journal: RunLog, tmp_path: Path) -> None:
     journal.metrics({"step": 1, "loss": math.nan, "norms": {"a": [math.inf, -math.inf, 1.5]}, "word": "nan"})
 
     def refuse(word: str) -> None:
@@ -116,7 +116,7 @@ def test_what_is_no_object_is_passed_over(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "lines") == [{"a": 1}]
 
 
-def test_how_a_process_ends_is_an_event_once(journal: Journal, tmp_path: Path) -> None:
+def test_how_a_process_ends_is_an_event_once(journal: RunLog, tmp_path: Path) -> None:
     journal.status("running", 1)
     journal.stopping(2, "SIGTERM")
     journal.status("running", 3)
@@ -127,7 +127,7 @@ def test_how_a_process_ends_is_an_event_once(journal: Journal, tmp_path: Path) -
 
 
 def test_no_run_ends_because_an_event_cannot_be_written(
-    journal: Journal, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    journal: RunLog, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "events.jsonl").mkdir()
     journal.event("trouble", 1, message="one")

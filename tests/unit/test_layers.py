@@ -15,13 +15,16 @@ import stepmark
 SOURCE = Path(stepmark.__file__).parent
 ORDER = [
     "errors",
+    "filesystem",
+    "config",
     "launch",
-    "runtime",
     "sharding",
+    "runtime",
     "data",
+    "optim",
+    "checkpoint",
     "parallel",
     "training",
-    "checkpoint",
     "interchange",
     "evaluation",
     "trainer",

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from stepmark.checkpoint import Checkpointer, keeper, lease, verify
-from stepmark.checkpoint.best import best_step, point_best
-from stepmark.checkpoint.keeper import read_deleted
-from stepmark.checkpoint.lease import Lease, Leases
-from stepmark.checkpoint.names import COORDINATION
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.coordination import leases as lease
+from stepmark.checkpoint.coordination.leases import Lease, Leases
+from stepmark.checkpoint.format import verify
+from stepmark.checkpoint.format.best_link import best_step, point_best
+from stepmark.checkpoint.format.directory import COORDINATION
+from stepmark.checkpoint.save import cleanup as keeper
+from stepmark.checkpoint.save.cleanup import read_deleted
 from stepmark.cli.main import run as stepmark
 from stepmark.interchange import consolidate
 

@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from stepmark.training.loss import (
-    MicroBatchLoss,
-    Weight,
-    accepts_num_items,
-    shifts_labels,
-    smoothed_cross_entropy,
-)
+from stepmark.training.loss import MicroBatchLoss, Weight, accepts_num_items, shifts_labels, smoothed_cross_entropy
 from tests.support.cells import VOCABULARY, tiny_model
 
 # Micro-batches with few and many target tokens: a mean of their means would be far from the mean over tokens.

@@ -13,9 +13,9 @@ import torch
 from stepmark import Trainer, TrainingArguments, evaluate
 from stepmark.errors import CheckpointDamaged, CheckpointNotFound, DataError, MetricsError, UsageError
 from stepmark.evaluation.evaluator import Evaluation
-from stepmark.evaluation.functions import load_function, load_metrics
+from stepmark.evaluation.metric_functions import load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, summarize
-from stepmark.trainer.flow import is_better
+from stepmark.trainer.strategies import is_better
 from tests.support.cells import VOCABULARY, Blocks, tiny_model
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from stepmark.errors import UsageError
+from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.training.lazy_optimizers import LazyAdamW, LazySGD
 from stepmark.training.optimizer import MASTER, ParameterOptimizer, build_optimizer, decays_by_default
 
 CPU = EagerRuntime(torch.device("cpu"))

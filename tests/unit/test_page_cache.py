@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stepmark import Checkpointer
-from stepmark.checkpoint.pagecache import WINDOW, PassingThrough
+from stepmark.filesystem.page_cache import WINDOW, PageCacheEviction
 
 SIZE = 2 * WINDOW + (WINDOW >> 1)
 BLOCK = 2 << 20
@@ -47,7 +47,7 @@ def cached(tmp_path: Path) -> Path:
 
 
 def test_a_window_leaves_when_all_of_it_has_been_read(cached: Path) -> None:
-    passing = PassingThrough(cached)
+    passing = PageCacheEviction(cached)
     begins = list(range(0, 2 * WINDOW, BLOCK))
     for begin in begins[1::2] + begins[:-2:2]:  # all but the last but one block
         passing.has_read(begin, begin + BLOCK)
@@ -60,7 +60,7 @@ def test_a_window_leaves_when_all_of_it_has_been_read(cached: Path) -> None:
 
 
 def test_a_file_that_is_gone_is_no_error(tmp_path: Path) -> None:
-    passing = PassingThrough(tmp_path / "gone")
+    passing = PageCacheEviction(tmp_path / "gone")
     passing.has_read(0, WINDOW)
     passing.has_read(WINDOW, WINDOW + 1)
     passing.close()

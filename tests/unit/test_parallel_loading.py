@@ -25,11 +25,11 @@ from transformers import (
 )
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError
-from stepmark.parallel.initialise import Deferral, replace
-from stepmark.parallel.load import Maker, load_model, making, new_model
-from stepmark.parallel.source import READS
+from stepmark.parallel.loading.deferred_init import DeferredInit, replace
+from stepmark.parallel.loading.load import Maker, load_model, making, new_model
+from stepmark.parallel.loading.tensor_source import READS
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.sharding.spec import Box, Layout, annotate, layout_of
+from stepmark.sharding.layout import Box, Layout, annotate, layout_of
 
 SIZES = {
     "vocab_size": 61,
@@ -191,7 +191,7 @@ def test_every_way_to_initialise(initialise: Any) -> None:
 
 def test_no_more_than_one_tensor_at_a_time() -> None:
     """Constructing holds no values; each tape makes one tensor."""
-    deferral = Deferral(0)
+    deferral = DeferredInit(0)
     with deferral:
         model = AutoModelForCausalLM.from_config(CONFIGS["gpt2"]())
     assert all(parameter.is_meta for parameter in model.parameters())

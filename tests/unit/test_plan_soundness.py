@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stepmark.errors import UsageError
-from stepmark.parallel.soundness import check_plan
-from stepmark.sharding.architectures import PASSED
-from stepmark.sharding.plans import ADDED, PLANS, plan_of
+from stepmark.parallel.tensor.architectures import PASSED
+from stepmark.parallel.tensor.plan_checks import check_plan
+from stepmark.parallel.tensor.plans import ADDED, PLANS, plan_of
 from tests.support.models import SHAPE, build
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.errors import UsageError
-from stepmark.parallel.apply import local_part
-from stepmark.sharding.plans import Placement, Style, cut, cut_shared, cut_vocabulary, parse_style, plan_of
+from stepmark.parallel.tensor.parallelize import local_part
+from stepmark.parallel.tensor.plans import Placement, Style, cut, cut_shared, cut_vocabulary, parse_style, plan_of
 from tests.support.models import build
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from stepmark.config.recipe import PARTS, Recipe, all_fields, read_recipe
+from stepmark.config.unknown_fields import ELSEWHERE, unknown_field
 from stepmark.errors import UsageError
-from stepmark.recipe.recipe import PARTS, Recipe, all_fields, read_recipe
-from stepmark.recipe.unknown import ELSEWHERE, unknown_field
 
 Read = Callable[..., Recipe]
 

@@ -13,9 +13,9 @@ import pytest
 
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.report.checkpoints import read_checkpoints
+from stepmark.report.downsampling import means, thin
 from stepmark.report.figures import figures, marks, total_seconds
 from stepmark.report.history import SILENT, read_history
-from stepmark.report.thinning import means, thin
 from stepmark.report.write import write_report
 
 

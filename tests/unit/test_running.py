@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.trainer import clock as clock_module
-from stepmark.trainer import running
-from stepmark.trainer.clock import RunClock
-from stepmark.trainer.running import RunningMeans
+from stepmark.trainer.telemetry import loss_meter as running
+from stepmark.trainer.telemetry import timers as clock_module
+from stepmark.trainer.telemetry.loss_meter import LossMeter
+from stepmark.trainer.telemetry.timers import RunTimers
 from stepmark.training.step import StepStatistics
 
 CPU = EagerRuntime(torch.device("cpu"))
@@ -24,7 +24,7 @@ def statistics(step: int, loss: float, tokens: int, norm: float = 1.0) -> StepSt
 
 
 def test_means_are_weighted_by_tokens_and_start_anew_after_each_log() -> None:
-    means = RunningMeans(CPU)
+    means = LossMeter(CPU)
     means.add(statistics(1, 2.0, 10))
     means.add(statistics(2, 5.0, 30, norm=0.25))
     assert means.take_log() == {"loss": (20.0 + 150.0) / 40, "grad_norm": 0.25}
@@ -36,7 +36,7 @@ def test_means_are_weighted_by_tokens_and_start_anew_after_each_log() -> None:
 
 
 def test_the_mean_of_one_step_is_its_loss_to_the_last_bit() -> None:
-    means = RunningMeans(CPU)
+    means = LossMeter(CPU)
     generator = torch.Generator().manual_seed(0)
     for step in range(300):
         loss = float(torch.rand((), generator=generator) * 11)
@@ -47,7 +47,7 @@ def test_the_mean_of_one_step_is_its_loss_to_the_last_bit() -> None:
 
 
 def test_nothing_is_logged_twice_or_before_a_step() -> None:
-    means = RunningMeans(CPU)
+    means = LossMeter(CPU)
     assert means.take_log() is None
     assert means.mean_loss() == 0.0
     means.add(statistics(1, 2.0, 10))
@@ -56,7 +56,7 @@ def test_nothing_is_logged_twice_or_before_a_step() -> None:
 
 
 def test_nan_is_told_and_not_hidden() -> None:
-    means = RunningMeans(CPU)
+    means = LossMeter(CPU)
     means.add(statistics(1, float("nan"), 10))
     log = means.take_log()
     assert log is not None
@@ -66,13 +66,13 @@ def test_nan_is_told_and_not_hidden() -> None:
 @pytest.mark.parametrize("cut", [1, 3, 5])
 def test_a_resumed_run_logs_the_same(cut: int) -> None:
     steps = [statistics(step, 1 / (step + 3), 100 + 7 * step, norm=step) for step in range(8)]
-    whole = RunningMeans(CPU)
+    whole = LossMeter(CPU)
     for step in steps[:cut]:
         whole.add(step)
     if cut == 5:
         whole.take_log()
     saved = json.loads(json.dumps(whole.state_dict()))
-    resumed = RunningMeans(CPU)
+    resumed = LossMeter(CPU)
     resumed.add(statistics(0, 99.0, 99))  # what was there before is dropped
     resumed.load_state_dict(saved)
     for means in (whole, resumed):
@@ -83,7 +83,7 @@ def test_a_resumed_run_logs_the_same(cut: int) -> None:
 
 
 def test_the_saved_state_is_a_copy() -> None:
-    means = RunningMeans(CPU)
+    means = LossMeter(CPU)
     means.add(statistics(1, 2.0, 10))
     saved = means.state_dict()
     before = json.dumps(saved)
@@ -101,7 +101,7 @@ def test_statistics_wait_on_the_device_but_not_without_end(monkeypatch: pytest.M
             return super().to_host(tensors, copy=copy)
 
     monkeypatch.setattr(running, "HELD_STEPS", 4)
-    means = RunningMeans(Counts(torch.device("cpu")))
+    means = LossMeter(Counts(torch.device("cpu")))
     for step in range(10):
         means.add(statistics(step, 1.0, 1))
     assert fetched == [4, 4]
@@ -111,7 +111,7 @@ def test_statistics_wait_on_the_device_but_not_without_end(monkeypatch: pytest.M
 
 def test_who_looks_hears_of_every_step_in_order() -> None:
     heard: list[tuple[int, float, float, float]] = []
-    means = RunningMeans(CPU, lambda *numbers: heard.append(numbers))
+    means = LossMeter(CPU, lambda *numbers: heard.append(numbers))
     means.add(statistics(0, 2.0, 10))
     means.add(statistics(1, 5.0, 30, norm=0.25))
     assert heard == []
@@ -130,7 +130,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_the_clock_knows_where_the_time_went(now: list[float]) -> None:
-    clock = RunClock()
+    clock = RunTimers()
     now[0] += 3
     with contextlib.suppress(KeyError), clock.within("save"):
         now[0] += 10
@@ -148,7 +148,7 @@ def test_the_clock_knows_where_the_time_went(now: list[float]) -> None:
 
 
 def test_waiting_for_items_is_time_in_data(now: list[float]) -> None:
-    clock = RunClock()
+    clock = RunTimers()
 
     def slowly() -> Iterator[str]:
         for item in "abc":

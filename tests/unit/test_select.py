@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from stepmark.errors import DeviceError, UsageError
-from stepmark.runtime import hardware, select
-from stepmark.runtime.select import choose_device, create_runtime, runtime_for
-from stepmark.training.model import check_bf16
+from stepmark.runtime import device as select
+from stepmark.runtime import hardware
+from stepmark.runtime.device import choose_device, create_runtime, runtime_for
+from stepmark.training.model_options import check_bf16
 
 
 class Machine:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepmark.sharding.layout import Box, Layout, Piece, annotate, layout_of, row_major_boxes
 from stepmark.sharding.overlap import disjoint, overlaps
-from stepmark.sharding.spec import Box, Layout, Piece, annotate, layout_of, row_major_boxes
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 

@@ -20,11 +20,11 @@ import pytest
 
 from stepmark.checkpoint import SaveHandle
 from stepmark.runtime.context import Context
-from stepmark.runtime.host import HostGroup
-from stepmark.trainer import stopping
-from stepmark.trainer.display import Display
-from stepmark.trainer.journal import Journal
-from stepmark.trainer.stopping import RunInterrupted, Stopper
+from stepmark.runtime.host_group import HostGroup
+from stepmark.trainer.interruption import preemption as stopping
+from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
+from stepmark.trainer.telemetry.progress import ProgressDisplay
+from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.trainer import Trainer
 
 ALONE = cast(Context, SimpleNamespace(store=None, host=HostGroup()))
@@ -45,7 +45,7 @@ def heard() -> Iterator[list[str]]:
 
 def test_after_the_last_step_the_grace_still_counts(heard: list[str]) -> None:
     """What comes after training, such as writing the model, has what is left of it and no more."""
-    with Stopper(ALONE, 0.7, lambda reason: None, lambda reason: None) as stopper:
+    with PreemptionCoordinator(ALONE, 0.7, lambda reason: None, lambda reason: None) as stopper:
         began = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
         while stopper.signal is None:
@@ -64,7 +64,7 @@ def test_a_signal_is_heard_however_many_files_are_open(heard: list[str]) -> None
     with contextlib.ExitStack() as files:
         for _ in range(1100):
             files.enter_context(open(os.devnull))
-        with Stopper(ALONE, 5.0, lambda reason: None, lambda reason: None) as stopper:
+        with PreemptionCoordinator(ALONE, 5.0, lambda reason: None, lambda reason: None) as stopper:
             os.kill(os.getpid(), signal.SIGTERM)
             until = time.monotonic() + 5
             while stopper.signal is None and time.monotonic() < until:
@@ -82,12 +82,12 @@ def test_a_listener_that_fails_ends_a_run_that_waits_for_it(
         ended.append(code)
         stopper._closed = True
 
-    def fail(self: Stopper) -> None:
+    def fail(self: PreemptionCoordinator) -> None:
         raise OSError("no more memory")
 
     monkeypatch.setattr(stopping, "leave", leave)
-    monkeypatch.setattr(Stopper, "_decide", fail)
-    with Stopper(ALONE, 60.0, lambda reason: None, lambda reason: None) as stopper:
+    monkeypatch.setattr(PreemptionCoordinator, "_decide", fail)
+    with PreemptionCoordinator(ALONE, 60.0, lambda reason: None, lambda reason: None) as stopper:
         os.kill(os.getpid(), signal.SIGTERM)
         until = time.monotonic() + 5
         while not ended and time.monotonic() < until:
@@ -108,7 +108,7 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
     slow = SaveHandle(1)
     slow.succeed(Path("checkpoint-1"))
     slow.seconds = 100.0
-    with Stopper(ALONE, 3.0, lambda reason: None, lambda reason: None) as stopper:
+    with PreemptionCoordinator(ALONE, 3.0, lambda reason: None, lambda reason: None) as stopper:
         stopper.pace.add_save(slow)
         assert stopper.may_begin_step()
         with stopper.pace.within_save():
@@ -121,8 +121,8 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_signal_at_the_very_end_is_the_programs(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
-    monkeypatch.setattr(Stopper, "_look_for_signal", lambda self: time.sleep(0.01))
-    with Stopper(ALONE, 0.1, lambda reason: None, lambda reason: None):
+    monkeypatch.setattr(PreemptionCoordinator, "_look_for_signal", lambda self: time.sleep(0.01))
+    with PreemptionCoordinator(ALONE, 0.1, lambda reason: None, lambda reason: None):
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)
     assert heard == ["SIGTERM"]
@@ -133,7 +133,7 @@ def test_training_goes_on_in_silence_where_nobody_reads(monkeypatch: pytest.Monk
     os.close(reading)
     broken = os.fdopen(writing, "w", buffering=1)
     monkeypatch.setattr(sys, "stderr", broken)
-    display = Display(shows=True, total=9, done=0)
+    display = ProgressDisplay(shows=True, total=9, done=0)
     for step in range(3):
         display.line(f"step {step}")
     with contextlib.suppress(BrokenPipeError):
@@ -141,12 +141,12 @@ def test_training_goes_on_in_silence_where_nobody_reads(monkeypatch: pytest.Monk
 
 
 def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path, writes=True)
+    journal = RunLog(tmp_path, writes=True)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("stepmark.trainer.journal.replace_json", full)
+    monkeypatch.setattr("stepmark.trainer.telemetry.run_log.replace_json", full)
     trainer: Any = SimpleNamespace(
         journal=journal, state=SimpleNamespace(global_step=3), is_world_process_zero=lambda: True, _begun=True
     )

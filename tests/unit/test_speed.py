@@ -11,14 +11,14 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from stepmark.data.batch import MicroBatch, StepBatch
-from stepmark.runtime import peaks
+from stepmark.runtime import peak_flops as peaks
 from stepmark.runtime.base import DeviceMemory
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.hardware import host_memory
-from stepmark.runtime.peaks import peak_flops
-from stepmark.sharding.spec import Layout, annotate
-from stepmark.trainer import speed as speed_module
-from stepmark.trainer.speed import Speed, memory_fields, sequence_length
+from stepmark.runtime.peak_flops import peak_flops
+from stepmark.sharding.layout import Layout, annotate
+from stepmark.trainer.telemetry import throughput as speed_module
+from stepmark.trainer.telemetry.throughput import Throughput, memory_fields, sequence_length
 from stepmark.training.flops import flops_per_token, multiplied_parameters
 
 CPU = EagerRuntime(torch.device("cpu"))
@@ -106,7 +106,7 @@ def step(samples: int, length: int | None) -> StepBatch:
 def test_rates_count_all_ranks_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed_module, "device_model", lambda runtime: "NVIDIA A100")
     model = gpt2()
-    speed = Speed(model, CPU, 2, torch.bfloat16)
+    speed = Throughput(model, CPU, 2, torch.bfloat16)
     speed.add(step(8, 6))
     speed.add(step(4, 6))
     flops = 12 * 6 * flops_per_token(model, 6)  # type: ignore[operator]
@@ -119,7 +119,7 @@ def test_rates_count_all_ranks_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    speed = Speed(gpt2(), CPU, 1, torch.float32)
+    speed = Throughput(gpt2(), CPU, 1, torch.float32)
     speed.add(step(4, 6))
     assert set(speed.fields(1.0)) == {"samples_per_second", "model_flops_per_second"}
     speed.add(step(4, None))

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer, read_manifest
-from stepmark.checkpoint.describe import describe
-from stepmark.checkpoint.restoring import Restoration
-from stepmark.checkpoint.whole import read_values
+from stepmark.checkpoint.format.integrity import read_values
+from stepmark.checkpoint.restore.compare import StateComparison
+from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.sharding.spec import Box, Layout, Shard, annotate, layout_of
+from stepmark.sharding.layout import Box, Layout, Shard, annotate, layout_of
 from stepmark.training.optimizer import build_optimizer
 from tests.support.independent_reader import read_checkpoint
 
@@ -139,7 +139,7 @@ def test_comparing_an_optimizer_takes_as_many_calls_as_it_has_parameters(tmp_pat
             checkpointer.wait()
         path = folder / "checkpoint-1"
         manifest = read_manifest(path)
-        restoration = Restoration(manifest, read_values(path, manifest), EagerRuntime(torch.device("cpu")), "here")
+        restoration = StateComparison(manifest, read_values(path, manifest), EagerRuntime(torch.device("cpu")), "here")
         sections = describe(state)
         found = 0
 

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from stepmark import load
-from stepmark.checkpoint import Checkpointer, plain
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import single_file as plain
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.interchange import gather
-from stepmark.interchange.consolidate import Listener, consolidate
+from stepmark.interchange.consolidate import ConsolidationListener, consolidate
 from stepmark.interchange.sums import combine
 
 
@@ -31,7 +32,7 @@ def flip(path: Path, position: int) -> None:
 def consolidated(folder: Path, model: nn.Module) -> Path:
     with Checkpointer(folder / "run") as checkpointer:
         checkpointer.save(1, {"model": model}, block=True)
-    quiet = Listener(lambda size: None, lambda size: None, lambda text: None)
+    quiet = ConsolidationListener(lambda size: None, lambda size: None, lambda text: None)
     consolidate(folder / "run", folder / "out", "pytorch", 10**9, quiet)
     return folder / "out" / "pytorch_model.bin"
 

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from stepmark.trainer.trouble import REPEATS, Sign, TroubleWatch
+from stepmark.trainer.telemetry.anomalies import REPEATS, Anomaly, AnomalyDetector
 
 INFINITY, NAN = math.inf, math.nan
 
 
-def watch(steps: Iterable[tuple[float, float]], rate: float = 1e-3, saved: tuple[int, ...] = ()) -> list[Sign]:
+def watch(steps: Iterable[tuple[float, float]], rate: float = 1e-3, saved: tuple[int, ...] = ()) -> list[Anomaly]:
     """What is said of these (loss, norm) pairs, one a step."""
-    said: list[Sign] = []
-    watching = TroubleWatch(said.append)
+    said: list[Anomaly] = []
+    watching = AnomalyDetector(said.append)
     for step, (loss, norm) in enumerate(steps, 1):
         watching.begin(step, rate)
         watching.look(step, loss, 64.0, norm)
@@ -42,8 +42,8 @@ def test_a_loss_that_is_no_number_is_told_once_with_the_last_checkpoint_from_bef
 
 
 def test_a_checkpoint_from_after_it_is_no_help_however_late_the_numbers_come() -> None:
-    said: list[Sign] = []
-    watching = TroubleWatch(said.append)
+    said: list[Anomaly] = []
+    watching = AnomalyDetector(said.append)
     for step in (4, 8):
         watching.saved(step)
     watching.look(7, NAN, 64.0, 1.0)
@@ -67,8 +67,8 @@ def test_a_gradient_of_exactly_zero_right_after_a_save() -> None:
 
 
 def test_steps_that_are_meant_to_change_nothing_are_no_signs() -> None:
-    said: list[Sign] = []
-    watching = TroubleWatch(said.append)
+    said: list[Anomaly] = []
+    watching = AnomalyDetector(said.append)
     for step in range(1, 30):  # a schedule that has ended, on the same batch again and again
         watching.begin(step, 0.0)
         watching.look(step, 2.0, 64.0, 0.7)
@@ -91,8 +91,8 @@ def test_a_loss_that_stays_the_same_to_the_last_bit() -> None:
 
 
 def test_weights_that_are_the_same_in_two_checkpoints() -> None:
-    said: list[Sign] = []
-    watching = TroubleWatch(said.append)
+    said: list[Anomaly] = []
+    watching = AnomalyDetector(said.append)
     for step, fingerprint in ((10, "a"), (20, "b"), (30, "b"), (40, "b")):
         for each in range(step - 9, step + 1):
             watching.begin(each, 1e-3)
@@ -106,8 +106,8 @@ def test_weights_that_are_the_same_in_two_checkpoints() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 1e-3])
 def test_weights_may_be_the_same_where_no_step_could_move_them(rate: float) -> None:
-    said: list[Sign] = []
-    watching = TroubleWatch(said.append)
+    said: list[Anomaly] = []
+    watching = AnomalyDetector(said.append)
     for step in (1, 2, 3):
         watching.begin(step, rate)
         watching.look(step, 2.0, 64.0 if rate == 0.0 else 0.0, 1.0)

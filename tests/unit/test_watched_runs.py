@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.trainer.journal import read_lines, read_metrics
+from stepmark.trainer.telemetry.run_log import read_lines, read_metrics
 from tests.support.cells import Blocks, tiny_model
 from tests.support.ranks import Ranks
 

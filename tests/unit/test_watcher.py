@@ -9,44 +9,46 @@ from typing import Any
 
 import pytest
 
-from stepmark.checkpoint.heartbeat import Heartbeat
+from stepmark.checkpoint.coordination.heartbeat import Heartbeat
+from stepmark.config.recipe import read_recipe
 from stepmark.errors import UsageError
-from stepmark.recipe.recipe import read_recipe
-from stepmark.recipe.used import read_used_recipe, write_used_recipe
-from stepmark.watcher.best import Best
-from stepmark.watcher.data import DataChoice, split_name
-from stepmark.watcher.records import EVALUATED, FAILED, Found, Records, read_evaluations
+from stepmark.recipe.used_recipe import read_used_recipe, write_used_recipe
+from stepmark.watcher.best_tracker import BestTracker
+from stepmark.watcher.evaluation_data import DataChoice, split_name
+from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords, read_evaluations
 from stepmark.watcher.run_state import RunState
 from tests.support.recipes import write_recipe
 
 
-def add(records: Records, step: int, status: str = EVALUATED, save: str = "s", **values: Any) -> dict[str, Any] | None:
+def add(
+    records: EvaluationRecords, step: int, status: str = EVALUATED, save: str = "s", **values: Any
+) -> dict[str, Any] | None:
     with records.locked():
-        return records.add(Found(step, save), status, values)
+        return records.add(EvaluationRecord(step, save), status, values)
 
 
 def test_a_checkpoint_is_told_once(tmp_path: Path) -> None:
-    one, other = Records(tmp_path, "a"), Records(tmp_path, "a")
+    one, other = EvaluationRecords(tmp_path, "a"), EvaluationRecords(tmp_path, "a")
     assert add(one, 5, eval_loss=2.0) is not None
     assert add(other, 5, eval_loss=2.0) is None
     assert add(other, 5, save="saved anew", eval_loss=1.0) is not None
-    assert add(Records(tmp_path, "another setup"), 5, eval_loss=3.0) is not None
+    assert add(EvaluationRecords(tmp_path, "another setup"), 5, eval_loss=3.0) is not None
     assert [line["eval_loss"] for line in one.evaluated()] == [1.0]
     assert [line["eval_loss"] for line in one.sorted()] == [2.0, 1.0]
 
 
 def test_what_failed_is_tried_anew_by_the_next_watcher(tmp_path: Path) -> None:
-    records = Records(tmp_path, "a")
+    records = EvaluationRecords(tmp_path, "a")
     add(records, 5, FAILED, reason="it raised")
-    assert Found(5, "s") in records.done()
-    again = Records(tmp_path, "a")
-    assert Found(5, "s") not in again.done()
+    assert EvaluationRecord(5, "s") in records.done()
+    again = EvaluationRecords(tmp_path, "a")
+    assert EvaluationRecord(5, "s") not in again.done()
     add(again, 5, eval_loss=1.0)
     assert [line["status"] for line in again.sorted()] == [EVALUATED]
 
 
 def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
-    records = Records(tmp_path, "a")
+    records = EvaluationRecords(tmp_path, "a")
     add(records, 5, eval_loss=2.0)
     with open(tmp_path / "evaluations.jsonl", "a") as file:
         file.write('{"step": 10, "sta')
@@ -60,8 +62,8 @@ def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
 
 
 def test_a_setup_is_noted_once(tmp_path: Path) -> None:
-    first = Records(tmp_path, "a").begin({"deleted_before": 3})
-    assert Records(tmp_path, "a").begin({"deleted_before": 7}) == first
+    first = EvaluationRecords(tmp_path, "a").begin({"deleted_before": 3})
+    assert EvaluationRecords(tmp_path, "a").begin({"deleted_before": 7}) == first
 
 
 def lines(*values: float | None) -> list[dict[str, Any]]:
@@ -69,7 +71,7 @@ def lines(*values: float | None) -> list[dict[str, Any]]:
 
 
 def test_the_best_and_how_long_ago() -> None:
-    less, more = Best("eval_x", False), Best("eval_x", True)
+    less, more = BestTracker("eval_x", False), BestTracker("eval_x", True)
     found = lines(3.0, 1.0, None, 1.0, 2.0)
     assert (less.step(found), less.since(found)) == (10, 3)
     assert (more.step(found), more.since(found)) == (5, 4)
@@ -79,15 +81,17 @@ def test_the_best_and_how_long_ago() -> None:
 
 def test_which_metric_is_meant() -> None:
     first = {"eval_loss": 1.0, "eval_accuracy": 0.5, "world_size": 2}
-    assert Best.choose(None, None, first, needed=False) == Best("eval_loss", False)
-    assert Best.choose("accuracy", None, first, needed=False) == Best("eval_accuracy", True)
-    assert Best.choose("eval_accuracy", False, first, needed=False) == Best("eval_accuracy", False)
-    assert Best.choose(None, None, {"eval_a_loss": 1.0, "eval_b_loss": 1.0}, needed=True) == Best("eval_a_loss", False)
-    assert Best.choose(None, None, {"eval_score": 1.0}, needed=False) is None
+    assert BestTracker.choose(None, None, first, needed=False) == BestTracker("eval_loss", False)
+    assert BestTracker.choose("accuracy", None, first, needed=False) == BestTracker("eval_accuracy", True)
+    assert BestTracker.choose("eval_accuracy", False, first, needed=False) == BestTracker("eval_accuracy", False)
+    assert BestTracker.choose(None, None, {"eval_a_loss": 1.0, "eval_b_loss": 1.0}, needed=True) == BestTracker(
+        "eval_a_loss", False
+    )
+    assert BestTracker.choose(None, None, {"eval_score": 1.0}, needed=False) is None
     with pytest.raises(UsageError, match="--metric loss: the evaluation has no such metric; it has eval_score"):
-        Best.choose(None, None, {"eval_score": 1.0}, needed=True)
+        BestTracker.choose(None, None, {"eval_score": 1.0}, needed=True)
     with pytest.raises(UsageError, match="--metric world_size"):
-        Best.choose("world_size", None, first, needed=False)
+        BestTracker.choose("world_size", None, first, needed=False)
 
 
 def status(folder: Path, state: str) -> None:

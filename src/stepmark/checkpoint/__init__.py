@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpointer import Checkpointer
-    from .handle import SaveHandle
-    from .manifest import Manifest, read_manifest
-    from .retention import KeepBest, KeepEachInterval, KeepEvery, KeepLast, Retention, Saved
+    from stepmark.checkpoint.checkpointer import Checkpointer
+    from stepmark.checkpoint.format.manifest import Manifest, read_manifest
+    from stepmark.checkpoint.retention import KeepBest, KeepEachInterval, KeepEvery, KeepLast, Retention, Saved
+    from stepmark.checkpoint.save_handle import SaveHandle
 
 _HOMES = {
     "Checkpointer": "checkpointer",
-    "SaveHandle": "handle",
-    "Manifest": "manifest",
-    "read_manifest": "manifest",
+    "SaveHandle": "save_handle",
+    "Manifest": "format.manifest",
+    "read_manifest": "format.manifest",
     "KeepBest": "retention",
     "KeepEachInterval": "retention",
     "KeepEvery": "retention",

@@ -18,34 +18,42 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
-from ..launch.ending import end_process
-from ..runtime.base import Runtime
-from ..runtime.host import HostGroup
-from ..runtime.select import runtime_for
-from .background import Background
-from .board import Board
-from .calls import Calls, one_at_a_time
-from .clock import Clock
-from .describe import describe
-from .drafting import Answer, Draft, Planner, agree, check_disk, draft, values_to_bytes
-from .handle import SaveHandle
-from .keeper import Keeper
-from .lease import reading
-from .loading import Accept, Loader
-from .manifest import Manifest, read_manifest
-from .meeting import Meeting
-from .membership import CLAIMING, Membership
-from .names import checkpoint_path, checkpoints, followed, step_of, temporary_path
-from .phases import Phases
-from .plan import SavePlan
-from .retention import KeepLast, Retention
-from .saving import Saving
-from .snapshot import extents_of, plan_copies, staging_sizes, take
-from .staging import StagingMemory, check_host_memory, free_host_memory
-from .telling import describe_error
-from .values import decode_plain
-from .whole import check_whole
+from stepmark.checkpoint.coordination.call_guard import CallGuard, one_at_a_time
+from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
+from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.leases import reading
+from stepmark.checkpoint.coordination.messages import describe_error
+from stepmark.checkpoint.coordination.ownership import CLAIMING, RunOwnership
+from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
+from stepmark.checkpoint.format.directory import checkpoint_path, checkpoints, resolve_link, step_of, temporary_path
+from stepmark.checkpoint.format.integrity import check_integrity
+from stepmark.checkpoint.format.json_values import decode_plain
+from stepmark.checkpoint.format.manifest import Manifest, read_manifest
+from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
+from stepmark.checkpoint.restore.restore import Accept, Restorer
+from stepmark.checkpoint.retention import KeepLast, Retention
+from stepmark.checkpoint.save.background import Background
+from stepmark.checkpoint.save.cleanup import CheckpointCleaner
+from stepmark.checkpoint.save.operation import SaveOperation
+from stepmark.checkpoint.save.plan import SavePlan
+from stepmark.checkpoint.save.request import (
+    RankReport,
+    SavePlanner,
+    SaveRequest,
+    agree,
+    check_disk,
+    prepare_save,
+    values_to_bytes,
+)
+from stepmark.checkpoint.save.snapshot import copy_to_host, extents_of, plan_copies, staging_sizes
+from stepmark.checkpoint.save_handle import SaveHandle
+from stepmark.checkpoint.sections import describe
+from stepmark.checkpoint.timestamps import TimestampSource
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
+from stepmark.launch.process_exit import end_process
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.device import runtime_for
+from stepmark.runtime.host_group import HostGroup
 
 logger = logging.getLogger("stepmark")
 
@@ -92,7 +100,7 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         longest = max(save_timeout, CLAIMING, _APART) + _MARGIN
         self._group = group or HostGroup.of_processes(timedelta(seconds=longest))
-        self._meeting = Meeting(self._group, save_timeout)
+        self._meeting = TimedGroup(self._group, save_timeout)
         self._runtime = runtime
         self._async = async_save
         self._timeout = save_timeout
@@ -101,13 +109,13 @@ class Checkpointer:
         self._max_file_size = max_file_size
         self._threads = threads
         policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
-        keeper = Keeper(self.folder, policies)
+        keeper = CheckpointCleaner(self.folder, policies)
         self._background = Background(self._group.rank, self._group.size, save_timeout, keeper)
         self._memory = StagingMemory()
-        self._member: Membership | None = None
-        self._planner: Planner | None = None
-        self._calls = Calls()
-        self._clock = Clock()
+        self._member: RunOwnership | None = None
+        self._planner: SavePlanner | None = None
+        self._calls = CallGuard()
+        self._clock = TimestampSource()
         self._finalizer: Finalize | None = None
         self._count = 0
         self.set_aside: list[tuple[Path, str]] = []  # what the last restore took for damaged, and why; on rank 0
@@ -165,13 +173,13 @@ class Checkpointer:
             self.wait()
         return handle
 
-    def _next_name(self, member: Membership) -> str:
+    def _next_name(self, member: RunOwnership) -> str:
         self._count += 1
         return f"{member.identity}-{self._count:06d}"
 
     def _agree(
         self,
-        phases: Phases,
+        phases: PhaseDeadlines,
         step: int,
         name: str,
         temporary: Path,
@@ -180,9 +188,9 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None,
         metrics: Mapping[str, float] | None,
         model_only: bool,
-    ) -> tuple[Draft | None, list[Answer] | None]:
+    ) -> tuple[SaveRequest | None, list[RankReport] | None]:
         """Describes the state and hears all ranks; no answers where one is busy. Raises where one cannot save."""
-        drafted: Draft | None = None
+        drafted: SaveRequest | None = None
         problem: BaseException | None = None
         busy = self._when_busy == "skip" and self._background.busy
         try:
@@ -190,7 +198,7 @@ class Checkpointer:
             if not busy:
                 self.wait()
                 phases.enter("joining")
-                drafted = draft(step, name, temporary, state, write_files, metadata, metrics, model_only)
+                drafted = prepare_save(step, name, temporary, state, write_files, metadata, metrics, model_only)
                 phases.leave()  # the meeting, which begins now, has a deadline of its own
         except Exception as error:
             problem = error
@@ -198,10 +206,12 @@ class Checkpointer:
             phases.stop()
         digests = drafted.tables.digests() if drafted is not None else {}
         told = describe_error(problem) if problem is not None else None
-        answer = Answer(step, busy, told, digests, self._memory.size, free_host_memory())
+        answer = RankReport(step, busy, told, digests, self._memory.size, free_host_memory())
         return drafted, agree(self._meeting, phases.board, answer, problem)
 
-    def _copy(self, phases: Phases, drafted: Draft | None, answers: list[Answer]) -> tuple[Saving, memoryview]:
+    def _copy(
+        self, phases: PhaseDeadlines, drafted: SaveRequest | None, answers: list[RankReport]
+    ) -> tuple[SaveOperation, memoryview]:
         """Plans what this rank writes, and copies it."""
         assert drafted is not None
         assert self._planner is not None
@@ -220,10 +230,10 @@ class Checkpointer:
         memory = self._memory.take(size, pinned=runtime.device.type == "cuda")
         phases.enter("copying")
         runtime.step_boundary(wait=True)
-        take(plan_copies(plan, extents, entries), memory, runtime, threads=self._threads)
+        copy_to_host(plan_copies(plan, extents, entries), memory, runtime, threads=self._threads)
         phases.leave()
         kinds = {name: section["kind"] for name, section in values.items()}
-        saving = Saving(
+        saving = SaveOperation(
             rank=self._group.rank,
             temporary=drafted.temporary,
             plan=plan,
@@ -238,7 +248,7 @@ class Checkpointer:
         )
         return saving, memory.numpy().data
 
-    def _check_memory(self, plan: SavePlan, answers: Sequence[Answer]) -> None:
+    def _check_memory(self, plan: SavePlan, answers: Sequence[RankReport]) -> None:
         """Raises CheckpointError where this node has no room for the copies of its ranks; on all of them."""
         assert self._member is not None
         nodes, sizes = self._member.nodes, staging_sizes(plan)
@@ -278,7 +288,7 @@ class Checkpointer:
             phases.enter("looking")
             tensors = [entry.tensor for section in describe(state) for entry in section.entries.values()]
             threads, alone = 2 * self._threads, member.alone_on_node()
-            loader = Loader(self._meeting, phases, self._runtime_of(tensors), threads, alone, accept, self._clock)
+            loader = Restorer(self._meeting, phases, self._runtime_of(tensors), threads, alone, accept, self._clock)
             if checkpoint is None:
                 candidates = self._meeting.ask_first(
                     lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board
@@ -299,7 +309,7 @@ class Checkpointer:
             phases.stop()
             self._background.leave(phases.board, None, handle)
 
-    def _all_can_go_on(self, what: str, board: Board) -> None:
+    def _all_can_go_on(self, what: str, board: StatusStore) -> None:
         """Raises the error of a save before, on all ranks if any has one."""
         problem: Exception | None = None
         try:
@@ -315,7 +325,7 @@ class Checkpointer:
                 raise CheckpointError(f"rank {rank}: {other}")
 
     def _named(self, checkpoint: str | Path | int) -> Path:
-        path = followed(Path(checkpoint)) if isinstance(checkpoint, str | Path) else self._path_of(checkpoint)
+        path = resolve_link(Path(checkpoint)) if isinstance(checkpoint, str | Path) else self._path_of(checkpoint)
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         return path
@@ -343,7 +353,7 @@ class Checkpointer:
     def _newest(self) -> Path | None:
         for path in checkpoints(self.folder):
             try:
-                check_whole(path, read_manifest(path))
+                check_integrity(path, read_manifest(path))
             except CheckpointDamaged as error:
                 logger.warning("%s is damaged: %s", path, error)
             else:
@@ -368,10 +378,10 @@ class Checkpointer:
         """
         self._join()
 
-    def _join(self) -> Membership:
+    def _join(self) -> RunOwnership:
         if self._member is None:
-            self._member = Membership.join(self.folder, self._meeting, self._timeout)
-            self._planner = Planner(self._meeting, self._member.nodes, self._max_file_size)
+            self._member = RunOwnership.join(self.folder, self._meeting, self._timeout)
+            self._planner = SavePlanner(self._meeting, self._member.nodes, self._max_file_size)
             self._calls.bind()
             atexit.register(self._close_at_exit)
             # Processes that multiprocessing has forked call this, and nothing that is registered with atexit.
@@ -400,7 +410,7 @@ class Checkpointer:
             elif member is not None:  # the file system is stuck, and so would this be
                 threading.Thread(target=self._release_later, args=(member,), daemon=True).start()
 
-    def _release_later(self, member: Membership) -> None:
+    def _release_later(self, member: RunOwnership) -> None:
         while not self._background.join():
             pass
         member.release()

@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Writes the folder and says so; 0. Raises what `consolidate` does."""
-    from ..interchange.consolidate import Listener, consolidate
-    from ..interchange.shards import parse_size
+    from stepmark.interchange.consolidate import ConsolidationListener, consolidate
+    from stepmark.interchange.model_files import parse_size
 
     size = parse_size(parsed.max_shard_size)
     progress = _Progress()
     try:
-        listener = Listener(progress.begin, progress.advance, progress.warn)
+        listener = ConsolidationListener(progress.begin, progress.advance, progress.warn)
         done = consolidate(parsed.source, parsed.out, parsed.format, size, listener)
     finally:
         progress.close()

@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """0 where all went well, 1 where an evaluation has failed."""
-    from stepmark.cli.ranks import start_ranks
+    from stepmark.cli.local_ranks import start_ranks
     from stepmark.launch.supervisor import follow_supervisor
     from stepmark.watcher.command import Request, evaluate_command
-    from stepmark.watcher.data import DataChoice
+    from stepmark.watcher.evaluation_data import DataChoice
 
     better = None if parsed.greater_is_better is None else parsed.greater_is_better == "true"
     request = Request(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..checkpoint.manifest import Manifest, TensorEntry
+    from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 
 HELP = "show what a checkpoint holds: step, mesh, tensors, files"
 
@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints it; 0. Raises CheckpointNotFound or CheckpointDamaged."""
-    from ..checkpoint.manifest import read_manifest
-    from ..errors import CheckpointNotFound
+    from stepmark.checkpoint.format.manifest import read_manifest
+    from stepmark.errors import CheckpointNotFound
 
     if not parsed.checkpoint.is_dir():
         raise CheckpointNotFound(f"there is no checkpoint {parsed.checkpoint}; name a checkpoint-N folder")
@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _bytes(tensor: TensorEntry) -> int:
-    from ..checkpoint.dtypes import item_size
+    from stepmark.checkpoint.format.dtypes import item_size
 
     return math.prod(tensor.shape) * item_size(tensor.dtype)
 

@@ -22,7 +22,7 @@ from stepmark.cli import report as report_command
 from stepmark.cli import train as train_command
 from stepmark.cli import verify as verify_command
 from stepmark.errors import LaunchError, UsageError
-from stepmark.launch.failure import REPORTS, Failure
+from stepmark.launch.failure_report import REPORTS, FailureReport
 from stepmark.launch.world import World
 
 COMMANDS: dict[str, Any] = {
@@ -78,7 +78,7 @@ def _one_too_many(argument: str) -> str:
 
 def _fail(error: BaseException, with_traceback: bool) -> int:
     world = _world()
-    failure = Failure.of(error, world.rank)
+    failure = FailureReport.of(error, world.rank)
     if REPORTS in os.environ:
         failure.leave(os.environ[REPORTS])
         return failure.exit_code
@@ -97,7 +97,7 @@ def _world() -> World:
         return World()
 
 
-def _should_tell(failure: Failure, world: World) -> bool:
+def _should_tell(failure: FailureReport, world: World) -> bool:
     """Of several ranks under another launcher that have found each other, the first to fail tells. Before that a wrong
     call fails on all, and one rank of each node tells. A missing device may be one rank's alone: there the first of a
     node tells, and the others if no launcher has ended them by then, which is what torchrun does."""

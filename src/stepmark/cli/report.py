@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Writes it and prints the paths; 0. Raises UsageError for a folder that is not that of a run."""
-    from ..report.write import write_report
+    from stepmark.report.write import write_report
 
     for path in write_report(parsed.run, parsed.compare, parsed.out, png=parsed.png):
         print(path)

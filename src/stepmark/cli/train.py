@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from stepmark.cli.ranks import start_ranks
-from stepmark.recipe.recipe import Recipe, all_fields, read_recipe
-from stepmark.recipe.unknown import unknown_field
+from stepmark.cli.local_ranks import start_ranks
+from stepmark.config.recipe import Recipe, all_fields, read_recipe
+from stepmark.config.unknown_fields import unknown_field
 
 HELP = "train a model as a recipe says"
 PATIENCE = 2.0  # seconds that the main thread has to answer a signal before training
@@ -71,9 +71,9 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
 @contextlib.contextmanager
 def ending_at_signals(folder: Path) -> Iterator[None]:
     """Before training and after it there is nothing to save: a signal ends the process, and the run can be resumed."""
-    from stepmark.launch.ending import leave, say
+    from stepmark.launch.process_exit import leave, say
     from stepmark.launch.signals import INTERRUPTED, STOPPING, hearing
-    from stepmark.trainer.outside import tell_interrupted
+    from stepmark.trainer.interruption.outside_training import record_interruption
 
     began, process = time.time(), os.getpid()
     answered = threading.Event()
@@ -82,7 +82,7 @@ def ending_at_signals(folder: Path) -> Iterator[None]:
         reason = f"{signal.Signals(number).name}: not training"
         say(f"interrupted by {reason}")
         with contextlib.suppress(OSError):
-            tell_interrupted(folder, reason, began)
+            record_interruption(folder, reason, began)
 
     def end(number: int, _: FrameType | None) -> None:
         if os.getpid() != process:  # one that was forked, and is no part of the run

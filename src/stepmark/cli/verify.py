@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..checkpoint.verify import Report
+    from stepmark.checkpoint.format.verify import VerifyReport
 
 HELP = "read every byte of a checkpoint, or of all checkpoints of a run, and check it"
 
@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """0 where all is as it was written, 1 where it is not."""
-    from ..checkpoint.lease import reading
-    from ..checkpoint.verify import find, verify
+    from stepmark.checkpoint.coordination.leases import reading
+    from stepmark.checkpoint.format.verify import find, verify
 
     reports = []
     for path in find(parsed.path):
@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 1 if any(report.faults for report in reports) else 0
 
 
-def _show(report: Report) -> None:
+def _show(report: VerifyReport) -> None:
     if not report.faults:
         print(f"{report.path}: good, {report.size / 1e6:.1f} MB read")
         return
@@ -47,7 +47,7 @@ def _show(report: Report) -> None:
         print(f"  {fault}")
 
 
-def _to_json(report: Report) -> dict[str, Any]:
+def _to_json(report: VerifyReport) -> dict[str, Any]:
     return {
         "path": str(report.path),
         "step": report.step,

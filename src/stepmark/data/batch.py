@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .packing import IGNORED
+from stepmark.data.packing import IGNORED
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ..errors import DataError, UsageError
-from .packing import IGNORED
+from stepmark.data.packing import IGNORED
+from stepmark.errors import DataError, UsageError
 
 SEQUENCES = frozenset(
     {"input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "special_tokens_mask"}

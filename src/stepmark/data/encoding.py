@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from ..errors import DataError
-from .texts import Texts
+from stepmark.data.texts import Texts
+from stepmark.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ BATCH_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True)
-class Encoder:
+class TextEncoder:
     """What turns texts into ids: `encode` of one batch, the ids around a document, and a digest of the whole."""
 
     encode: Callable[[list[str]], list[list[int]]]
@@ -40,7 +40,7 @@ class Encoder:
     content: str
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
         """The encoder of a tokenizer, with none of the truncation or padding that may be set in it."""
         encode, serialised = _plain_encoder(tokenizer)
         prefix, suffix = _special_tokens_around(tokenizer)
@@ -60,7 +60,7 @@ class Encoder:
         return np.concatenate([np.asarray(part, dtype=self.dtype) for part in parts])
 
 
-def encode_texts(texts: Texts, encoder: Encoder, processes: int = 1) -> Iterator[np.ndarray]:
+def encode_texts(texts: Texts, encoder: TextEncoder, processes: int = 1) -> Iterator[np.ndarray]:
     """The token stream of a split, in parts, 1-dimensional and of `encoder.dtype`.
 
     Raises DataError where there is no text but white space.
@@ -99,7 +99,7 @@ def _batches(pieces: Iterable[str | None]) -> Iterator[list[str]]:
 
 
 def _encode_batches(
-    batches: Iterator[list[str]], encoder: Encoder, joined: bool, processes: int
+    batches: Iterator[list[str]], encoder: TextEncoder, joined: bool, processes: int
 ) -> Iterator[np.ndarray]:
     if processes == 1:
         for batch in batches:
@@ -124,10 +124,10 @@ def _encode_batches(
         pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Encoder, bool] | None = None
+_worker: tuple[TextEncoder, bool] | None = None
 
 
-def _start_worker(encoder: Encoder, joined: bool) -> None:
+def _start_worker(encoder: TextEncoder, joined: bool) -> None:
     global _worker
     # The threads that the tokenizers library had before the fork are not there after it.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointMismatch, DataError, UsageError
-from ..launch.signals import STOPPING
-from .batch import MicroBatch, StepBatch
-from .collate import FIXED_SHAPES, Padding, sample_length
-from .fetching import CollateFn, Failure, Fetcher, MicroTask
-from .order import Epoch, Layout, Position, sample_order
+from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.collate import FIXED_SHAPES, Padding, sample_length
+from stepmark.data.fetcher import CollateFn, Fetcher, MicroTask, WorkerFailure
+from stepmark.data.order import BatchLayout, Epoch, Position, sample_order
+from stepmark.errors import CheckpointMismatch, DataError, UsageError
+from stepmark.launch.signals import STOPPING
 
 # Names the way an order is made from seed and epoch; changes when that does, so that a position is not misread.
 ORDERS = {True: "shuffled-1", False: "sequential-1"}
@@ -67,7 +67,7 @@ class DataLoader:
         self.shuffle = shuffle
         self.num_workers = num_workers
         self.fixed_shape = fixed_shape
-        self.layout = Layout(batch_size, world_size, accumulation)
+        self.layout = BatchLayout(batch_size, world_size, accumulation)
         self._padding = Padding.of(pad_to, pad_token_id, free=not fixed_shape)
         self._epoch = Epoch(_checked_size(dataset), self.layout.global_batch, drop_last)
         self._check()
@@ -244,7 +244,7 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
                 f"a data worker ended unexpectedly ({reason}), out of memory perhaps; lower the number of workers,"
                 " or set it to 0 to see its own error"
             ) from error
-        if isinstance(result, Failure):
+        if isinstance(result, WorkerFailure):
             result.reraise()
         yield result
 

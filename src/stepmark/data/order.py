@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..errors import UsageError
+from stepmark.errors import UsageError
 
 
 class Stream(IntEnum):
@@ -32,7 +32,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How the samples of a step are shared out: `accumulation` micro-batches of `batch_size` rows on each rank.
 
     Raises UsageError where a size is not positive.

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError
-from .config import STDLIB, DataConfig
-from .files import choose_column, file_texts, text_of
-from .stdlib import stdlib_texts
-from .texts import Texts
+from stepmark.config.data_arguments import STDLIB, DataArguments
+from stepmark.data.stdlib import stdlib_texts
+from stepmark.data.text_files import choose_column, file_texts, text_of
+from stepmark.data.texts import Texts
+from stepmark.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["DataConfig", "Sources", "open_sources"]
+__all__ = ["DataArguments", "Sources", "open_sources"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sources:
         return self.train.split(self.held_out) if self.held_out else (self.train, self.validation)
 
 
-def open_sources(config: DataConfig) -> Sources:
+def open_sources(config: DataArguments) -> Sources:
     """Finds the texts that `config` names; reads files only as far as their content has to be known.
 
     Raises DataError for data that is missing or unusable, UsageError for fields that do not fit it.
@@ -58,7 +58,7 @@ def open_sources(config: DataConfig) -> Sources:
     return Sources(train, validation, 0 if validation is not None else percentage)
 
 
-def _dataset_texts(config: DataConfig) -> tuple[Texts, Texts | None]:
+def _dataset_texts(config: DataArguments) -> tuple[Texts, Texts | None]:
     assert config.dataset_name is not None
     splits = _load_splits(config.dataset_name, config.dataset_config_name)
     if "train" not in splits:
@@ -87,7 +87,7 @@ def _load_splits(name: str, config_name: str | None) -> dict[str, Any]:
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _split_texts(split: Dataset, name: str, config: DataConfig) -> Texts:
+def _split_texts(split: Dataset, name: str, config: DataArguments) -> Texts:
     where = f"dataset_name {config.dataset_name}, split {name}"
     strings = [
         key for key, kind in split.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")

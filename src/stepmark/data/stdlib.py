@@ -8,8 +8,8 @@ from pathlib import Path
 
 import xxhash
 
-from ..errors import DataError
-from .texts import Texts
+from stepmark.data.texts import Texts
+from stepmark.errors import DataError
 
 # Packages that users installed, and tests, which repeat themselves.
 EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "idlelib", "test", "tests", "idle_test"}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from ..errors import DataError
+from stepmark.errors import DataError
 
 
 @dataclass(frozen=True)

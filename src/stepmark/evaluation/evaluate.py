@@ -14,9 +14,9 @@ from stepmark.data.loader import DataLoader
 from stepmark.errors import DataError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import ComputeMetrics, summarize
-from stepmark.evaluation.restored import ModelReader
+from stepmark.evaluation.restored_model import ModelReader
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.module import place_module
+from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import LossFunction, MicroBatchLoss
 
 

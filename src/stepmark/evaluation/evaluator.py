@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.batch import MicroBatch
-from stepmark.data.feed import DeviceFeed
 from stepmark.data.loader import DataLoader
+from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.host import HostGroup
+from stepmark.runtime.host_group import HostGroup
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.step import autocast, weigh
 
@@ -66,7 +66,7 @@ class Evaluator:
         pending: list[Tensor] = []
         sums = [0.0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, batches with a loss
         kept: list[tuple[Any, Any]] = []
-        with _evaluating(self.model), contextlib.closing(iter(DeviceFeed(loader, self.runtime))) as batches:
+        with _evaluating(self.model), contextlib.closing(iter(DevicePrefetcher(loader, self.runtime))) as batches:
             for batch in batches:
                 before_batch()
                 (micro_batch,) = batch.micro_batches

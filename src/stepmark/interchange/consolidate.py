@@ -16,18 +16,18 @@ from pathlib import Path
 
 import xxhash
 
-from ..checkpoint import files
-from ..checkpoint.checked import CheckedFile
-from ..checkpoint.lease import reading
-from ..checkpoint.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest, save_of
-from ..checkpoint.names import checkpoints, followed, step_of, sync_tree
-from ..checkpoint.plan import MODEL
-from ..checkpoint.whole import check_size, check_whole
-from ..errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
-from .containers import MAKERS
-from .gather import Job, Source, Target, jobs
-from .shards import Shard, cut, index_of, tensor_bytes
-from .sums import Sums, write_sums
+from stepmark.checkpoint.coordination.leases import reading
+from stepmark.checkpoint.format.directory import checkpoints, resolve_link, step_of, sync_tree
+from stepmark.checkpoint.format.integrity import check_integrity, check_size
+from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest, save_of
+from stepmark.checkpoint.format.verified_file import VerifiedFile
+from stepmark.checkpoint.save.plan import MODEL
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.filesystem import files
+from stepmark.interchange.containers import MAKERS
+from stepmark.interchange.gather import GatherTarget, Job, StoredShard, jobs
+from stepmark.interchange.model_files import ModelFile, cut, index_of, tensor_bytes
+from stepmark.interchange.sums import Sums, write_sums
 
 THREADS = 4
 AHEAD = 4 * THREADS  # jobs that are given to the threads at a time
@@ -45,7 +45,7 @@ class Consolidated:
 
 
 @dataclass(frozen=True)
-class Listener:
+class ConsolidationListener:
     """Whom to tell: `begin` the bytes that there are to write, `advance` how many more are, `warn` what is wrong."""
 
     begin: Callable[[int], None]
@@ -53,14 +53,16 @@ class Listener:
     warn: Callable[[str], None]
 
 
-def consolidate(source: Path, out: Path, form: str, max_shard_size: int, listener: Listener) -> Consolidated:
+def consolidate(
+    source: Path, out: Path, form: str, max_shard_size: int, listener: ConsolidationListener
+) -> Consolidated:
     """Writes the model of the checkpoint `source`, or of the newest whole one of the run `source`, to the folder `out`.
 
     `form` is a key of FORMATS; `max_shard_size` is in bytes. Raises UsageError where `out` is in use,
     CheckpointNotFound, CheckpointDamaged and CheckpointMismatch for the source, CheckpointError where `out` cannot be
     written; `out` is untouched then.
     """
-    source = followed(source)
+    source = resolve_link(source)
     candidates = [source] if (source / MANIFEST).exists() or step_of(source) is not None else []
     candidates = candidates or checkpoints(source)
     if not candidates or not source.is_dir():
@@ -96,7 +98,9 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
     return final
 
 
-def _newest_save_of(checkpoint: Path, final: Path, form: str, max_size: int, listener: Listener) -> Consolidated:
+def _newest_save_of(
+    checkpoint: Path, final: Path, form: str, max_size: int, listener: ConsolidationListener
+) -> Consolidated:
     """Consolidates it; from the beginning where a live run has saved the step anew meanwhile."""
     while True:
         save = save_of(checkpoint)
@@ -107,13 +111,15 @@ def _newest_save_of(checkpoint: Path, final: Path, form: str, max_size: int, lis
                 raise
 
 
-def _consolidate_one(checkpoint: Path, final: Path, form: str, max_size: int, listener: Listener) -> Consolidated:
+def _consolidate_one(
+    checkpoint: Path, final: Path, form: str, max_size: int, listener: ConsolidationListener
+) -> Consolidated:
     manifest = read_manifest(checkpoint)
     if not manifest.tensors.get(MODEL):
         held = ", ".join(manifest.sections) or "nothing"
         raise CheckpointMismatch(f"{checkpoint} has no section {MODEL!r} with tensors to consolidate; it holds {held}")
     sources = _sources(checkpoint, manifest)
-    check_whole(checkpoint, manifest)
+    check_integrity(checkpoint, manifest)
     shards = cut(manifest.tensors[MODEL], form, max_size)
     others = [entry for entry in manifest.files if _belongs_to_model(entry)]
     if not any(entry.name == "config.json" for entry in others):
@@ -140,22 +146,22 @@ def _consolidate_one(checkpoint: Path, final: Path, form: str, max_size: int, li
     return Consolidated(checkpoint, final, tuple(shard.name for shard in shards), size)
 
 
-def _sources(checkpoint: Path, manifest: Manifest) -> dict[str, list[Source]]:
+def _sources(checkpoint: Path, manifest: Manifest) -> dict[str, list[StoredShard]]:
     """Where the pieces of each tensor are. Raises CheckpointDamaged, naming file and tensor.
 
     Files are read through the page cache: the system reads ahead there, which is quicker than our threads' own reads.
     """
-    opened: dict[int, CheckedFile] = {}
-    found: dict[str, list[Source]] = {}
+    opened: dict[int, VerifiedFile] = {}
+    found: dict[str, list[StoredShard]] = {}
     for name, tensor in manifest.tensors[MODEL].items():
         found[name] = []
         for number, piece in tensor.pieces:
             try:
                 if number not in opened:
-                    opened[number] = CheckedFile(checkpoint, manifest, manifest.files[number])
+                    opened[number] = VerifiedFile(checkpoint, manifest, manifest.files[number])
             except CheckpointDamaged as error:
                 raise CheckpointDamaged(f"{error}; tensor {name!r} is in this file") from error
-            found[name].append(Source(opened[number], opened[number].tensor(name, tensor.dtype, piece)))
+            found[name].append(StoredShard(opened[number], opened[number].tensor(name, tensor.dtype, piece)))
     return found
 
 
@@ -189,7 +195,11 @@ def _copy_file(checkpoint: Path, entry: FileEntry, folder: Path) -> None:
 
 
 def _write_shards(
-    folder: Path, shards: list[Shard], form: str, sources: dict[str, list[Source]], listener: Listener
+    folder: Path,
+    shards: list[ModelFile],
+    form: str,
+    sources: dict[str, list[StoredShard]],
+    listener: ConsolidationListener,
 ) -> None:
     """Fills the files one after the other, while those before are brought to the disk."""
     open_files: list[int] = []
@@ -201,7 +211,9 @@ def _write_shards(
             descriptor = files.open_for_writing(folder / shard.name)
             open_files.append(descriptor)
             sums = Sums() if form == "pytorch" else None
-            targets = [Target(name, tensor, descriptor, places[name], sums) for name, tensor in shard.tensors.items()]
+            targets = [
+                GatherTarget(name, tensor, descriptor, places[name], sums) for name, tensor in shard.tensors.items()
+            ]
             _do(pool, (job for target in targets for job in jobs(target, sources[target.name])), listener)
             if sums is not None:
                 ends = {target.begin: target.begin + tensor_bytes(target.tensor) for target in targets}
@@ -215,7 +227,7 @@ def _write_shards(
             files.close(descriptor)
 
 
-def _do(pool: ThreadPoolExecutor, work: Iterable[Job], listener: Listener) -> None:
+def _do(pool: ThreadPoolExecutor, work: Iterable[Job], listener: ConsolidationListener) -> None:
     """Does all jobs, a few ahead of those that are done."""
     remaining: Iterator[Job] = iter(work)
     pending: set[Future[int]] = set()

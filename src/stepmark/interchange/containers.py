@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import files
-from ..checkpoint.dtypes import item_size, torch_dtype
-from ..checkpoint.manifest import TensorEntry
-from ..checkpoint.tensorfile import PAGE
-from .shards import tensor_bytes
+from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
+from stepmark.checkpoint.format.manifest import TensorEntry
+from stepmark.checkpoint.format.tensor_file import PAGE
+from stepmark.filesystem import files
+from stepmark.interchange.model_files import tensor_bytes
 
 Tensors = Mapping[str, TensorEntry]
 

@@ -16,15 +16,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..checkpoint import files
-from ..checkpoint.checked import BLOCK, CheckedFile
-from ..checkpoint.dtypes import item_size
-from ..checkpoint.manifest import TensorEntry
-from ..checkpoint.tensorfile import StoredTensor
-from ..errors import CheckpointDamaged
-from ..sharding.overlap import disjoint
-from ..sharding.spec import Block, Box, Piece, Shape
-from .sums import Sums
+from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.checkpoint.format.manifest import TensorEntry
+from stepmark.checkpoint.format.tensor_file import StoredTensor
+from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
+from stepmark.errors import CheckpointDamaged
+from stepmark.filesystem import files
+from stepmark.interchange.sums import Sums
+from stepmark.sharding.layout import Block, Box, Piece, Shape
+from stepmark.sharding.overlap import disjoint
 
 WINDOW = 32 << 20  # bytes of a tensor that a thread puts together at a time
 
@@ -33,15 +33,15 @@ _windows = threading.local()
 
 
 @dataclass(frozen=True)
-class Source:
+class StoredShard:
     """A piece of a tensor and the file it is in."""
 
-    file: CheckedFile
+    file: VerifiedFile
     stored: StoredTensor
 
 
 @dataclass(frozen=True)
-class Target:
+class GatherTarget:
     """A tensor's place: it begins at byte `begin` of an open file. `sums` hears of every block, if there is one."""
 
     name: str
@@ -57,7 +57,7 @@ class Target:
             self.sums.add(begin, data)
 
 
-def jobs(target: Target, sources: Sequence[Source]) -> Iterator[Job]:
+def jobs(target: GatherTarget, sources: Sequence[StoredShard]) -> Iterator[Job]:
     """What has to be done, in any order and from any threads, to write the tensor.
 
     Raises CheckpointDamaged, also from a job, where the pieces do not make up the tensor or differ from their digests.
@@ -98,7 +98,7 @@ def _position(offsets: Shape, shape: Shape) -> int:
     return position
 
 
-def _blocks_of(target: Target, source: Source, start: int) -> Iterator[Job]:
+def _blocks_of(target: GatherTarget, source: StoredShard, start: int) -> Iterator[Job]:
     """Copies a run, in blocks that end where the source's cells do."""
     stored = source.stored
     shift = target.begin + start * item_size(stored.dtype) - stored.begin
@@ -107,12 +107,12 @@ def _blocks_of(target: Target, source: Source, start: int) -> Iterator[Job]:
         yield lambda begin=begin, end=end: _copy(target, source, begin, end, shift)  # type: ignore[misc]
 
 
-def _copy(target: Target, source: Source, begin: int, end: int, shift: int) -> int:
+def _copy(target: GatherTarget, source: StoredShard, begin: int, end: int, shift: int) -> int:
     target.write(source.file.read(source.stored, begin, end), begin + shift)
     return end - begin
 
 
-def _windows_of(target: Target, sources: Sequence[Source]) -> Iterator[Job]:
+def _windows_of(target: GatherTarget, sources: Sequence[StoredShard]) -> Iterator[Job]:
     step = WINDOW // item_size(target.tensor.dtype)
     numel = math.prod(target.tensor.shape)
     for start in range(0, numel, step):
@@ -120,7 +120,7 @@ def _windows_of(target: Target, sources: Sequence[Source]) -> Iterator[Job]:
         yield lambda wanted=wanted: _fill(target, sources, wanted)  # type: ignore[misc]
 
 
-def _fill(target: Target, sources: Sequence[Source], wanted: Piece) -> int:
+def _fill(target: GatherTarget, sources: Sequence[StoredShard], wanted: Piece) -> int:
     """Puts one window together and writes it."""
     size = item_size(target.tensor.dtype)
     window = _memory(wanted.numel * size)
@@ -137,7 +137,7 @@ def _fill(target: Target, sources: Sequence[Source], wanted: Piece) -> int:
     return wanted.numel * size
 
 
-def _place(source: Source, places: Sequence[Block], elements: np.ndarray) -> list[Box]:
+def _place(source: StoredShard, places: Sequence[Block], elements: np.ndarray) -> list[Box]:
     """Copies what the piece has of the window; the boxes that it had."""
     piece = source.stored.piece
     bounds = [
@@ -184,6 +184,6 @@ def _memory(size: int) -> np.ndarray:
     return memory[:size]
 
 
-def _incomplete(target: Target, sources: Sequence[Source]) -> CheckpointDamaged:
+def _incomplete(target: GatherTarget, sources: Sequence[StoredShard]) -> CheckpointDamaged:
     names = ", ".join(sorted({str(source.file.path) for source in sources}))
     return CheckpointDamaged(f"{names}: the pieces of tensor {target.name!r} overlap, and do not make it up")

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..checkpoint import files
+from stepmark.filesystem import files
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31  # the polynomial 1: the highest bit is the coefficient of x^0

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from stepmark.launch.failure import REPORTS, Failure, read_failures
+from stepmark.launch.failure_report import REPORTS, FailureReport, read_failure_reports
 from stepmark.launch.signals import INTERRUPTED, STOPPING
 
 STORE_FD = "STEPMARK_STORE_FD"
@@ -51,7 +51,7 @@ def supervise(
             ranks.wait()
         if not ranks.failed:
             return 0
-        reported = read_failures(reports)
+        reported = read_failure_reports(reports)
         if ranks.interrupted(reported):
             return INTERRUPTED
         failure = ranks.first_failure(reported)
@@ -150,7 +150,7 @@ class _Ranks:
         if self._signal_deadline is None:
             self._signal_deadline = time.monotonic() + self._signal_grace + GRACE_SECONDS
 
-    def interrupted(self, reported: list[Failure]) -> bool:
+    def interrupted(self, reported: list[FailureReport]) -> bool:
         """Whether a signal ended the run: some ranks ended as such, and no other has a failure of its own."""
         codes = {process.returncode for process in self._processes}
         ended_by_it = {0, *(-number for number in (*STOPPING, signal.SIGKILL))}
@@ -172,7 +172,7 @@ class _Ranks:
                 with contextlib.suppress(ProcessLookupError):
                     (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
-    def first_failure(self, reported: list[Failure]) -> Failure:
+    def first_failure(self, reported: list[FailureReport]) -> FailureReport:
         """The first cause among the ranks' own reports and, for ranks that could not report, how they ended."""
         assert self._first_exit is not None
         if reported and not reported[0].secondary:
@@ -188,7 +188,7 @@ class _Ranks:
             if not silent:
                 return reported[0]
             rank, code = silent[0]
-        return Failure(rank, _describe(code), "", 1, False, time.time())
+        return FailureReport(rank, _describe(code), "", 1, False, time.time())
 
 
 def _describe(code: int) -> str:

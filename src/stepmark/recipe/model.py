@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from stepmark.config.recipe import ModelArguments
+from stepmark.config.training_arguments import parse_options
 from stepmark.data.tokenizer import load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
-from stepmark.parallel.load import Maker, load_model, new_model
-from stepmark.recipe.recipe import ModelConfig
-from stepmark.trainer.arguments import parse_options
+from stepmark.parallel.loading.load import Maker, load_model, new_model
 
 
-def build_tokenizer(config: ModelConfig) -> Any:
+def build_tokenizer(config: ModelArguments) -> Any:
     """The tokenizer of the recipe: by name, or the one in the model's folder."""
     if config.model_name_or_path is not None:
         _check_folder(config.model_name_or_path)
@@ -29,7 +29,7 @@ def build_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-def build_config(config: ModelConfig, tokenizer: Any) -> Any:
+def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     """The configuration of a new model. Vocabulary size and special tokens are the tokenizer's unless overridden."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -62,11 +62,11 @@ def build_config(config: ModelConfig, tokenizer: Any) -> Any:
 
 
 def build_model(
-    config: ModelConfig, tokenizer: Any, seed: int, make: Maker | None = None, dtype: torch.dtype = torch.float32
+    config: ModelArguments, tokenizer: Any, seed: int, make: Maker | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.nn.Module:
     """The causal language model: new with weights drawn in fp32 by `seed` and taken to `dtype`, or from a local folder.
 
-    Whole and on the host; or by `make` (stepmark.parallel.load), cut and on the device, of the same values.
+    Whole and on the host; or by `make` (stepmark.parallel.loading.load), cut and on the device, of the same values.
     """
     from transformers import AutoModelForCausalLM
 
@@ -88,7 +88,7 @@ def build_model(
     return _load(config.model_name_or_path, dtype)
 
 
-def check_cut(config: ModelConfig, tokenizer: Any, make: Maker) -> None:
+def check_cut(config: ModelArguments, tokenizer: Any, make: Maker) -> None:
     """Raises UsageError where `make` cannot cut the model; nothing is read or drawn for that."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -145,7 +145,7 @@ def _check_folder(name: str) -> None:
         raise UsageError(f"model_name_or_path: {folder} is no folder; name a Hugging Face model folder")
 
 
-def _overrides(config: ModelConfig) -> dict[str, Any]:
+def _overrides(config: ModelArguments) -> dict[str, Any]:
     given = config.config_overrides or {}
     return parse_options("config_overrides", given) if isinstance(given, str) else dict(given)
 

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.config.quiet_libraries import quiet_libraries
+from stepmark.config.recipe import Recipe
+from stepmark.config.training_arguments import TrainingArguments
 from stepmark.errors import DataError, UsageError
-from stepmark.recipe.quiet import quiet_libraries
-from stepmark.recipe.recipe import Recipe
 from stepmark.runtime.context import Context, start
-from stepmark.trainer.arguments import TrainingArguments
 
 if TYPE_CHECKING:
-    from stepmark.evaluation.functions import MetricsFunctions
+    from stepmark.evaluation.metric_functions import MetricsFunctions
 
 
 def train(recipe: Recipe, metrics: str | None = None) -> None:
@@ -28,11 +28,11 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
     import torch
 
     from stepmark.recipe.model import build_model, build_tokenizer, check_cut
-    from stepmark.recipe.used import recipe_leaver
-    from stepmark.trainer.output import prepare_output
+    from stepmark.recipe.used_recipe import recipe_leaver
+    from stepmark.trainer.outputs import prepare_output_folder
     from stepmark.trainer.trainer import Trainer
 
-    prepare_output(Path(args.output_dir), context.host)
+    prepare_output_folder(Path(args.output_dir), context.host)
     tokenizer = build_tokenizer(recipe.model)
     make = _maker(args, context)
     if make is not None:
@@ -62,7 +62,7 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
 
 
 def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions | None:
-    from stepmark.evaluation.functions import load_metrics
+    from stepmark.evaluation.metric_functions import load_metrics
 
     if name is None:
         return None
@@ -73,7 +73,7 @@ def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions
 
 def _maker(args: TrainingArguments, context: Context) -> Any:
     """What makes the model in parts, where several ranks hold it together."""
-    from stepmark.parallel.load import maker
+    from stepmark.parallel.loading.load import maker
     from stepmark.runtime.mesh import Mesh
 
     if args.tensor_parallel_size == 1:
@@ -84,7 +84,7 @@ def _maker(args: TrainingArguments, context: Context) -> Any:
 
 def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
     """Tokenized and packed data; one rank of each node prepares it, while the others wait, and then finds it cached."""
-    from stepmark.data.prepared import prepare
+    from stepmark.data.prepared_data import prepare
 
     with context.leader_first("preparing data") as leads:
         config = recipe.data if leads else dataclasses.replace(recipe.data, overwrite_cache=False)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.best import best_step
-from stepmark.checkpoint.manifest import Manifest, read_manifest
-from stepmark.checkpoint.names import step_of
-from stepmark.checkpoint.whole import check_whole
+from stepmark.checkpoint.format.best_link import best_step
+from stepmark.checkpoint.format.directory import step_of
+from stepmark.checkpoint.format.integrity import check_integrity
+from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.errors import CheckpointError
 from stepmark.report.history import History, number
 
@@ -127,7 +127,7 @@ def _look_into(path: Path) -> tuple[str | None, Manifest | None]:
     manifest = None
     try:
         manifest = read_manifest(path)
-        check_whole(path, manifest)
+        check_integrity(path, manifest)
     except (CheckpointError, OSError) as error:
         return str(error).replace(f"{path}/", ""), manifest
     return None, manifest

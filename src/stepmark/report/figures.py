@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stepmark.report.history import Attempt, Evaluation, History, Line
-from stepmark.report.thinning import means, thin
+from stepmark.report.downsampling import means, thin
+from stepmark.report.history import Attempt, EvaluationPoint, History, Line
 
 POINTS = 1500  # of one line, at most
 BARS = 48
@@ -204,7 +204,7 @@ def _points(history: History, run: int, metric: str) -> list[Series]:
     return [_point_series(history, run, metric, name, chosen) for name, chosen in curves if chosen]
 
 
-def _point_series(history: History, run: int, metric: str, name: str, chosen: list[Evaluation]) -> Series:
+def _point_series(history: History, run: int, metric: str, name: str, chosen: list[EvaluationPoint]) -> Series:
     best, origin = history.best(), _origin(history)
     at = None
     if best is not None and best.metric == metric and best.beside == chosen[0].beside:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import UsageError
-from stepmark.trainer.journal import EVENTS, METRICS, STATUS, read_lines
+from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS, read_lines
 
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # ends of eval_… names that tell of speed and size
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationPoint:
     """Values of one evaluation under their eval_… names. `beside`: made by `stepmark evaluate`, not in the run, with
     this setup."""
 
@@ -42,7 +42,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Best:
+class BestEvaluation:
     """The best evaluation, by this metric; in the run where it was made beside it as well."""
 
     metric: str
@@ -61,7 +61,7 @@ class History:
     status: Line = field(default_factory=dict)
     logs: list[Line] = field(default_factory=list)
     lost: list[list[Line]] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: list[EvaluationPoint] = field(default_factory=list)
     unevaluated: list[Line] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     events: list[Line] = field(default_factory=list)
@@ -91,7 +91,7 @@ class History:
         """Each process that another one went on from, with that one."""
         return list(zip(self.attempts, self.attempts[1:], strict=False))
 
-    def best(self) -> Best | None:
+    def best(self) -> BestEvaluation | None:
         """By `metric_for_best_model` where the run has one, else by the lowest loss: eval_loss, or that of the first of
         several sets."""
         losses = sorted({name for each in self.evaluations for name in each.values if name.endswith("_loss")})
@@ -106,7 +106,7 @@ class History:
         if not found:
             return None
         value, step, beside = min(found)
-        return Best(metric, step, sign * value, beside)
+        return BestEvaluation(metric, step, sign * value, beside)
 
 
 def read_history(folder: Path) -> History:
@@ -157,7 +157,8 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
             evaluations[step] = {**evaluations.get(step, {}), "time": line.get("time"), **values}
     history.logs = [logs[step] for step in sorted(logs)]
     history.evaluations = [
-        Evaluation(step, evaluations[step].pop("time"), evaluations[step], beside=False) for step in sorted(evaluations)
+        EvaluationPoint(step, evaluations[step].pop("time"), evaluations[step], beside=False)
+        for step in sorted(evaluations)
     ]
     history.attempts = _attempts(history, resumptions)
 
@@ -185,7 +186,7 @@ def _is_number(value: Any) -> bool:
 
 def _add_evaluations_beside(history: History, lines: Sequence[Line]) -> None:
     """Of a step that was evaluated beside the run more than once with the same setup, the last counts."""
-    found: dict[tuple[str, int], Evaluation] = {}
+    found: dict[tuple[str, int], EvaluationPoint] = {}
     failed: dict[int, Line] = {}
     for line in lines:
         step, values = number(line.get("step")), _metrics_of(line)
@@ -193,7 +194,7 @@ def _add_evaluations_beside(history: History, lines: Sequence[Line]) -> None:
             continue
         setup = str(line.get("setup", ""))
         if line.get("status", "done") == "done" and values:
-            found[setup, step] = Evaluation(step, _time_of(line), values, beside=True, setup=setup)
+            found[setup, step] = EvaluationPoint(step, _time_of(line), values, beside=True, setup=setup)
             failed.pop(step, None)
         elif line.get("status") == "failed":
             failed[step] = line

@@ -7,7 +7,7 @@
 | `BridgeCollectives`   | XLA's CPU client, one process per rank (host_bridge.py) | cuts it      |
 
 Buffers belong to the caller; a result may share memory with its input, which is not to be used again. None of the
-operations is differentiable: parallel/functional.py gives them gradients.
+operations is differentiable: parallel/tensor/autograd_collectives.py gives them gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.groups import Group
+from stepmark.runtime.process_groups import Group
 
 Reduction = Literal["sum", "max"]
 

@@ -19,9 +19,9 @@ from stepmark.launch.supervisor import STORE_FD
 from stepmark.launch.world import World
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
-from stepmark.runtime.groups import leave
-from stepmark.runtime.host import HostGroup
-from stepmark.runtime.select import choose_device, create_runtime
+from stepmark.runtime.device import choose_device, create_runtime
+from stepmark.runtime.host_group import HostGroup
+from stepmark.runtime.process_groups import leave
 
 TIMEOUT = timedelta(hours=2)  # longer than the longest compilation that another rank waits for
 

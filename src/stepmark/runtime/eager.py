@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepmark.runtime.base import DeviceMemory, GraphCounters
-from stepmark.runtime.tree import map_tensors
+from stepmark.runtime.nested import map_tensors
 
 
 class EagerRuntime:

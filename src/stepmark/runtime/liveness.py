@@ -31,7 +31,7 @@ from types import FrameType, TracebackType
 import torch.distributed as dist
 
 from stepmark.errors import LaunchError
-from stepmark.launch.ending import end_process, print_stacks
+from stepmark.launch.process_exit import end_process, print_stacks
 
 LONGEST_BEAT = 1.0  # seconds
 BEATS = 8  # that a limit has at least

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepmark.runtime.base import DeviceMemory, GraphCounters
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
-from stepmark.runtime.tree import map_tensors
+from stepmark.runtime.nested import map_tensors
 
 
 def prepare_environment() -> None:

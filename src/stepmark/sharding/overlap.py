@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .spec import Box, Piece, Shape
+from stepmark.sharding.layout import Box, Piece, Shape
 
 
 @dataclass(frozen=True)

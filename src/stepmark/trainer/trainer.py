@@ -20,25 +20,24 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import EvalPrediction
 
+from stepmark.config.training_arguments import TrainingArguments, set_log_level
 from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
-from stepmark.launch.ending import say
-from stepmark.parallel.zero1 import ShardedOptimizer
+from stepmark.launch.process_exit import say
+from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.runtime.context import Context, start
-from stepmark.trainer.arguments import TrainingArguments, set_log_level
-from stepmark.trainer.display import Display
-from stepmark.trainer.export import write_model
-from stepmark.trainer.flow import FlowCallback
-from stepmark.trainer.identity import identity
-from stepmark.trainer.journal import Journal
-from stepmark.trainer.outcome import PredictionOutput, TrainOutput, evaluation_line
-from stepmark.trainer.output import prepare_output, write_model_files
-from stepmark.trainer.pausing import PausableEvaluation
-from stepmark.trainer.preparing import (
+from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
+from stepmark.trainer.interruption.peer_watch import watch_of
+from stepmark.trainer.interruption.preemption import RunInterrupted
+from stepmark.trainer.model_export import write_model
+from stepmark.trainer.outputs import prepare_output_folder, write_model_files
+from stepmark.trainer.results import PredictionOutput, TrainOutput, evaluation_line
+from stepmark.trainer.run_identity import identity
+from stepmark.trainer.setup import (
     check_start,
     make_checkpointer,
     make_optimizer,
@@ -46,9 +45,10 @@ from stepmark.trainer.preparing import (
     prepare_model,
     reporters,
 )
-from stepmark.trainer.run import TrainingRun
-from stepmark.trainer.stopping import RunInterrupted
-from stepmark.trainer.watching import watch_of
+from stepmark.trainer.strategies import StrategyCallback
+from stepmark.trainer.telemetry.progress import ProgressDisplay
+from stepmark.trainer.telemetry.run_log import RunLog
+from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.step import TrainStep
@@ -110,12 +110,12 @@ class Trainer:
             preprocess_logits_for_metrics,
             replicas=self.mesh.tensor_parallel.size,
         )
-        self.journal = Journal(Path(self.args.output_dir), writes=self.is_world_process_zero())
-        self.display = Display(shows=False, total=0, done=0)
+        self.journal = RunLog(Path(self.args.output_dir), writes=self.is_world_process_zero())
+        self.display = ProgressDisplay(shows=False, total=0, done=0)
         self.state = self._fresh_state()
         self.control = TrainerControl()
         self.callback_handler: Any = CallbackHandler(
-            [FlowCallback, *reporters(self.args), *(callbacks or ())], model, processing_class, None, None
+            [StrategyCallback, *reporters(self.args), *(callbacks or ())], model, processing_class, None, None
         )
         self.event("on_init_end")
 
@@ -200,10 +200,10 @@ class Trainer:
         """
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         folder = Path(self.args.output_dir)
-        prepare_output(folder, self.context.host)
+        prepare_output_folder(folder, self.context.host)
         self.state, self.control, self._begun = self._fresh_state(), TrainerControl(), False
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
-            run = TrainingRun(self, checkpointer)
+            run = TrainingLoop(self, checkpointer)
             check_start(folder, self.model, self.args, self.context, resumes=bool(resume))
             if self.args.eval_strategy != "no":
                 self._eval_sets(None, "eval")
@@ -231,13 +231,13 @@ class Trainer:
             state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             self.journal.try_status(state, self.state.global_step, f"{type(error).__name__}: {error}")
 
-    def _train(self, run: TrainingRun, restored: Path | None) -> TrainOutput:
+    def _train(self, run: TrainingLoop, restored: Path | None) -> TrainOutput:
         run.monitor.started(self, run.total_steps, restored)
         if restored is not None:
             attempt = self.journal.attempts() + 1
             mesh = self.mesh.shape
             self.journal.metrics({"resumed": self.state.global_step, "attempt": attempt, "mesh": mesh})
-        self.display = Display(
+        self.display = ProgressDisplay(
             shows=self.is_world_process_zero() and not self.args.disable_tqdm,
             total=run.total_steps,
             done=self.state.global_step,
@@ -254,7 +254,7 @@ class Trainer:
         run.end()
         return self._finish(run, time.perf_counter() - started, self.state.global_step - first)
 
-    def _begin(self, run: TrainingRun) -> None:
+    def _begin(self, run: TrainingLoop) -> None:
         state = self.state
         state.max_steps = run.total_steps
         state.num_train_epochs = max(1, -(-run.total_steps // run.loader.steps_per_epoch))
@@ -264,7 +264,7 @@ class Trainer:
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, run.optimizer.inner, run.schedule
         handler.train_dataloader = run.loader
 
-    def _finish(self, run: TrainingRun, seconds: float, steps: int) -> TrainOutput:
+    def _finish(self, run: TrainingLoop, seconds: float, steps: int) -> TrainOutput:
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             run.checkpointer.restore({"model": self.model}, Path(self.state.best_model_checkpoint))
         samples = steps * run.loader.layout.global_batch
@@ -284,7 +284,7 @@ class Trainer:
 
     # Saving
 
-    def save_checkpoint(self, run: TrainingRun) -> None:
+    def save_checkpoint(self, run: TrainingLoop) -> None:
         """Saves all of a run's state as `checkpoint-<step>` in the output folder."""
         step = self.state.global_step
         if self.state.best_global_step == step:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from stepmark.sharding.spec import layout_of
+from stepmark.sharding.layout import layout_of
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 

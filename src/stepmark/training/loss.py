@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepmark.data.batch import integer_labels
-from stepmark.parallel.vocabulary import CutLoss
-from stepmark.training.masks import masks_by_shape
+from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
+from stepmark.training.attention_masks import masks_by_shape
 
 IGNORED = -100
 
@@ -119,7 +119,7 @@ def shifts_labels(model: nn.Module) -> bool:
         return False
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    return loss_function is ForCausalLMLoss or isinstance(loss_function, CutLoss)
+    return loss_function is ForCausalLMLoss or isinstance(loss_function, VocabParallelLoss)
 
 
 def _field(outputs: Any, name: str) -> Tensor:

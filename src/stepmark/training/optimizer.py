@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.inner import load_rates, plain, take_empty_step
-from stepmark.parallel.zero1 import MASTER, ShardedOptimizer
+from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.optim.wrapped import load_rates, plain, take_empty_step
+from stepmark.parallel.data_parallel import DataParallelGradients
+from stepmark.parallel.zero.sharded_optimizer import MASTER, ShardedOptimizer
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.spec import Shard, layout_of
-from stepmark.training.gradients import Gradients
-from stepmark.training.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.sharding.layout import Shard, layout_of
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 OPTIMIZERS = (*ADAMW, "sgd")
@@ -83,9 +83,9 @@ class ParameterOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
-    def gradients(self, mesh: Mesh, *, accumulation: int) -> Gradients:
+    def gradients(self, mesh: Mesh, *, accumulation: int) -> DataParallelGradients:
         """What gathers the gradients that `set_gradients` takes."""
-        return Gradients(self.parameters, mesh, accumulation=accumulation)
+        return DataParallelGradients(self.parameters, mesh, accumulation=accumulation)
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Gives each parameter, in the order of `parameters`, its gradient, or None."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.batch import MicroBatch, StepBatch
-from stepmark.parallel.reduced import scale_to
-from stepmark.parallel.sharded_gradients import ShardedGradients
-from stepmark.parallel.zero1 import ShardedOptimizer
+from stepmark.parallel.gradients import scale_to
+from stepmark.parallel.zero.sharded_gradients import ShardedGradients
+from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight

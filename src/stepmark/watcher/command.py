@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.lease import Lease
-from stepmark.checkpoint.manifest import MANIFEST
-from stepmark.checkpoint.names import checkpoints, followed, step_of
+from stepmark.checkpoint.coordination.leases import Lease
+from stepmark.checkpoint.format.directory import checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.manifest import MANIFEST
+from stepmark.config.quiet_libraries import quiet_libraries
+from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, UsageError
-from stepmark.recipe.quiet import quiet_libraries
-from stepmark.recipe.recipe import Recipe
-from stepmark.recipe.used import read_used_recipe
-from stepmark.watcher.data import DataChoice
-from stepmark.watcher.showing import json_of_model, json_of_run, line_of, table_of_model, table_of_run
+from stepmark.recipe.used_recipe import read_used_recipe
+from stepmark.watcher.evaluation_data import DataChoice
+from stepmark.watcher.formatting import json_of_model, json_of_run, line_of, table_of_model, table_of_run
 
 _APPEAR_EVERY = 1.0  # seconds between two looks for a run that has not begun
 
@@ -83,14 +83,14 @@ def evaluate_command(request: Request) -> int:
 
 
 def _of_one(request: Request, mesh: Any, functions: Any) -> int:
-    from stepmark.watcher.setup import Setup
+    from stepmark.watcher.setup import EvaluationSetup
 
     host = mesh.context.host
-    path = host.broadcast(followed(request.path))
+    path = host.broadcast(resolve_link(request.path))
     lease = _try_lease(path) if host.rank == 0 else None
     try:
         recipe = _recipe_beside(path)
-        setup = Setup.prepare(mesh, functions, request.data, recipe, path, request.batch_size)
+        setup = EvaluationSetup.prepare(mesh, functions, request.data, recipe, path, request.batch_size)
         metrics = setup.evaluate(path)
     finally:
         if lease is not None:
@@ -121,9 +121,9 @@ def _recipe_beside(path: Path) -> Recipe | None:
 
 
 def _of_run(request: Request, mesh: Any, functions: Any) -> int:
-    from stepmark.watcher.agenda import Wishes
-    from stepmark.watcher.bookkeeping import Listener
-    from stepmark.watcher.setup import Setup
+    from stepmark.watcher.recorder import EvaluationListener
+    from stepmark.watcher.scheduler import WatchOptions
+    from stepmark.watcher.setup import EvaluationSetup
     from stepmark.watcher.watcher import Watcher
 
     leads = mesh.context.host.rank == 0
@@ -131,10 +131,10 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
 
     def make_setup(checkpoint: Path) -> Any:
         recipe = read_used_recipe(request.path)
-        return Setup.prepare(mesh, functions, request.data, recipe, checkpoint, request.batch_size)
+        return EvaluationSetup.prepare(mesh, functions, request.data, recipe, checkpoint, request.batch_size)
 
     metric, greater = _wanted_metric(request)
-    wishes = Wishes(request.watch, request.until, request.patience, metric, greater, request.interval)
+    wishes = WatchOptions(request.watch, request.until, request.patience, metric, greater, request.interval)
     stream = request.as_json and request.watch
 
     def record(line: dict[str, Any], best: bool) -> None:
@@ -143,7 +143,7 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
         elif not request.as_json:
             print(line_of(line, best), flush=True)
 
-    watcher = Watcher(request.path, mesh, make_setup, wishes, Listener(record, _say if leads else _be_silent))
+    watcher = Watcher(request.path, mesh, make_setup, wishes, EvaluationListener(record, _say if leads else _be_silent))
     failures = watcher.run()
     if leads and not stream and watcher.records is not None:
         show = json_of_run if request.as_json else table_of_run

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.heartbeat import STALE
-from stepmark.checkpoint.lease import Leases
-from stepmark.checkpoint.names import COORDINATION
+from stepmark.checkpoint.coordination.heartbeat import STALE
+from stepmark.checkpoint.coordination.leases import Leases
+from stepmark.checkpoint.format.directory import COORDINATION
 
 STATUS = "status.json"
 ENDED = ("done", "failed", "interrupted")

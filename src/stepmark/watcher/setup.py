@@ -13,15 +13,15 @@ import torch
 import xxhash
 from torch import nn
 
-from stepmark.checkpoint.manifest import MANIFEST, read_manifest
+from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
+from stepmark.config.recipe import Recipe
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
-from stepmark.evaluation.functions import MetricsFunctions, load_function, load_metrics
+from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
-from stepmark.evaluation.restored import ModelReader, read_config
-from stepmark.recipe.recipe import Recipe
+from stepmark.evaluation.restored_model import ModelReader, read_config
 from stepmark.runtime.mesh import Mesh
-from stepmark.watcher.data import DataChoice, EvaluationSet, prepare_sets
+from stepmark.watcher.evaluation_data import DataChoice, EvaluationSet, prepare_sets
 
 logger = logging.getLogger("stepmark")
 
@@ -68,7 +68,7 @@ class EvaluationContext:
         return self.mesh.runtime.device
 
 
-class Setup:
+class EvaluationSetup:
     """Evaluates checkpoints, each in the same way. Make it with `prepare`, on all ranks."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Setup:
         recipe: Recipe | None,
         checkpoint: Path,
         batch_size: int | None,
-    ) -> Setup:
+    ) -> EvaluationSetup:
         """`checkpoint` is one of those to be evaluated: its tokenizer serves where no recipe names one.
 
         Raises DataError or UsageError where there is nothing to evaluate on.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepmark.watcher.records import EVALUATED
+from stepmark.watcher.evaluation_records import EVALUATED
 
 FOLDER = Path("runs") / "evaluation"  # beside the folders of training
 _NO_SCALARS = ("step", "time", "world_size")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from stepmark.errors import CheckpointError, CheckpointMismatch, MetricsError
 from stepmark.runtime.mesh import Mesh
-from stepmark.watcher.agenda import Agenda, Job, Wishes
-from stepmark.watcher.bookkeeping import Bookkeeper, Listener
-from stepmark.watcher.records import EVALUATED, FAILED, SKIPPED, Records
-from stepmark.watcher.setup import Setup
+from stepmark.watcher.evaluation_records import EVALUATED, FAILED, SKIPPED, EvaluationRecords
+from stepmark.watcher.recorder import EvaluationListener, EvaluationRecorder
+from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler, WatchOptions
+from stepmark.watcher.setup import EvaluationSetup
 
 logger = logging.getLogger("stepmark")
 
@@ -25,7 +25,7 @@ RETRY_AFTER = 1.0  # seconds: a name that retention gives back is gone for less
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _EvaluationOutcome:
     """How an evaluation went on one rank. `again`: another time it may go well, if its name was gone for a moment
     only, or the file system did not answer."""
 
@@ -42,7 +42,12 @@ class Watcher:
     """
 
     def __init__(
-        self, run: Path, mesh: Mesh, make_setup: Callable[[Path], Setup], wishes: Wishes, listener: Listener
+        self,
+        run: Path,
+        mesh: Mesh,
+        make_setup: Callable[[Path], EvaluationSetup],
+        wishes: WatchOptions,
+        listener: EvaluationListener,
     ) -> None:
         self._run = run
         self._mesh = mesh
@@ -50,10 +55,10 @@ class Watcher:
         self._make_setup = make_setup
         self._wishes = wishes
         self._listener = listener
-        self._agenda = Agenda(run, wishes, listener.say)
-        self._setup: Setup | None = None
-        self._books: Bookkeeper | None = None
-        self.records: Records | None = None
+        self._agenda = EvaluationScheduler(run, wishes, listener.say)
+        self._setup: EvaluationSetup | None = None
+        self._books: EvaluationRecorder | None = None
+        self.records: EvaluationRecords | None = None
 
     def run(self) -> int:
         """Returns when everything is done: how many evaluations have failed. Collective.
@@ -73,7 +78,7 @@ class Watcher:
             if self._books is not None:
                 self._books.close()
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: EvaluationJob) -> None:
         if job.kind == "wait":
             time.sleep(self._wishes.interval)
         elif job.kind == "prepare":
@@ -90,13 +95,13 @@ class Watcher:
         self._agenda.release()
         if self._host.rank != 0:
             return
-        self.records = Records(self._run, self._setup.identity)
+        self.records = EvaluationRecords(self._run, self._setup.identity)
         description = {**self._setup.describe(), "deleted_before": self._agenda.deleted_before}
         begun = self.records.begin(description)
-        self._books = Bookkeeper(self._run, self.records, self._wishes, self._listener)
+        self._books = EvaluationRecorder(self._run, self.records, self._wishes, self._listener)
         self._agenda.begin(self.records, self._setup.identity, int(begun["deleted_before"]))
 
-    def _evaluate(self, job: Job) -> None:
+    def _evaluate(self, job: EvaluationJob) -> None:
         assert job.checkpoint is not None
         outcomes = self._host.all_gather(self._try(job.checkpoint))
         if any(outcome.again for outcome in outcomes) and outcomes[0].there:
@@ -106,16 +111,16 @@ class Watcher:
             self._settle(self._books, job, outcomes)
             self._agenda.release()
 
-    def _try(self, checkpoint: Path) -> _Outcome:
+    def _try(self, checkpoint: Path) -> _EvaluationOutcome:
         assert self._setup is not None
         try:
-            return _Outcome(metrics=self._setup.evaluate(checkpoint))
+            return _EvaluationOutcome(metrics=self._setup.evaluate(checkpoint))
         except (CheckpointError, MetricsError) as error:
             logger.debug("%s", checkpoint, exc_info=True)
             again = isinstance(error, CheckpointError) and not isinstance(error, CheckpointMismatch)
-            return _Outcome(None, str(error), again, checkpoint.is_dir())
+            return _EvaluationOutcome(None, str(error), again, checkpoint.is_dir())
 
-    def _settle(self, books: Bookkeeper, job: Job, outcomes: list[_Outcome]) -> None:
+    def _settle(self, books: EvaluationRecorder, job: EvaluationJob, outcomes: list[_EvaluationOutcome]) -> None:
         assert job.found is not None
         problem = next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
         metrics = outcomes[0].metrics

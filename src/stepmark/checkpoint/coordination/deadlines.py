@@ -1,0 +1,71 @@
+"""The phases of a save or a restore on one rank: known to the others, and each with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.messages import late
+from stepmark.checkpoint.coordination.watchdog import Watch, watchdog
+from stepmark.errors import CheckpointTimeout
+from stepmark.launch.process_exit import print_stacks
+
+
+class PhaseDeadlines:
+    """What this rank is doing. `expired` is told, in another thread, when a phase has not ended in time."""
+
+    def __init__(
+        self, what: str, board: StatusStore, timeout: float, expired: Callable[[CheckpointTimeout], None]
+    ) -> None:
+        self.what = what
+        self.board = board
+        self.timeout = timeout
+        self.deadline = 0.0
+        self._name = ""
+        self._expired = expired
+        self._watch: Watch | None = None
+        self._late: CheckpointTimeout | None = None
+
+    def enter(self, name: str) -> None:
+        """The phase before has ended, and this one begins. Raises CheckpointTimeout where the last was too long."""
+        self.leave()
+        self._name = name
+        self.deadline = time.monotonic() + self.timeout
+        self._watch = watchdog.watch(self.deadline, self._expire)
+        self.board.enter(name)
+
+    def leave(self) -> None:
+        """The last phase has ended. Raises CheckpointTimeout where it was too long."""
+        if self._watch is not None:
+            watchdog.release(self._watch)
+            self._watch = None
+        if self._late is not None:
+            raise self._late
+
+    def stop(self) -> None:
+        """Ends the watch, whatever the phase has come to."""
+        if self._watch is not None:
+            watchdog.release(self._watch)
+            self._watch = None
+
+    def wait(
+        self, topic: str, ranks: Collection[int], needs: Sequence[tuple[str, Collection[int]]] = ()
+    ) -> dict[int, Any]:
+        """The posts of these ranks under the topic. Raises RankFailed where one has failed, and once this
+        phase should have ended CheckpointTimeout, which names the late ones and what they are doing.
+
+        `needs`: what those ranks wait for themselves, the first first; the one to name may be late there.
+        """
+        try:
+            return self.board.wait(topic, ranks, self.deadline)
+        except CheckpointTimeout as error:
+            reason = next((found for each in needs if (found := self.board.missing(*each))), str(error))
+            raise CheckpointTimeout(late(reason, self.timeout)) from error
+
+    def _expire(self) -> None:
+        what = f"{self.what}: rank {self.board.rank} ({self._name}) has not ended this phase"
+        self._late = CheckpointTimeout(late(what, self.timeout))
+        print_stacks(str(self._late))
+        self._expired(self._late)

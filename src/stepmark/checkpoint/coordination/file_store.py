@@ -1,0 +1,166 @@
+"""How ranks tell each other, in the background, how far a save is: small files in a folder that all of them see.
+
+No collective is used there, because one that a rank never joins says neither who is missing nor ends in time. A rank
+posts its result of a phase under a topic; who needs it looks until it is there, a rank has reported a failure, or the
+deadline has passed. What a rank is doing is posted as well, so that an error can say what a late one was doing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.threads import ends_within
+from stepmark.errors import CheckpointError, CheckpointTimeout
+from stepmark.filesystem import files
+
+logger = logging.getLogger("stepmark")
+
+_FAILED = "failed"
+_PHASE = "phase"
+_DONE = "done"
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
+_SIGN_EVERY = 1.0  # seconds; a change in the folder also makes network file systems look again
+_SILENT = 3.0  # seconds without a sign, from which on an error says so
+_PATIENCE = 1.0  # seconds that telling may hold up what it tells of
+_FEW = 4  # posts that are looked for one by one; the whole folder is looked at where it is more, and once a sign
+_SHOWN = 8  # ranks that an error names
+
+
+class RankFailed(CheckpointError):
+    """Another rank has reported that it cannot go on."""
+
+
+class StatusStore:
+    """The posts of one save."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self._phase = ""
+
+    def open(self) -> None:
+        """Makes the folder; every rank may. Raises CheckpointError where the run's own folder, which it lies in, is
+        gone."""
+        if not self.folder.parent.is_dir():
+            raise CheckpointError(
+                f"{self.folder.parent} is gone: the folder was removed, or another run has taken it over"
+            )
+        files.make_folder(self.folder)
+
+    def enter(self, phase: str) -> None:
+        """Tells the others what this rank is doing from now on."""
+        self._phase = phase
+        self.try_to_post(_PHASE, phase)
+
+    def post(self, topic: str, value: Any = None) -> None:
+        """Makes a value known under a topic."""
+        files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
+
+    def try_to_post(self, topic: str, value: Any = None) -> None:
+        """The same. Where it cannot be written, as on a full disk, or not soon, the others will see the deadline at
+        worst."""
+
+        def post() -> None:
+            try:
+                self.post(topic, value)
+            except OSError as error:
+                logger.warning("cannot tell the other ranks of %r in %s: %s", topic, self.folder, error.strerror)
+
+        if not ends_within(_PATIENCE, post):
+            logger.warning("telling the other ranks of %r in %s takes long", topic, self.folder)
+
+    def fail(self, reason: str) -> None:
+        """Tells the others that this rank cannot go on."""
+        self.try_to_post(_FAILED, reason)
+
+    def leave(self) -> None:
+        """Tells that this rank reads here no more."""
+        self.try_to_post(_DONE)
+
+    def close(self, ranks: Collection[int], deadline: float) -> bool:
+        """Removes the posts when these ranks have left; they stay where one has not by the deadline. Returns whether
+        they are gone."""
+        try:
+            self.wait(_DONE, ranks, deadline, heed_failures=False)
+        except (CheckpointTimeout, OSError) as error:
+            logger.warning("not all ranks have ended a save: %s", error)
+            return False
+        files.remove_tree(self.folder)
+        return True
+
+    def has(self, topic: str, rank: int) -> bool:
+        """Whether a rank has posted under the topic."""
+        return (self.folder / f"{topic}.{rank}").exists()
+
+    def read(self, topic: str, rank: int) -> Any:
+        """What a rank has posted."""
+        return json.loads((self.folder / f"{topic}.{rank}").read_bytes())
+
+    def wait(
+        self, topic: str, ranks: Collection[int], deadline: float, *, heed_failures: bool = True
+    ) -> dict[int, Any]:
+        """The posts of these ranks under the topic; `deadline` is in seconds of time.monotonic().
+
+        Raises RankFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what
+        they are doing, when the deadline has passed.
+        """
+        pause, signed, first = _SHORTEST_PAUSE, time.monotonic(), True
+        wanted = {f"{topic}.{rank}": rank for rank in ranks}
+        while True:
+            due = time.monotonic() - signed > _SIGN_EVERY
+            if due or first or len(wanted) > _FEW:  # it is large, and every rank looks
+                present = set(os.listdir(self.folder))
+            else:
+                present = {name for name in wanted if (self.folder / name).exists()}
+            first = False
+            if heed_failures:
+                self._raise_failure(present)
+            if wanted.keys() <= present:
+                return {rank: self.read(topic, rank) for rank in ranks}
+            if time.monotonic() > deadline:
+                raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} came too late")
+            if due:
+                self.try_to_post(_PHASE, self._phase)
+                signed = time.monotonic()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _raise_failure(self, present: set[str]) -> None:
+        for name in sorted(present):
+            topic, _, rank = name.partition(".")
+            if topic == _FAILED and rank.isdigit() and int(rank) != self.rank:
+                raise RankFailed(f"rank {rank}: {self.read(_FAILED, int(rank))}")
+
+    def missing(self, topic: str, ranks: Collection[int]) -> str | None:
+        """Which of these ranks have not posted under the topic, and what they are doing; None where all have."""
+        late = sorted(rank for rank in ranks if not self.has(topic, rank))
+        return f"{self.describe(late)} has not {topic}" if late else None
+
+    def describe(self, ranks: Collection[int]) -> str:
+        """These ranks, each with what it was doing last, and how long ago that was if it is long."""
+        self.try_to_post(_PHASE, self._phase)
+        now = self._now()
+        shown = [f"rank {rank} ({self._doing(rank, now)})" for rank in list(ranks)[:_SHOWN]]
+        more = len(ranks) - len(shown)
+        return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+    def _now(self) -> float:
+        """The time by the file system's clock, as far as this rank could leave a sign there."""
+        try:
+            return os.stat(self.folder / f"{_PHASE}.{self.rank}").st_mtime
+        except OSError:
+            return time.time()
+
+    def _doing(self, rank: int, now: float) -> str:
+        try:
+            silent = now - os.stat(self.folder / f"{_PHASE}.{rank}").st_mtime
+            phase = self.read(_PHASE, rank)
+        except FileNotFoundError:
+            return "has not joined"
+        return f"{phase}, silent for {silent:.0f} s" if silent > _SILENT else str(phase)

@@ -1,0 +1,139 @@
+"""Signs of life: a file that a process touches and locks for as long as it lives, and how others read it.
+
+Process numbers say nothing on another machine, and files alone nothing of a process that was killed. So:
+
+- on the same machine (same boot id) and the same mounted file system, the kernel's lock on the file says at once
+  whether the process still exists; two containers of a machine that each mount a file system for themselves may not see
+  each other's locks, so there only a lock that is held says something;
+- else its time of change, by the file system's own clock: older than STALE seconds means dead, and so does a time that
+  has not changed for STALE seconds while one looks, whatever it is, since a clock may have been set back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stepmark.filesystem import files
+from stepmark.filesystem.locks import try_lock, unlock
+
+BEAT = 5.0  # seconds between two signs of life
+STALE = 60.0  # seconds without one, after which a process on another machine is taken for dead
+
+logger = logging.getLogger("stepmark")
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A heartbeat of this process: its file, however that is spelled, and the process's number, in case it forks."""
+
+    path: Path
+    file: tuple[int, int]
+    process: int
+
+
+_alive_here: list[_Own] = []
+
+
+def boot_id() -> str:
+    """What tells this running machine from every other, and from itself before a restart."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class Heartbeat:
+    """A file that is touched, and locked, as long as this process lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="stepmark-heartbeat", daemon=True)
+        self._descriptor = files.open_for_writing(path, truncate=True)
+        status = os.fstat(self._descriptor)
+        self._own = _Own(path.resolve(), (status.st_dev, status.st_ino), os.getpid())
+        _alive_here.append(self._own)
+        data = {"boot": boot_id(), "host": socket.gethostname(), "dev": status.st_dev}
+        try:
+            try_lock(self._descriptor)  # first: whoever can read the file may rely on its lock
+            files.write_at(self._descriptor, memoryview(json.dumps(data).encode()), 0)
+        except BaseException:
+            self.stop()
+            raise
+
+    def start(self, path: Path | None = None) -> None:
+        """Begins to beat, at `path` if the file has been moved."""
+        if path is not None:
+            before, self._own = self._own, replace(self._own, path=path.resolve())
+            _alive_here.append(self._own)
+            _alive_here.remove(before)
+            self.path = path
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT):
+            try:
+                os.utime(self._descriptor)
+            except OSError as error:  # seen by others as silence, which is what it is
+                logger.warning("cannot show that this run is alive in %s: %s", self.path, error)
+
+    def stop(self) -> None:
+        """Ends the beat and gives the lock back."""
+        self._stop.set()
+        if self._own in _alive_here:
+            _alive_here.remove(self._own)
+        if self._thread.is_alive():
+            self._thread.join()
+        unlock(self._descriptor)
+        files.close(self._descriptor)
+
+
+def lock_verdict(path: Path) -> bool | None:
+    """Whether the process that made the file exists, as far as this machine's kernel knows; None where it cannot."""
+    own = _find_own(path)
+    if own is not None:  # opening and closing it here would give its lock back
+        return own.process == os.getpid() or None
+    try:
+        data = json.loads(path.read_bytes())
+        if data["boot"] != boot_id():
+            return None
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    try:
+        free = try_lock(descriptor)
+        if free and data.get("dev") != os.fstat(descriptor).st_dev:  # another mount, which may have locks of its own
+            return None
+        return None if free is None else not free
+    finally:
+        os.close(descriptor)
+
+
+def host_of(path: Path) -> str | None:
+    """The name of the machine that the file's process runs on, None where the file does not tell."""
+    try:
+        return str(json.loads(path.read_bytes())["host"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def is_here(path: Path) -> bool:
+    """Whether the file is one of this process."""
+    return _find_own(path) is not None
+
+
+def _find_own(path: Path) -> _Own | None:
+    """This process's heartbeat in that file: by the file itself, or by its path where the file system does not number
+    its files for good."""
+    resolved, file = path.resolve(), None
+    with contextlib.suppress(OSError):  # gone, or out of reach: then its path has to tell
+        status = os.stat(path)
+        file = (status.st_dev, status.st_ino)
+    return next((own for own in list(_alive_here) if own.file == file or own.path == resolved), None)

@@ -1,0 +1,134 @@
+"""Leases: who is reading a checkpoint that a live run may want to delete.
+
+A reader makes a file `.stepmark/lease.checkpoint-N.<label>.<random id>` beside the checkpoints, whose heartbeat tells
+that it lives. Retention leaves a checkpoint alone while there is such a file; the lease of a reader that died expires,
+at once on the same machine, else when it has been silent for STALE seconds.
+
+A reader makes its file first and looks for the checkpoint then; retention renames the checkpoint away first and looks
+for leases then, and gives the name back where it finds one. So one of the two sees the other, whatever the timing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stepmark.checkpoint.coordination.folder_lock import held_by_another
+from stepmark.checkpoint.coordination.heartbeat import STALE, Heartbeat, lock_verdict
+from stepmark.checkpoint.format.directory import COORDINATION
+from stepmark.filesystem import files
+
+logger = logging.getLogger("stepmark")
+
+
+class Lease:
+    """A promise that the checkpoint is not deleted, until `release`, or until this process dies."""
+
+    def __init__(self, checkpoint: Path, label: str) -> None:
+        """`label`, without dots, says what for. Raises OSError where the run's folder cannot be written to."""
+        assert "." not in label
+        root = checkpoint.parent / COORDINATION
+        files.make_folder(root)
+        name = f"lease.{checkpoint.name}.{label}.{secrets.token_hex(6)}"
+        hidden = root / f".{name}"
+        self._heartbeat = Heartbeat(hidden)
+        self.path = root / name
+        files.rename(hidden, self.path)  # with its content and its lock, so that nobody takes it for a dead one
+        self._heartbeat.start(self.path)
+
+    @classmethod
+    def take(cls, checkpoint: Path, label: str) -> Lease | None:
+        """A lease on a checkpoint; None where it is gone. Raises OSError as the constructor does."""
+        lease = cls(checkpoint, label)
+        if checkpoint.is_dir():
+            return lease
+        lease.release()
+        return None
+
+    def release(self) -> None:
+        """Gives the checkpoint free."""
+        self._heartbeat.stop()
+        try:
+            files.remove_file(self.path)
+        except OSError as error:  # it is silent from now on, which says the same a little later
+            logger.warning("cannot remove %s: %s", self.path, error.strerror)
+
+
+@contextmanager
+def reading(checkpoint: Path, label: str) -> Iterator[bool]:
+    """Keeps a checkpoint of a live run from deletion meanwhile; whether it was there.
+
+    Where no run has the folder nothing is written to it, and where no lease can be made it is read all the same.
+    """
+    lease = None
+    real = checkpoint.resolve()  # retention knows the checkpoint by the name that it has in its run's folder
+    if held_by_another(real.parent):
+        try:
+            lease = Lease(real, label)
+        except OSError as error:
+            logger.warning("a live run may delete %s while it is read: %s", checkpoint, error)
+    try:
+        yield checkpoint.is_dir()
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _remove(path: Path) -> None:
+    try:
+        files.remove_file(path)
+    except OSError as error:  # it holds nothing, and is looked at again
+        logger.warning("cannot remove %s, which a dead reader has left: %s", path, error.strerror)
+
+
+class Leases:
+    """The leases on a run's checkpoints, as one process sees them: it remembers what it saw when."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / COORDINATION
+        self._seen: dict[Path, tuple[float, float]] = {}  # the file's time at first sight, and when that was here
+
+    def held(self, checkpoint: Path, label: str | None = None, but: Lease | None = None) -> bool:
+        """Whether a live reader has a lease on the checkpoint: any, or one with this label; `but` does not count.
+
+        Files that dead readers have left are removed.
+        """
+        found = False
+        for path in sorted(self._folder.glob(f"lease.{checkpoint.name}.{label or '*'}.*")):
+            if but is not None and path == but.path:
+                continue
+            if self.alive(path):
+                found = True
+            else:
+                _remove(path)
+        return found
+
+    def alive(self, path: Path) -> bool:
+        """Whether the process behind a heartbeat file lives, as far as can be told by now: of another machine, silence
+        counts from the file's own time, or from the first look at it."""
+        verdict = lock_verdict(path)
+        if verdict is not None:
+            return verdict
+        try:
+            sign = path.stat().st_mtime
+        except FileNotFoundError:
+            return False
+        first, since = self._seen.setdefault(path, (sign, time.monotonic()))
+        if sign != first:
+            self._seen[path] = (sign, time.monotonic())
+            return True
+        return time.monotonic() - since < STALE and self._now() - sign < STALE
+
+    def _now(self) -> float:
+        """The time by the file system's clock."""
+        descriptor = files.open_for_writing(self._folder / "clock")
+        try:
+            os.utime(descriptor)
+            return os.fstat(descriptor).st_mtime
+        finally:
+            files.close(descriptor)

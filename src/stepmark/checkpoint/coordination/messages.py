@@ -1,0 +1,20 @@
+"""Errors in one line, for another rank or a user to read."""
+
+from __future__ import annotations
+
+from stepmark.errors import StepmarkError
+
+
+def late(what: str, timeout: float, setting: str = "save_timeout") -> str:
+    """What to say of something that has not happened within `timeout` seconds, which the user sets by `setting`."""
+    return (
+        f"{what} within {timeout:g} s ({setting}); look at what that rank's threads are doing, whose stacks are on its "
+        f"standard error, or raise {setting}"
+    )
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's message; of an OSError what the system says, and of which file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{error}" if isinstance(error, StepmarkError) else f"{type(error).__name__}: {error}"

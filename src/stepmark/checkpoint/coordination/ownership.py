@@ -1,0 +1,67 @@
+"""A run's claim on a folder, as its ranks share it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.folder_lock import FolderLock
+from stepmark.checkpoint.coordination.heartbeat import STALE, boot_id
+from stepmark.checkpoint.coordination.messages import describe_error
+from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
+from stepmark.checkpoint.format.directory import check_writable
+
+logger = logging.getLogger("stepmark")
+
+CLAIMING = 2 * STALE  # seconds that rank 0 may take to find out whether another run lives
+
+
+class RunOwnership:
+    """One rank's part in a claim: `nodes[rank]` is the node that a rank is on, `identity` the run's random name."""
+
+    def __init__(self, owner: FolderLock, meeting: TimedGroup, nodes: list[int]) -> None:
+        self.identity = owner.identity
+        self.nodes = nodes
+        self._owner = owner
+        self._meeting = meeting
+
+    @classmethod
+    def join(cls, folder: Path, meeting: TimedGroup, timeout: float) -> RunOwnership:
+        """Rank 0 claims the folder, and all learn how that went; collective.
+
+        Raises CheckpointBusy where another live run has it, and CheckpointError where it cannot be written to.
+        """
+        own: FolderLock | None = None
+
+        def claim() -> str:
+            nonlocal own
+            check_writable(folder)
+            own = FolderLock.claim(folder)
+            return own.identity
+
+        identity = meeting.ask_first(claim, f"claiming {folder}", max(timeout, CLAIMING))
+        places = meeting.all_gather(boot_id(), f"claiming {folder}")
+        nodes = [places.index(place) for place in places]
+        if own is None:
+            own = FolderLock.join(folder, identity, meeting.rank, beat=nodes[meeting.rank] == meeting.rank)
+        return cls(own, meeting, nodes)
+
+    def board(self, name: str) -> StatusStore:
+        """A new board for these ranks; open it."""
+        return StatusStore(self._owner.folder / name, self._meeting.rank)
+
+    def alone_on_node(self) -> bool:
+        """Whether no other rank is on this rank's node."""
+        return self.nodes.count(self.nodes[self._meeting.rank]) == 1
+
+    def lost(self) -> bool:
+        """Whether another run has taken the folder over."""
+        return self._owner.lost()
+
+    def release(self) -> None:
+        """Ends this rank's part; rank 0 ends the claim. What cannot be removed, the next owner removes."""
+        try:
+            self._owner.release(whole=self._meeting.rank == 0)
+        except OSError as error:  # all that was saved is safe
+            logger.warning("cannot give %s back in order: %s", self._owner.folder, describe_error(error))

@@ -1,0 +1,124 @@
+"""Collectives of the host that end: with everybody's value, or with the names of those who did not come."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.messages import describe_error, late
+from stepmark.checkpoint.threads import ends_within
+from stepmark.errors import CheckpointError, CheckpointTimeout
+from stepmark.launch.process_exit import print_stacks
+from stepmark.runtime.host_group import HostGroup
+
+_ABSENT = "not all ranks came"
+_LOOKING = 5.0  # seconds that finding out who did not come may take
+
+
+class TimedGroup:
+    """The group of all ranks, each of whose calls has `timeout` seconds. After one has failed, all fail at once."""
+
+    def __init__(self, group: HostGroup, timeout: float) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self._group = group
+        self._timeout = timeout
+        self._broken: CheckpointError | None = None
+
+    def all_gather(self, value: Any, what: str, board: StatusStore | None = None) -> list[Any]:
+        """The values of all ranks; `what` is for, said in the error. The board, if there is one, tells who came.
+
+        Raises CheckpointTimeout, naming the ranks that did not come, and CheckpointError where one is gone.
+        """
+        result = self._bounded(lambda: self._group.all_gather(value), what, board)
+        assert isinstance(result, list)
+        return result
+
+    def ask_first(
+        self, function: Callable[[], Any], what: str, timeout: float | None = None, board: StatusStore | None = None
+    ) -> Any:
+        """What `function` gives on rank 0, on all ranks. What it raises there is raised on all."""
+        told: tuple[Any, type[CheckpointError] | None, str] = (None, None, "")
+        problem: BaseException | None = None
+        if self.rank == 0:
+            try:
+                told = (function(), None, "")
+            except (CheckpointError, OSError) as error:
+                problem = error
+                told = (
+                    None,
+                    type(error) if isinstance(error, CheckpointError) else CheckpointError,
+                    describe_error(error),
+                )
+        absent = "rank 0 did not answer" if self.rank else _ABSENT
+        value, kind, message = self._bounded(lambda: self._group.broadcast(told), what, board, timeout, absent)
+        if kind is not None:
+            raise kind(message) from problem
+        return value
+
+    def _bounded(
+        self,
+        collective: Callable[[], Any],
+        what: str,
+        board: StatusStore | None,
+        timeout: float | None = None,
+        absent: str = _ABSENT,
+    ) -> Any:
+        """`absent` is what is said of the ranks that do not come, where no board tells which they are."""
+        if self.size == 1:
+            return collective()
+        if self._broken is not None:
+            raise self._broken
+        if board is not None:
+            board.try_to_post(_topic(what))
+        timeout = timeout or self._timeout
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((collective(), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        threading.Thread(target=run, name="stepmark-meeting", daemon=True).start()
+        try:
+            result, error = answers.get(timeout=timeout)
+        except queue.Empty:
+            self._broken = CheckpointTimeout(late(self._missing_soon(what, board, absent), timeout))
+            print_stacks(str(self._broken))
+            raise self._broken from None
+        if isinstance(error, RuntimeError):  # what gloo raises when the connection to another rank is gone
+            missing = self._missing_soon(what, board, absent)
+            self._broken = CheckpointError(f"{missing}; the connection has broken: {error}")
+            raise self._broken from error
+        if error is not None:
+            raise error
+        return result
+
+    def _missing(self, what: str, board: StatusStore | None, absent: str) -> str:
+        if board is None:
+            return f"{what}: {absent}"
+        missing = [rank for rank in range(self.size) if not board.has(_topic(what), rank)]
+        if not missing:
+            return f"{what}: all ranks came, and did not hear each other"
+        return f"{what}: {board.describe(missing)} did not come"
+
+    def _missing_soon(self, what: str, board: StatusStore | None, absent: str) -> str:
+        """The same, where the board's file system may be stuck."""
+        found: list[str] = []
+
+        def look() -> None:
+            with contextlib.suppress(OSError):
+                found.append(self._missing(what, board, absent))
+
+        if ends_within(_LOOKING, look) and found:
+            return found[0]
+        return f"{what}: {absent}, and {'the folder' if board is None else board.folder.parent} does not answer"
+
+
+def _topic(what: str) -> str:
+    return "at-" + "".join(letter if letter.isalnum() else "-" for letter in what)

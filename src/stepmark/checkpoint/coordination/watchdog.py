@@ -1,0 +1,122 @@
+"""Sees to it that nothing waits for ever.
+
+Whoever does something that may hang says until when it should have ended. Past that, a thread that needs neither the
+device nor the stuck thread prints the stacks of all threads and says so to whoever watches. Where even that thread
+cannot run, because something holds the interpreter's lock, the C thread of `faulthandler` prints the stacks and ends
+the process BACKSTOP seconds later; it is armed for as long as anything is watched, and takes the place of a
+`faulthandler.dump_traceback_later` of the program's own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepmark.launch.process_exit import STDERR, end_process
+
+# Seconds. A supervisor gives the other ranks five more, and all is to be over ten after the deadline.
+GRACE = 2.5  # that a process has to end by itself once a deadline has passed
+BACKSTOP = GRACE + 1.0
+_MARGIN = 0.5  # seconds that a wait with a deadline of its own has to raise by itself
+
+
+_FAR = 30 * 86400.0  # no deadline is further away: clocks and timers of the system take no infinity
+
+logger = logging.getLogger("stepmark")
+
+
+@dataclass(eq=False)
+class Watch:
+    """Something that should have ended at `deadline` (time.monotonic)."""
+
+    deadline: float
+    expired: Callable[[], None]
+
+
+class Watchdog:
+    """The watches of this process, and the thread that keeps them."""
+
+    def __init__(self) -> None:
+        self._watches: set[Watch] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, deadline: float, expired: Callable[[], None]) -> Watch:
+        """Calls `expired` in another thread if the watch is not released by the deadline, and a little."""
+        watch = Watch(min(deadline, time.monotonic() + _FAR) + _MARGIN, expired)
+        with self._changed:
+            self._watches.add(watch)
+            self._arm()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="stepmark-watchdog", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return watch
+
+    def release(self, watch: Watch) -> None:
+        """It has ended."""
+        with self._changed:
+            if watch in self._watches:
+                self._watches.remove(watch)
+                self._arm()
+
+    def _arm(self) -> None:
+        if not self._watches:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        left = min(watch.deadline for watch in self._watches) - time.monotonic() + BACKSTOP
+        faulthandler.dump_traceback_later(max(left, BACKSTOP), exit=True, file=STDERR)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                first = min(self._watches, key=lambda watch: watch.deadline, default=None)
+                left = None if first is None else first.deadline - time.monotonic()
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    continue
+                assert first is not None
+            try:
+                first.expired()
+            except Exception:
+                logger.exception("a deadline has passed, and saying so failed")
+            finally:
+                self.release(first)  # only now: until then the C thread stands by
+
+    def before_fork(self) -> None:
+        """The C thread would be missing in the child, and waited for there, by whoever arms it next, for ever."""
+        self._changed.acquire()
+        if self._watches:
+            faulthandler.cancel_dump_traceback_later()
+
+    def after_fork(self) -> None:
+        """In the parent."""
+        if self._watches:
+            self._arm()
+        self._changed.release()
+
+    def forget(self) -> None:
+        """In a forked child, which has none of the threads."""
+        self.__init__()  # type: ignore[misc]
+
+
+watchdog = Watchdog()
+os.register_at_fork(before=watchdog.before_fork, after_in_parent=watchdog.after_fork, after_in_child=watchdog.forget)
+
+
+def end_unless(collected: threading.Event, error: BaseException, rank: int) -> None:
+    """Ends the process with exit code 1 and this error, unless somebody takes the error up within GRACE seconds.
+
+    The program may be stuck where no exception can reach it, in a collective with a rank that is gone for example.
+    """
+
+    def wait_and_end() -> None:
+        if not collected.wait(GRACE):
+            end_process(error, rank)
+
+    threading.Thread(target=wait_and_end, name="stepmark-ultimatum", daemon=True).start()

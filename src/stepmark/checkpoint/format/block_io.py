@@ -1,0 +1,70 @@
+"""Reading blocks of files, through the page cache or past it.
+
+A file is open for the time of a call only: a checkpoint may have more files than a process may have open.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
+from stepmark.checkpoint.format.tensor_file import PAGE
+
+
+def read_block(path: Path, memory: memoryview, begin: int) -> None:
+    """Fills `memory` with the file's bytes from `begin` on. The page cache reads ahead, and spares the disk where
+    several ranks of a node read the same bytes.
+
+    Raises CheckpointDamaged where the file ends before, or the disk cannot read it, and CheckpointError where it cannot
+    be read for a reason that has nothing to do with its bytes.
+    """
+    _read_to_the_end(path, memory, begin, len(memory), past_cache=False)
+
+
+def read_past_cache(path: Path, memory: memoryview, begin: int, end: int) -> memoryview:
+    """Bytes [begin, end) of the file as the disk has them, whatever the cache holds, if the file system can do that.
+
+    They are in `memory`, which is page-aligned and at least two pages longer. Raises as `read_block` does.
+    """
+    low = begin // PAGE * PAGE
+    block = memory[: (end + PAGE - 1) // PAGE * PAGE - low]
+    _read_to_the_end(path, block, low, end - low, past_cache=True)
+    return block[begin - low : end - low]
+
+
+def _read_to_the_end(path: Path, block: memoryview, low: int, needed: int, *, past_cache: bool) -> None:
+    done = 0
+    try:
+        if past_cache:
+            done = _read(path, block, low, needed, os.O_DIRECT)
+        if done < needed:  # through the cache; or the last bytes past it, which are less than a page
+            done += _read(path, block[done:], low + done, needed - done, 0)
+    except OSError as error:
+        raise cannot_read(path, error, f"byte {low + done}") from error
+    if done < needed:
+        raise FileIncomplete(f"{path} ends at byte {low + done}")
+
+
+def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int) -> int:
+    """Reads at least `needed` bytes, or up to the file's end; how many there were."""
+    done = 0
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
+    except OSError as error:
+        if flag and error.errno in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
+            return 0
+        raise
+    try:
+        while done < needed and (not flag or done % PAGE == 0):
+            count = os.preadv(descriptor, [block[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+    except OSError as error:
+        if not flag or error.errno != errno.EINVAL:  # opened, and refused all the same: some network file systems
+            raise
+    finally:
+        os.close(descriptor)
+    return done

@@ -1,0 +1,185 @@
+"""The names of folders beside each other, and the steps by which a checkpoint appears, goes, or is set aside.
+
+checkpoint-N                    whole, always
+.checkpoint-N.<save>            being written, or what is left of a save that died
+.replaced-checkpoint-N.<save>   the old one while a new one takes its name, where names cannot be exchanged in one step
+.deleted-checkpoint-N.<save>    being deleted
+damaged-checkpoint-N[.k]        set aside: bytes are missing or wrong
+.stepmark/                      who owns the folder, who reads in it, and how far saves are
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from stepmark.errors import CheckpointError
+from stepmark.filesystem import files
+
+COORDINATION = ".stepmark"
+
+logger = logging.getLogger("stepmark")
+
+_CHECKPOINT = re.compile(r"checkpoint-(0|[1-9]\d*)\Z")
+_HIDDEN = re.compile(r"\.(replaced-|deleted-|)checkpoint-(\d+)\.(.+)\Z")
+_REPLACED, _DELETED = ".replaced-", ".deleted-"
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"checkpoint-{step}"
+
+
+def temporary_path(folder: Path, step: int, save: str) -> Path:
+    """Where a save writes before it is whole."""
+    return folder / f".checkpoint-{step}.{save}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint folder's name, None for another name."""
+    match = _CHECKPOINT.match(path.name)
+    return int(match[1]) if match else None
+
+
+def resolve_link(path: Path) -> Path:
+    """Where a link, such as `best`, leads at this moment: a live run may let it lead elsewhere in the next."""
+    return path.resolve() if path.is_symlink() else path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The folders with a checkpoint's name, newest step first."""
+    if not folder.is_dir():
+        return []
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def sync_tree(folder: Path) -> None:
+    """Syncs the entries of a folder and of the folders in it; not the files' bytes."""
+    for path, _, _ in os.walk(folder):
+        files.sync_folder(Path(path))
+
+
+def publish(temporary: Path, save: str) -> Path:
+    """Gives a complete, synced temporary folder its final name, in one step; returns the path.
+
+    A checkpoint of the same step is whole under that name until the new one is. If that cannot be deleted then, the new
+    one is committed all the same, and the next owner of the folder removes what is left.
+    """
+    match = _HIDDEN.match(temporary.name)
+    assert match is not None
+    folder, step = temporary.parent, int(match[2])
+    final = checkpoint_path(folder, step)
+    sync_tree(temporary)
+    if not os.path.lexists(final):
+        files.rename(temporary, final)
+        files.sync_folder(folder)
+    elif files.exchange(temporary, final):
+        files.sync_folder(folder)
+        _remove_or_leave(temporary)
+    else:
+        replaced = folder / f".replaced-checkpoint-{step}.{save}"
+        files.rename(final, replaced)
+        try:
+            files.rename(temporary, final)
+        except OSError:
+            with contextlib.suppress(OSError):  # the old one gets its name back: now, or from the next owner
+                files.rename(replaced, final)
+            raise
+        files.sync_folder(folder)
+        _remove_or_leave(replaced)
+    return final
+
+
+def remove_temporary(path: Path) -> None:
+    """Deletes a folder whose name is no checkpoint's.
+
+    The names are synced before: on the disk, this folder may still have been a checkpoint until then.
+    """
+    assert step_of(path) is None
+    if os.path.lexists(path):
+        files.sync_folder(path.parent)
+        files.remove_tree(path)
+
+
+def _remove_or_leave(path: Path) -> bool:
+    """Deletes a hidden folder, none of whose names on the disk is a checkpoint's. Where that fails (somebody has a file
+    open on NFS, or the rights are gone) it stays, under a name that no checkpoint is brought back from."""
+    try:
+        files.remove_tree(path)
+    except OSError as error:
+        logger.warning("%s cannot be deleted; the next run on this folder tries again: %s", path, error)
+        _never_bring_back(path)
+        return False
+    return True
+
+
+def _never_bring_back(path: Path) -> None:
+    if path.name.startswith(_REPLACED):
+        try:
+            files.rename(path, path.with_name(_DELETED + path.name.removeprefix(_REPLACED)))
+        except OSError as error:
+            logger.warning("%s cannot be renamed either: %s", path, error)
+
+
+def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
+    """Deletes a checkpoint: it loses its name in one step, and then its contents. It gets its name back where `unless`,
+    asked in between, says so, or cannot tell. Returns whether it was deleted."""
+    hidden = path.with_name(f".deleted-{path.name}.{save}")
+    files.rename(path, hidden)
+    kept = True
+    try:
+        kept = unless()
+    finally:
+        if kept:
+            files.rename(hidden, path)
+    if kept:
+        return False
+    remove_temporary(hidden)
+    return True
+
+
+def quarantine(path: Path) -> Path:
+    """Renames a damaged checkpoint so that nobody takes it for a whole one; returns the new path."""
+    number = 0
+    while True:
+        target = path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))
+        if not os.path.lexists(target):
+            break
+        number += 1
+    files.rename(path, target)
+    files.sync_folder(path.parent)
+    return target
+
+
+def recover(folder: Path) -> list[Path]:
+    """Ends what a dead run has begun: brings back a checkpoint that was losing its name to a new one, and deletes what
+    is not whole, as far as it can be. Returns what was deleted. Call it only as the owner of the folder."""
+    deleted = []
+    for path in sorted(folder.iterdir()):
+        match = _HIDDEN.match(path.name)
+        if match is None or not path.is_dir():
+            continue
+        final = checkpoint_path(folder, int(match[2]))
+        if match[1] == "replaced-" and not os.path.lexists(final):
+            files.rename(path, final)
+            files.sync_folder(folder)
+        else:
+            files.sync_folder(folder)
+            if _remove_or_leave(path):
+                deleted.append(path)
+    return deleted
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder. Raises CheckpointError where that cannot be, or nothing can be written in it."""
+    try:
+        files.make_durable_folder(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "permission denied")
+    except OSError as error:
+        raise CheckpointError(f"checkpoints cannot be written to {folder}: {error.strerror or error}") from error

@@ -1,0 +1,127 @@
+"""Whether a checkpoint is whole: what can be told without reading the tensors' bytes.
+
+Everything here raises CheckpointDamaged for what is missing or wrong, and a plain CheckpointError where that cannot be
+told, because a file cannot be read for the moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.checksums import bytes_checksum, file_checksum
+from stepmark.checkpoint.format.directory import step_of
+from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest
+from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
+from stepmark.checkpoint.format.tensor_file import Header, parse_header
+from stepmark.errors import CheckpointDamaged
+from stepmark.filesystem.files import regular_file_size
+
+_MODEL_FILE = re.compile(r"model.*\.(safetensors|index\.json)\Z")
+
+
+def check_integrity(folder: Path, manifest: Manifest) -> None:
+    """Checks that every file is there with its size, and the digests of headers and of files without tensors.
+
+    Raises CheckpointDamaged, naming the first file that is not as it was written.
+    """
+    check_name(folder, manifest)
+    for entry in manifest.files:
+        if entry.header is None:
+            check_file(folder, entry)
+        else:
+            read_header(folder, manifest, entry)
+    for name in foreign_model_files(folder, manifest):
+        raise CheckpointDamaged(f"{folder / name} does not belong to this checkpoint; move it away")
+
+
+def check_name(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointDamaged where a folder with a checkpoint's name holds another step: a copy under that name."""
+    step = step_of(folder)
+    if step is not None and step != manifest.step:
+        raise CheckpointDamaged(
+            f"{folder / MANIFEST} is of step {manifest.step}: the folder was copied or renamed; give it another name"
+        )
+
+
+def foreign_model_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that the manifest does not list, and that other programs would read as the model, or as a part of it.
+
+    What else somebody has put into a checkpoint, as a callback that saves an adapter there does, harms nobody.
+    """
+    known = {entry.name for entry in manifest.files}
+    try:
+        return sorted(name for name in os.listdir(folder) if _MODEL_FILE.match(name) and name not in known)
+    except OSError as error:
+        raise cannot_read(folder, error) from error
+
+
+def check_size(folder: Path, entry: FileEntry) -> Path:
+    """The file's path. Raises CheckpointDamaged where it is missing or has another size."""
+    path = folder / entry.name
+    try:
+        size = regular_file_size(path)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if size is None or not path.resolve().is_relative_to(folder.resolve()):  # a link may lead anywhere
+        raise FileIncomplete(f"{path} is missing")
+    if size != entry.size:
+        raise FileIncomplete(f"{path} has {size} bytes instead of {entry.size}")
+    return path
+
+
+def check_file(folder: Path, entry: FileEntry) -> None:
+    """Checks a file without tensors, all of it. Raises CheckpointDamaged."""
+    path = check_size(folder, entry)
+    try:
+        _, digest = file_checksum(path)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if digest != entry.digest:
+        raise CheckpointDamaged(f"{path} differs from its digest")
+
+
+def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
+    """A tensor file's header, checked against the manifest. Raises CheckpointDamaged, naming the file."""
+    path = check_size(folder, entry)
+    if entry.header is None:
+        raise CheckpointDamaged(f"{path} is listed without a header, and is needed as a tensor file")
+    try:
+        with path.open("rb") as file:  # buffered, which goes on where a single read gives fewer bytes
+            data = file.read(entry.header)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if bytes_checksum(data) != entry.digest:
+        raise CheckpointDamaged(f"{path}: its header differs from its digest")
+    try:
+        header = parse_header(data, entry.size)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{path}: {error}") from error
+    if (header.step, header.save) != (manifest.step, manifest.save):
+        raise CheckpointDamaged(f"{path} belongs to another save, of step {header.step}")
+    return header
+
+
+def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The sections' encoded values. Raises CheckpointDamaged."""
+    path = folder / VALUES
+    entry = manifest.file(VALUES)
+    if entry is None:
+        raise CheckpointDamaged(f"{folder}: the manifest lists no {VALUES}")
+    check_size(folder, entry)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if bytes_checksum(data) != entry.digest:
+        raise CheckpointDamaged(f"{path} differs from its digest")
+    try:
+        sections = json.loads(data)["sections"]
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} cannot be understood: {error!r}") from error
+    if not isinstance(sections, dict):
+        raise CheckpointDamaged(f"{path} cannot be understood")
+    return sections

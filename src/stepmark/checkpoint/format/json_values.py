@@ -1,0 +1,246 @@
+"""Plain values as JSON, exactly: every float bit for bit, tuples, keys of any plain type, bytes; never pickle.
+
+What JSON has is written as such. The rest is an object with the key "$" that names its type:
+tuple, set, frozenset, dict, ordered and counter (pairs), float (16 hexadecimal digits), int (hexadecimal), complex,
+bytes (base64), array and scalar (numpy), size, dtype, device (torch), and tensor (a name in one of the tensor files).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from stepmark.errors import CheckpointDamaged, CheckpointError, UsageError
+
+TAG = "$"
+KeyPath = tuple[str, ...]
+OnTensor = Callable[
+    [Any, KeyPath], str
+]  # takes a tensor or a shard out of the value; returns the name it is stored under
+_DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_LARGEST_DECIMAL = 1 << 1024  # Python refuses to parse very long decimal integers
+
+
+def show(path: KeyPath) -> str:
+    """A path as an error message shows it: loader['epoch']."""
+    head, *rest = path or ("",)
+    return head + "".join(f"[{key!r}]" for key in rest)
+
+
+class ValueEncoder:
+    """Encodes values; tensors, where `is_tensor` finds them, are handed to `on_tensor`."""
+
+    def __init__(self, is_tensor: Callable[[Any], bool], on_tensor: OnTensor) -> None:
+        self._is_tensor = is_tensor
+        self._on_tensor = on_tensor
+
+    def encode(self, value: Any, path: KeyPath) -> Any:
+        """The JSON form. Raises UsageError for a value that is neither a tensor nor plain, naming it."""
+        try:
+            return self._encode(value, path)
+        except RecursionError as error:
+            raise UsageError(f"{show(path[:1])} is nested too deep, or contains itself; save a flat value") from error
+
+    def _encode(self, value: Any, path: KeyPath) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if abs(value) < _LARGEST_DECIMAL else {TAG: "int", "v": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {TAG: "float", "v": struct.pack(">d", value).hex()}
+        if self._is_tensor(value):
+            return {TAG: "tensor", "v": self._on_tensor(value, path)}
+        if kind in _DICTS:
+            return self._encode_dict(value, path)
+        if kind is list:
+            return self._encode_items(value, path)
+        if kind is tuple:
+            return {TAG: "tuple", "v": self._encode_items(value, path)}
+        if kind is set or kind is frozenset:
+            return {TAG: kind.__name__, "v": self._encode_items(sorted(value, key=repr), path)}
+        tagged = _encode_scalar(value)
+        if tagged is None:
+            raise UsageError(
+                f"{show(path)} is a {kind.__module__}.{kind.__qualname__}, neither a tensor nor a plain value; "
+                "save its parts as numbers, strings, lists and dicts"
+            )
+        return tagged
+
+    def _encode_items(self, values: Iterable[Any], path: KeyPath) -> list[Any]:
+        return [self._encode(value, (*path, str(index))) for index, value in enumerate(values)]
+
+    def _encode_dict(self, value: dict[Any, Any], path: KeyPath) -> Any:
+        if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
+            return {key: self._encode(item, (*path, key)) for key, item in value.items()}
+        pairs = [
+            [self._encode(key, (*path, "key")), self._encode(item, (*path, str(key)))] for key, item in value.items()
+        ]
+        return {TAG: _DICTS[type(value)], "v": pairs}
+
+
+def _encode_scalar(value: Any) -> dict[str, Any] | None:
+    kind = type(value)
+    if kind is bytes:
+        return {TAG: "bytes", "v": base64.b64encode(value).decode()}
+    if kind is complex:
+        return {TAG: "complex", "v": struct.pack(">dd", value.real, value.imag).hex()}
+    if (
+        (kind in (np.ndarray, np.memmap) or isinstance(value, np.generic))
+        and not value.dtype.hasobject
+        and value.dtype.names is None
+    ):
+        tag = "array" if isinstance(value, np.ndarray) else "scalar"
+        found = np.asarray(value)
+        if not found.dtype.itemsize:  # texts of length 0, of which numpy cannot read an array back
+            found = found.astype(np.dtype((found.dtype.type, 1)))
+        data = base64.b64encode(found.tobytes()).decode()
+        return {TAG: tag, "dtype": found.dtype.str, "shape": list(found.shape), "v": data}
+    return _encode_torch(value)
+
+
+def _encode_torch(value: Any) -> dict[str, Any] | None:
+    # Compared by name, so that reading a checkpoint's values does not import torch.
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if name == "torch.Size":
+        return {TAG: "size", "v": list(value)}
+    if name in ("torch.dtype", "torch.device"):
+        return {TAG: name.removeprefix("torch."), "v": str(value).removeprefix("torch.")}
+    return None
+
+
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """The value that was encoded; `tensor` gives the tensor stored under a name.
+
+    Raises CheckpointDamaged for JSON that the encoder cannot have written, and CheckpointError for element types that
+    are unknown here.
+    """
+    try:
+        return _decode(value, tensor)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
+        raise CheckpointDamaged(f"a stored value cannot be understood: {error!r}") from error
+
+
+def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TAG not in value:
+        return {key: _decode(item, tensor) for key, item in value.items()}
+    tag, inner = value[TAG], value["v"]
+    if tag == "tensor":
+        return tensor(inner)
+    if tag in _DICTS.values():
+        pairs = [(_decode(key, tensor), _decode(item, tensor)) for key, item in inner]
+        return next(kind for kind, name in _DICTS.items() if name == tag)(dict(pairs) if tag == "counter" else pairs)
+    if tag in ("tuple", "set", "frozenset"):
+        items = [_decode(item, tensor) for item in inner]
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](items)
+    return _decode_scalar(tag, inner, value)
+
+
+def _decode_scalar(tag: str, inner: Any, value: dict[str, Any]) -> Any:
+    if tag == "float":
+        return struct.unpack(">d", bytes.fromhex(inner))[0]
+    if tag == "int":
+        return int(inner, 16)
+    if tag == "bytes":
+        return base64.b64decode(inner, validate=True)
+    if tag == "complex":
+        return complex(*struct.unpack(">dd", bytes.fromhex(inner)))
+    if tag in ("array", "scalar"):
+        array = np.frombuffer(base64.b64decode(inner, validate=True), dtype=_numpy_dtype(value["dtype"]))
+        shaped = array.reshape(tuple(value["shape"])).copy()
+        return shaped if tag == "array" else shaped[()]
+    if tag == "dtype":
+        return _torch_dtype(inner)
+    if tag in ("size", "device"):
+        return _decode_torch(tag, inner)
+    raise ValueError(f"unknown type {tag!r}")
+
+
+def _decode_torch(tag: str, inner: Any) -> Any:
+    import torch
+
+    return torch.Size(inner) if tag == "size" else torch.device(inner)
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    try:
+        dtype = getattr(torch, name)
+    except AttributeError as error:
+        raise _unknown(f"torch.{name}", "torch") from error
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is not a dtype")
+    return dtype
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no element type")
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise _unknown(f"numpy's {name!r}", "numpy") from error
+
+
+def _unknown(dtype: str, package: str) -> CheckpointError:
+    """The error for an element type of another version of a package: the checkpoint is as it was written."""
+    return CheckpointError(
+        f"a stored value is of element type {dtype[:80]}, which is unknown here; use a newer Stepmark, and a {package} "
+        "that has it"
+    )
+
+
+def check_types(encoded: Any) -> None:
+    """Raises CheckpointError where `decode` would for an element type, before anything is decoded."""
+    for item in dicts_in(encoded):
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # what makes no sense is for `decode` to say
+            _check_type(item)
+
+
+def dicts_in(encoded: Any) -> Iterator[dict[str, Any]]:
+    """Every dict in an encoded value: those with a tag, and plain ones."""
+    waiting = [encoded]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, dict):
+            yield item
+            waiting.extend(item.values())
+
+
+def _check_type(item: dict[str, Any]) -> None:
+    if item.get(TAG) in ("array", "scalar"):
+        _numpy_dtype(item["dtype"])
+    elif item.get(TAG) == "dtype":
+        _torch_dtype(item["v"])
+
+
+def encode_plain(value: Any, name: str) -> Any:
+    """The JSON form of a value that may hold no tensors, such as metadata."""
+
+    def refuse(_: Any, path: KeyPath) -> str:
+        raise UsageError(f"{show(path)} is a tensor; {name} takes plain values only: give its .item() or .tolist()")
+
+    return ValueEncoder(lambda item: hasattr(item, "data_ptr"), refuse).encode(value, (name,))
+
+
+def decode_plain(value: Any) -> Any:
+    """The reverse of `encode_plain`."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"a tensor {name!r} among plain values")
+
+    return decode(value, refuse)

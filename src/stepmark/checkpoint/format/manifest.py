@@ -1,0 +1,258 @@
+"""`manifest.json`: what a checkpoint holds, with a digest of every file, and of itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.checksums import FILE_CHECKSUM_LENGTH, bytes_checksum
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
+from stepmark.checkpoint.format.tensor_file import natural_numbers
+from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.sharding.layout import Box, Piece, Shape
+
+MANIFEST = "manifest.json"
+VALUES = "state.json"
+FORMAT = "stepmark-checkpoint"
+VERSION = 1
+
+_LATEST = 253370764800.0  # seconds since the Unix epoch: the beginning of the year 9999, up to which calendars go
+_BLANK = "0" * FILE_CHECKSUM_LENGTH
+_DIGEST_FIELD = re.compile(rb'"digest": "([0-9a-f]{32})"\n\}\n\Z')
+_FILE_NAME = re.compile(r"[^/\\\0]+(/[^/\\\0]+)*\Z")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file. `digest` covers all of it; of a tensor file, the header, which is `header` bytes long and holds the
+    digests of the data. `writers` are (rank, end) of the data's consecutive parts, as they were written."""
+
+    name: str
+    size: int
+    digest: str
+    header: int | None = None
+    writers: tuple[tuple[int, int], ...] = ()
+
+    def writer_of(self, position: int) -> int | None:
+        """The rank that wrote the byte at this position of the data."""
+        return next((rank for rank, end in self.writers if position < end), None)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A global tensor, and which piece of it lies in which file (an index into the manifest's files)."""
+
+    dtype: str
+    shape: Shape
+    pieces: tuple[tuple[int, Piece], ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See docs/checkpoint-format.md. `tensors` is by group, then by name; `metadata` and `metrics` are encoded."""
+
+    step: int
+    save: str
+    time: float
+    software: Mapping[str, str]
+    world_size: int
+    mesh: Mapping[str, int]
+    model_only: bool
+    sections: Mapping[str, str]
+    files: tuple[FileEntry, ...]
+    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    metadata: Any = field(default_factory=dict)
+    metrics: Any = field(default_factory=dict)
+
+    def file(self, name: str) -> FileEntry | None:
+        """The file with this name, None where there is none."""
+        return next((file for file in self.files if file.name == name), None)
+
+    def with_contents(
+        self, files: tuple[FileEntry, ...], tensors: Mapping[str, Mapping[str, TensorEntry]], time: float
+    ) -> Manifest:
+        """The manifest, once the files are written."""
+        return replace(self, files=files, tensors=tensors, time=time)
+
+    def to_bytes(self) -> bytes:
+        """The contents of `manifest.json`."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "save": self.save,
+            "time": self.time,
+            "software": dict(self.software),
+            "world_size": self.world_size,
+            "mesh": dict(self.mesh),
+            "model_only": self.model_only,
+            "sections": dict(self.sections),
+            "metadata": self.metadata,
+            "metrics": self.metrics,
+            "files": [_file_to_json(file) for file in self.files],
+            "tensors": {
+                group: {name: _tensor_to_json(tensor) for name, tensor in tensors.items()}
+                for group, tensors in self.tensors.items()
+            },
+        }
+        lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in body.items()]
+        blank = ("{\n" + ",\n".join([*lines, f'"digest": "{_BLANK}"']) + "\n}\n").encode()
+        return _DIGEST_FIELD.sub(f'"digest": "{bytes_checksum(blank)}"\n}}\n'.encode(), blank)
+
+
+def _lines(value: Any) -> str:
+    """Compact JSON, with a line for each item of a long list or dict, so that a person can read it."""
+
+    def compact(item: Any) -> str:
+        return json.dumps(item, separators=(",", ":"), allow_nan=False)
+
+    if isinstance(value, list) and len(value) > 1:
+        return "[\n" + ",\n".join(compact(item) for item in value) + "\n]"
+    if isinstance(value, dict) and any(isinstance(item, dict) for item in value.values()):
+        return "{\n" + ",\n".join(f"{compact(key)}: {_lines(item)}" for key, item in value.items()) + "\n}"
+    return compact(value)
+
+
+def _file_to_json(file: FileEntry) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": file.name, "size": file.size, "digest": file.digest}
+    if file.header is not None:
+        entry["header"] = file.header
+        entry["writers"] = [list(writer) for writer in file.writers]
+    return entry
+
+
+def _tensor_to_json(tensor: TensorEntry) -> list[Any]:
+    entry: list[Any] = [tensor.dtype, list(tensor.shape)]
+    if len(tensor.pieces) == 1 and tensor.pieces[0][1].is_whole(tensor.shape):
+        return [*entry, tensor.pieces[0][0]]
+    pieces: list[list[Any]] = []
+    for index, piece in tensor.pieces:
+        place: list[Any] = [index, list(piece.box.offsets), list(piece.box.lengths)]
+        pieces.append(place if piece.is_box else [*place, piece.start, piece.stop])
+    return [*entry, pieces]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked manifest of a checkpoint.
+
+    Raises CheckpointDamaged where it is missing, differs from its digest or makes no sense, and CheckpointError for a
+    newer version or an element type unknown to this one, or where it cannot be read for the moment.
+    """
+    path = folder / MANIFEST
+    try:
+        return parse_manifest(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileIncomplete(f"{path} is missing; the folder is not a whole checkpoint") from error
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def save_of(folder: Path) -> str | None:
+    """The name of the save that the checkpoint is of; None where its manifest cannot be read. A live run that saves a
+    step anew gives its folder's name to another save, in one step: who reads meanwhile has parts of both."""
+    try:
+        return read_manifest(folder).save
+    except CheckpointError:
+        return None
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """The manifest in these bytes; raises as `read_manifest` does."""
+    match = _DIGEST_FIELD.search(data)
+    if match is None:
+        raise CheckpointDamaged("it does not end with its digest")
+    blank = data[: match.start(1)] + _BLANK.encode() + data[match.end(1) :]
+    if bytes_checksum(blank) != match[1].decode():
+        raise CheckpointDamaged("it differs from its digest")
+    try:
+        return _from_json(json.loads(data))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(f"it cannot be understood: {error!r}") from error
+
+
+def _from_json(body: dict[str, Any]) -> Manifest:
+    if body["format"] != FORMAT:
+        raise ValueError(f"its format is {body['format']!r}")
+    (version,) = natural_numbers([body["version"]])
+    if version > VERSION:
+        raise CheckpointError(
+            f"the checkpoint has format version {version}, and this Stepmark reads up to {VERSION}; "
+            "use a newer Stepmark"
+        )
+    files = tuple(_file_from_json(entry) for entry in body["files"])
+    if len({file.name for file in files}) != len(files):
+        raise ValueError("two files have the same name")
+    tensors = {
+        group: {name: _tensor_from_json(entry, files) for name, entry in entries.items()}
+        for group, entries in body["tensors"].items()
+    }
+    (step,) = natural_numbers([body["step"]])
+    time = float(body["time"])
+    if not 0 <= time <= _LATEST:
+        raise ValueError(f"{time} is not a time")
+    (world_size,) = natural_numbers([body["world_size"]])
+    if not isinstance(body["model_only"], bool) or not isinstance(body["save"], str):
+        raise ValueError("its fields have wrong types")
+    return Manifest(
+        step=step,
+        save=body["save"],
+        time=time,
+        software={str(key): str(value) for key, value in body["software"].items()},
+        world_size=world_size,
+        mesh={str(axis): natural_numbers([size])[0] for axis, size in body["mesh"].items()},
+        model_only=body["model_only"],
+        sections={str(name): str(kind) for name, kind in body["sections"].items()},
+        files=files,
+        tensors=tensors,
+        metadata=body["metadata"],
+        metrics=body["metrics"],
+    )
+
+
+def _file_from_json(entry: dict[str, Any]) -> FileEntry:
+    name, digest = entry["name"], entry["digest"]
+    if not isinstance(name, str) or not _FILE_NAME.match(name) or {".", ".."} & set(name.split("/")):
+        raise ValueError(f"{str(name)[:80]!r} is not a file name inside the checkpoint")
+    if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{32}", digest):
+        raise ValueError(f"{name!r} has no digest")
+    (size,) = natural_numbers([entry["size"]])
+    if "header" not in entry:
+        return FileEntry(name, size, digest)
+    (header,) = natural_numbers([entry["header"]])
+    writers = [natural_numbers(writer) for writer in entry["writers"]]
+    if header > size:
+        raise ValueError(f"{name!r} is smaller than its header")
+    return FileEntry(name, size, digest, header, tuple((rank, end) for rank, end in writers))
+
+
+def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorEntry:
+    dtype, raw_shape, place = entry
+    shape = natural_numbers(raw_shape)
+    if dtype not in DTYPES:
+        if not isinstance(dtype, str):
+            raise ValueError(f"{dtype!r} is no element type")
+        raise CheckpointError(
+            f"the checkpoint has a tensor of element type {dtype[:80]!r}, which this Stepmark does not know; use a "
+            "newer Stepmark"
+        )
+    whole = [place, [0] * len(shape), list(shape)]
+    pieces = []
+    for raw in [whole] if type(place) is int else place:
+        (index,) = natural_numbers(raw[:1])
+        box = Box(natural_numbers(raw[1]), natural_numbers(raw[2]))
+        start, stop = natural_numbers(raw[3:]) if len(raw) > 3 else (0, box.numel)
+        piece = Piece(box, start, stop)
+        if not piece.within(shape) or piece.numel * item_size(dtype) > files[index].size:
+            raise ValueError("a piece does not fit its tensor, or its file")
+        pieces.append((index, piece))
+    if sum(piece.numel for _, piece in pieces) != math.prod(shape):
+        raise ValueError("pieces do not make up their tensor")
+    return TensorEntry(dtype, shape, tuple(pieces))

@@ -1,0 +1,189 @@
+"""The header of a safetensors file: what we write, and the strict reading of what we wrote.
+
+A file is 8 bytes with the header's length (little endian), the header (JSON, padded with spaces so that the data begins
+at a multiple of 4096 bytes), and the data: the tensors one after the other, without gaps, those with larger elements
+first. In the header's `__metadata__`:
+
+- `format`, `DCP_VERSION`, `DCP_SHARDING_INFO`: what transformers and torch.distributed.checkpoint look for;
+- `stepmark`: JSON with the step, the identity of the save, the digests of every tensor's cells, and for a tensor that
+  is only a part of a global one its piece.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from stepmark.checkpoint.format.checksums import BLOCK_CHECKSUM_LENGTH, CHECKSUM_BLOCK, checksum_blocks
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.errors import CheckpointDamaged
+from stepmark.sharding.layout import Piece, Shape
+
+PAGE = 4096
+_STEP_DIGITS = 20
+_LARGEST_HEADER = 100_000_000  # safetensors refuses a longer one
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file: a piece of the global tensor `name` at bytes [begin, end) of the data."""
+
+    name: str
+    dtype: str
+    shape: Shape  # global
+    piece: Piece
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.piece.numel * item_size(self.dtype)
+
+    def checksum_blocks(self) -> list[tuple[int, int]]:
+        """The byte ranges of the data region that have a digest each."""
+        return checksum_blocks(self.begin, self.end)
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's header; `size` is where the data begins. Digests are by tensor name, one for each of its cells."""
+
+    size: int
+    step: int
+    save: str
+    tensors: tuple[StoredTensor, ...]
+    digests: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def data_size(self) -> int:
+        return self.tensors[-1].end if self.tensors else 0
+
+    def to_bytes(self) -> bytes:
+        """The file's first `size` bytes."""
+        text = _render(self.tensors, self.step, self.save, self.digests)
+        assert 8 + len(text) <= self.size, "the planned header is too small"
+        return struct.pack("<Q", self.size - 8) + text.ljust(self.size - 8)
+
+
+def order(tensors: Sequence[tuple[str, str, Shape, Piece]]) -> tuple[StoredTensor, ...]:
+    """Lays (name, dtype, global shape, piece) out one after the other, larger elements first."""
+    stored, begin = [], 0
+    sizes = {dtype: item_size(dtype) for dtype in {tensor[1] for tensor in tensors}}
+    for name, dtype, shape, piece in sorted(tensors, key=lambda tensor: -sizes[tensor[1]]):
+        stored.append(StoredTensor(name, dtype, shape, piece, begin))
+        begin += piece.numel * sizes[dtype]
+    return tuple(stored)
+
+
+def header_size(tensors: Sequence[StoredTensor], save: str) -> int:
+    """The size of the header with these tensors, in whole pages, whatever the step and the digests."""
+    blank = {tensor.name: ["0" * BLOCK_CHECKSUM_LENGTH] * len(tensor.checksum_blocks()) for tensor in tensors}
+    size = 8 + len(_render(tensors, 0, save, blank))
+    return (size + PAGE - 1) // PAGE * PAGE
+
+
+def _render(tensors: Sequence[StoredTensor], step: int, save: str, digests: Mapping[str, Sequence[str]]) -> bytes:
+    own = {
+        "version": 1,
+        "step": str(step).zfill(_STEP_DIGITS),
+        "save": save,
+        "cell": CHECKSUM_BLOCK,
+        "digests": {tensor.name: "".join(digests[tensor.name]) for tensor in tensors},
+        "pieces": {t.name: _piece_to_json(t) for t in tensors if not t.piece.is_whole(t.shape)},
+    }
+    sharding = {t.name: {"saved_offsets": list(t.piece.box.offsets)} for t in tensors}
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
+            "stepmark": json.dumps(own, separators=(",", ":")),
+        }
+    }
+    for t in tensors:
+        header[t.name] = {"dtype": t.dtype, "shape": list(t.piece.shape), "data_offsets": [t.begin, t.end]}
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def _piece_to_json(tensor: StoredTensor) -> dict[str, Any]:
+    piece = tensor.piece
+    entry = {"shape": list(tensor.shape), "offsets": list(piece.box.offsets), "lengths": list(piece.box.lengths)}
+    return entry if piece.is_box else {**entry, "range": [piece.start, piece.stop]}
+
+
+def parse_header(data: bytes, file_size: int) -> Header:
+    """The header in the file's first bytes. `data` begins at the file's start and holds at least the header.
+
+    Raises CheckpointDamaged for a header that we cannot have written, or that does not fit the file's size.
+    """
+    try:
+        return _parse(data, file_size)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+        raise CheckpointDamaged(f"its header cannot be understood: {error}") from error
+
+
+def header_length(prefix: bytes, file_size: int) -> int:
+    """The size of the header, read from the file's first 8 bytes. Raises CheckpointDamaged where it cannot be."""
+    if len(prefix) < 8:
+        raise CheckpointDamaged("it is shorter than a header")
+    length = int(struct.unpack("<Q", prefix[:8])[0])
+    if length > min(_LARGEST_HEADER, file_size - 8):
+        raise CheckpointDamaged(f"its header claims {length} bytes of a file of {file_size}")
+    return length + 8
+
+
+def _parse(data: bytes, file_size: int) -> Header:
+    size = header_length(data[:8], file_size)
+    raw = json.loads(data[8:size])
+    own = json.loads(raw.pop("__metadata__")["stepmark"])
+    if own["version"] != 1 or own["cell"] != CHECKSUM_BLOCK:
+        raise ValueError(f"version {own['version']!r} with cells of {own['cell']!r} bytes is unknown to this reader")
+    tensors = []
+    for name, entry in raw.items():
+        tensors.append(_parse_tensor(name, entry, own["pieces"].get(name)))
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    position, digests = 0, {}
+    for tensor in tensors:
+        if tensor.begin != position:
+            raise ValueError(f"tensor {tensor.name!r} begins at byte {tensor.begin} of the data instead of {position}")
+        position = tensor.end
+        if size + position > file_size:
+            raise ValueError(f"tensor {tensor.name!r} ends beyond the file's end")
+        digests[tensor.name] = _split_digests(own["digests"][tensor.name], len(tensor.checksum_blocks()))
+    if size + position != file_size:
+        raise CheckpointDamaged(f"it has {file_size} bytes, and its header describes {size + position}")
+    return Header(size, int(own["step"]), str(own["save"]), tuple(tensors), digests)
+
+
+def _parse_tensor(name: str, entry: dict[str, Any], piece_entry: dict[str, Any] | None) -> StoredTensor:
+    dtype, stored_shape = entry["dtype"], natural_numbers(entry["shape"])
+    begin, end = natural_numbers(entry["data_offsets"])
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name!r} has the unknown type {dtype!r}")
+    if piece_entry is None:
+        shape, piece = stored_shape, Piece.whole(stored_shape)
+    else:
+        shape = natural_numbers(piece_entry["shape"])
+        piece = Piece.of_box(natural_numbers(piece_entry["offsets"]), natural_numbers(piece_entry["lengths"]))
+        if "range" in piece_entry:
+            piece = Piece(piece.box, *natural_numbers(piece_entry["range"]))
+    if not piece.within(shape) or piece.shape != stored_shape:
+        raise ValueError(f"tensor {name!r} has a piece that does not fit its shape")
+    tensor = StoredTensor(name, dtype, shape, piece, begin)
+    if tensor.end != end:
+        raise ValueError(f"tensor {name!r} has {end - begin} bytes, and its shape needs {tensor.end - begin}")
+    return tensor
+
+
+def natural_numbers(value: Any) -> Shape:
+    """A list of integers that are not negative, as a tuple. Raises ValueError for anything else."""
+    if not isinstance(value, list) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in value):
+        raise ValueError(f"{str(value)[:80]} is not a list of natural numbers")
+    return tuple(value)
+
+
+def _split_digests(text: Any, count: int) -> list[str]:
+    if not isinstance(text, str) or len(text) != count * BLOCK_CHECKSUM_LENGTH:
+        raise ValueError("a tensor's digests do not fit its size")
+    return [text[i : i + BLOCK_CHECKSUM_LENGTH] for i in range(0, len(text), BLOCK_CHECKSUM_LENGTH)]

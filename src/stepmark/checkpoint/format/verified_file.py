@@ -1,0 +1,88 @@
+"""A tensor file that gives no byte away before it has been checked."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepmark.checkpoint.format.block_io import read_block
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, covering_blocks
+from stepmark.checkpoint.format.integrity import read_header
+from stepmark.checkpoint.format.manifest import FileEntry, Manifest
+from stepmark.checkpoint.format.tensor_file import PAGE, Header, StoredTensor
+from stepmark.errors import CheckpointDamaged
+from stepmark.filesystem.page_cache import PageCacheEviction
+from stepmark.sharding.layout import Piece
+
+BLOCK = (
+    2 * CHECKSUM_BLOCK
+)  # bytes that one read takes at most, but for the cells at its ends: they stay in the processor's cache
+
+_buffers = threading.local()
+
+
+class VerifiedFile:
+    """A tensor file of a checkpoint. May be read from several threads."""
+
+    def __init__(self, folder: Path, manifest: Manifest, entry: FileEntry, *, passing: bool = False) -> None:
+        """`passing`: what is read will not be read again on this node, and need not stay in the page cache.
+
+        Raises CheckpointDamaged where it is not there in full, or its header is not as it was written."""
+        self.path = folder / entry.name
+        self.header: Header = read_header(folder, manifest, entry)
+        self._entry = entry
+        self._passing = PageCacheEviction(self.path) if passing else None
+        self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
+
+    def tensor(self, name: str, dtype: str, piece: Piece) -> StoredTensor:
+        """Where a piece is. Raises CheckpointDamaged where the header does not say what the manifest says."""
+        found = self._tensors.get(name)
+        if found is None or (found.dtype, found.piece) != (dtype, piece):
+            raise CheckpointDamaged(f"{self.path}: the manifest and the header of the file disagree about {name!r}")
+        return found
+
+    def read(self, tensor: StoredTensor, begin: int, end: int) -> memoryview:
+        """Checked bytes [begin, end) of the file's data, all of one tensor; valid until this thread reads again.
+
+        Raises CheckpointDamaged, naming file, tensor, bytes and writer.
+        """
+        cells = covering_blocks(tensor.begin, tensor.end, begin, end)
+        low, high = cells[0][1], cells[-1][2]
+        data = reading_memory(high - low)[: high - low]
+        self._read(tensor, cells, data)
+        return data[begin - low : end - low]
+
+    def read_into(self, memory: memoryview, tensor: StoredTensor, begin: int, end: int) -> None:
+        """The same bytes, into `memory`, where they may be before they are checked. Raises as `read` does."""
+        cells = covering_blocks(tensor.begin, tensor.end, begin, end)
+        if (cells[0][1], cells[-1][2]) == (begin, end):
+            self._read(tensor, cells, memory)
+        else:
+            memory[:] = self.read(tensor, begin, end)
+
+    def _read(self, tensor: StoredTensor, cells: Sequence[tuple[int, int, int]], data: memoryview) -> None:
+        start, low, high = self.header.size, cells[0][1], cells[-1][2]
+        read_block(self.path, data, start + low)
+        if self._passing is not None:
+            self._passing.has_read(start + low, start + high)
+        for number, first, last in cells:
+            if block_checksum(data[first - low : last - low]) != self.header.digests[tensor.name][number]:
+                raise CheckpointDamaged(
+                    f"{self.path}: tensor {tensor.name!r} differs from its digest in bytes {start + first} to "
+                    f"{start + last} of the file, written by rank {self._entry.writer_of(first)}"
+                )
+
+    def close(self) -> None:
+        """Nothing more will be read."""
+        if self._passing is not None:
+            self._passing.close()
+
+
+def reading_memory(size: int) -> memoryview:
+    """This thread's memory for reading a block: page-aligned, and two pages longer at least."""
+    memory: memoryview | None = getattr(_buffers, "memory", None)
+    if memory is None or len(memory) < size + 2 * PAGE:
+        memory = _buffers.memory = memoryview(mmap.mmap(-1, max(size, BLOCK + 2 * CHECKSUM_BLOCK) + 2 * PAGE))
+    return memory

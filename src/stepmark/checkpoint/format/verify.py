@@ -1,0 +1,142 @@
+"""Reads every byte of a checkpoint and says what is wrong with it. Needs neither torch nor a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.checkpoint.format.block_io import read_past_cache
+from stepmark.checkpoint.format.checksums import block_checksum
+from stepmark.checkpoint.format.directory import checkpoints, resolve_link
+from stepmark.checkpoint.format.integrity import check_file, check_name, foreign_model_files, read_header
+from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest, save_of
+from stepmark.checkpoint.format.tensor_file import Header
+from stepmark.checkpoint.format.verified_file import BLOCK, reading_memory
+from stepmark.errors import CheckpointDamaged, CheckpointNotFound
+
+Cell = tuple[int, int, str, str]  # first byte, last + 1, tensor, digest
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Something that is not as it was written. `rank` wrote the damaged bytes; `tensor` is in them."""
+
+    file: str
+    problem: str
+    tensor: str | None = None
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        where = f", tensor {self.tensor}" if self.tensor is not None else ""
+        who = f" (written by rank {self.rank})" if self.rank is not None else ""
+        return f"{self.file}{where}: {self.problem}{who}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found in one checkpoint; `size` is how many bytes its files should have together."""
+
+    path: Path
+    step: int | None
+    size: int
+    faults: tuple[Corruption, ...]
+
+
+def verify(folder: Path, *, threads: int = 4) -> VerifyReport:
+    """Checks the checkpoint in `folder`; one that a live run has saved anew meanwhile, from the beginning. Raises
+    CheckpointError where a file cannot be read for the moment, so that nothing can be said of it."""
+    while True:
+        save = save_of(folder)
+        report = _verify(folder, threads)
+        if not report.faults or save_of(folder) == save:
+            return report
+
+
+def _verify(folder: Path, threads: int) -> VerifyReport:
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointDamaged as error:
+        return VerifyReport(folder, None, 0, (Corruption(MANIFEST, _short(error, folder / MANIFEST)),))
+    faults: list[Corruption] = []
+    try:
+        check_name(folder, manifest)
+    except CheckpointDamaged as error:
+        faults.append(Corruption(MANIFEST, _short(error, folder / MANIFEST)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="stepmark-verify") as pool:
+        for number, entry in enumerate(manifest.files):
+            try:
+                if entry.header is None:
+                    check_file(folder, entry)
+                else:
+                    faults.extend(_check_tensors(folder, manifest, number, pool))
+            except CheckpointDamaged as error:
+                faults.append(Corruption(entry.name, _short(error, folder / entry.name)))
+    faults += [Corruption(name, "does not belong to this checkpoint") for name in foreign_model_files(folder, manifest)]
+    return VerifyReport(folder, manifest.step, sum(entry.size for entry in manifest.files), tuple(faults))
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoint at this path, or all checkpoints of the run there, oldest first. Raises CheckpointNotFound."""
+    if (path / MANIFEST).exists():
+        return [resolve_link(path)]
+    found = checkpoints(path)[::-1]
+    if not found:
+        raise CheckpointNotFound(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
+    return found
+
+
+def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPoolExecutor) -> Iterator[Corruption]:
+    entry = manifest.files[number]
+    header = read_header(folder, manifest, entry)
+    yield from _compare(manifest, number, header)
+
+    def check(cells: list[Cell]) -> list[Corruption]:
+        low, high = header.size + cells[0][0], header.size + cells[-1][1]
+        data = read_past_cache(folder / entry.name, reading_memory(high - low), low, high)
+        origin = cells[0][0]
+        bad = [cell for cell in cells if block_checksum(data[cell[0] - origin : cell[1] - origin]) != cell[3]]
+        return [_fault(entry, header, cell) for cell in bad]
+
+    for found in pool.map(check, _blocks(header)):
+        yield from found
+
+
+def _fault(entry: FileEntry, header: Header, cell: Cell) -> Corruption:
+    begin, end, tensor, _ = cell
+    problem = f"bytes {header.size + begin} to {header.size + end} differ from their digest"
+    return Corruption(entry.name, problem, tensor, entry.writer_of(begin))
+
+
+def _blocks(header: Header) -> Iterator[list[Cell]]:
+    """The file's cells in runs of at most BLOCK bytes."""
+    run: list[Cell] = []
+    for tensor in header.tensors:
+        for (begin, end), digest in zip(tensor.checksum_blocks(), header.digests[tensor.name], strict=True):
+            if run and end - run[0][0] > BLOCK:
+                yield run
+                run = []
+            run.append((begin, end, tensor.name, digest))
+    if run:
+        yield run
+
+
+def _compare(manifest: Manifest, number: int, header: Header) -> Iterator[Corruption]:
+    """Where manifest and header disagree about which tensors are in the file."""
+    name = manifest.files[number].name
+    listed = {
+        (tensor, entry.dtype, entry.shape, piece)
+        for tensors in manifest.tensors.values()
+        for tensor, entry in tensors.items()
+        for index, piece in entry.pieces
+        if index == number
+    }
+    there = {(tensor.name, tensor.dtype, tensor.shape, tensor.piece) for tensor in header.tensors}
+    for tensor, *_ in sorted(listed ^ there, key=lambda item: item[0]):
+        yield Corruption(name, "the manifest and the header of the file disagree about it", tensor)
+
+
+def _short(error: CheckpointDamaged, path: Path) -> str:
+    """The message without the path it begins with."""
+    return str(error).removeprefix(str(path)).lstrip(": ")

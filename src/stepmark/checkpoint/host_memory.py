@@ -1,0 +1,181 @@
+"""Host memory that a save copies to, or a restore reads into: taken once, touched, and used again."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stepmark.errors import CheckpointError
+
+MACHINE = "machine"  # all of a node's memory, as a limit
+_RESERVE = 64 << 20  # bytes that are left to everything else
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+class StagingMemory:
+    """One block of page-aligned host memory, page-locked if the tensors come from an accelerator."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._pinned = False
+
+    @property
+    def size(self) -> int:
+        """Bytes held now."""
+        return 0 if self._memory is None else self._memory.numel()
+
+    def take(self, size: int, *, pinned: bool) -> Tensor:
+        """At least `size` bytes, as a uint8 tensor; the same memory as before where it suffices."""
+        if self._memory is None or self._memory.numel() < size or self._pinned != pinned:
+            self._memory = None
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _touched(size)
+            self._pinned = pinned
+        return self._memory
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self._memory = None
+
+
+class BufferPool:
+    """Host memory for tensors on their way to a device: what nobody holds any more is lent again.
+
+    A device may still be reading from a tensor that this program has let go of: it holds the tensor then.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """`limit`: bytes that may be idle."""
+        self._limit = limit
+        self._idle: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        """`size` bytes, as a uint8 tensor."""
+        memory = self._again(size)
+        if memory is None:
+            memory = host_memory(size)
+        lent: NDArray[np.uint8] = np.frombuffer(memory.numpy().data, dtype=np.uint8)
+        weakref.finalize(lent, self._idle.append, memory).atexit = False  # comes back from any thread
+        return torch.from_numpy(lent)
+
+    def _again(self, size: int) -> Tensor | None:
+        for index, memory in enumerate(self._idle):
+            if memory.numel() == size:
+                return self._idle.pop(index)
+        while sum(memory.numel() for memory in self._idle) + size > self._limit and self._idle:
+            del self._idle[0]
+        return None
+
+
+def check_host_memory(needs: Sequence[int], free: Sequence[Mapping[str, int]]) -> None:
+    """Raises CheckpointError where the ranks of one node, each of which `needs` so many more bytes, find too few of
+    them. `free` is what free_host_memory says on each: only ranks under the same limit need what it leaves together."""
+    for limit in sorted({name for known in free for name in known}):
+        ranks = [rank for rank, known in enumerate(free) if limit in known]
+        more, left = sum(needs[rank] for rank in ranks), min(free[rank][limit] for rank in ranks)
+        if more <= max(0, left - _RESERVE):
+            continue
+        place = "on this node" if limit == MACHINE else "in one container or control group"
+        whose = "its copy of the state" if len(ranks) == 1 else f"the copies of the {len(ranks)} ranks {place}"
+        raise CheckpointError(
+            f"saving needs {_gib(more)} more of host memory for {whose}, and {_gib(left)} are free; "
+            "use more nodes, a smaller state, or machines with more memory"
+        )
+
+
+def _touched(size: int) -> Tensor:
+    tensor = host_memory(size)
+    tensor[:: mmap.PAGESIZE] = 0
+    return tensor
+
+
+def host_memory(size: int) -> Tensor:
+    """`size` bytes of new page-aligned memory, in huge pages where there are such, as a uint8 tensor."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_DONTFORK"):  # a forked loader worker would have the next save copy every page anew
+        memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def free_host_memory() -> dict[str, int]:
+    """Bytes that can be taken before the limits that this process is under are reached, as far as they are known: by
+    MACHINE, and by a name of each control group, which is the same in all its processes and no other's."""
+    available = _meminfo_available()
+    return _cgroups_left() | ({} if available is None else {MACHINE: available})
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def _cgroups_left() -> dict[str, int]:
+    """What the control groups leave that this process is in: a container's, or a batch job's.
+
+    Their paths tell nothing of which they are, since each container may see its own as the root; their inodes do.
+    """
+    left = {}
+    for root, own in _cgroups():
+        folder = root / own.lstrip("/")
+        while folder.is_relative_to(root):
+            bytes_left = _left_in(folder)
+            if bytes_left is not None:
+                with contextlib.suppress(OSError):
+                    status = os.stat(folder)
+                    left[f"control group {status.st_dev}:{status.st_ino}"] = bytes_left
+            folder = folder.parent
+    return left
+
+
+def _cgroups() -> Iterator[tuple[Path, str]]:
+    """The control groups of this process that count memory, of either version: where they are mounted, and its own."""
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if not controllers:
+            yield _CGROUP, own
+        elif "memory" in controllers.split(","):
+            yield _CGROUP / "memory", own
+
+
+_FIELDS = (  # limit, use, and the part of it that can be had back, in versions 2 and 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _left_in(folder: Path) -> int | None:
+    for limit, use, inactive in _FIELDS:
+        try:
+            most = (folder / limit).read_text().strip()
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            if most != "max":
+                return int(most) - int((folder / use).read_text()) + int(statistics.get(inactive, 0))
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"

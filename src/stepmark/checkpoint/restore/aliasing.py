@@ -1,0 +1,90 @@
+"""Live tensors that share memory, as an average does that begins as the model itself: what the checkpoint has for each
+may differ, and one memory cannot hold both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
+from stepmark.runtime.device import runtime_for
+
+_ALIGNED = 64  # bytes, a multiple of the size of every element
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Bytes [begin, end) of a memory, which the target of this index fills, in whole or in part."""
+
+    memory: str
+    begin: int
+    end: int
+    target: int
+
+
+def sharing(targets: Sequence[ReadTarget]) -> Iterator[tuple[ReadTarget, ReadTarget]]:
+    """Pairs of targets that are, or may be, filled in the same memory; of more that are in just the same, the first
+    with each of the others."""
+    places = [place for index, target in enumerate(targets) for place in _places(index, target)]
+    near: list[_Place] = []
+    seen: set[tuple[int, int]] = set()
+    for place in sorted(places, key=lambda place: (place.memory, place.begin, -place.end, place.target)):
+        near = [other for other in near if other.memory == place.memory and other.end > place.begin]
+        for other in near:
+            pair = (min(other.target, place.target), max(other.target, place.target))
+            if pair[0] != pair[1] and pair not in seen:
+                seen.add(pair)
+                yield targets[pair[0]], targets[pair[1]]
+        if not any((other.begin, other.end) == (place.begin, place.end) for other in near):
+            near.append(place)
+
+
+def differ(reader: TensorReader, one: ReadTarget, other: ReadTarget) -> bool:
+    """Whether filling `other` changes what `one` is filled with. Both are read, into memory that is laid out as theirs.
+
+    Raises CheckpointDamaged.
+    """
+    assert one.live is not None
+    assert other.live is not None
+    _, begin, end = _extent(one.live)
+    _, other_begin, other_end = _extent(other.live)
+    low = min(begin, other_begin) // _ALIGNED * _ALIGNED
+    size, host = max(end, other_end) - low, runtime_for(torch.device("cpu"))
+    memories = [torch.full((size,), value, dtype=torch.uint8) for value in (0, 255)]
+    for memory in memories:
+        reader.fill([replace(one, live=_like(one.live, memory[begin - low : end - low]))], host)
+    filled = memories[0] == memories[1]
+    before = memories[0].clone()
+    reader.fill([replace(other, live=_like(other.live, memories[0][other_begin - low : other_end - low]))], host)
+    return bool(((memories[0] != before) & filled).any())
+
+
+def _places(index: int, target: ReadTarget) -> Iterator[_Place]:
+    live = target.live
+    if live is None:
+        return
+    memory, begin, end = _extent(live)
+    if not live.is_contiguous() or not all(isinstance(part.at, int) for part in target.layout.parts):
+        yield _Place(memory, begin, end, index)
+        return
+    for part in target.layout.parts:
+        assert isinstance(part.at, int)
+        first = begin + part.at * live.element_size()
+        yield _Place(memory, first, first + part.piece.numel * live.element_size(), index)
+
+
+def _extent(live: Tensor) -> tuple[str, int, int]:
+    """In which memory a tensor is, and from which byte to which. One whose memory is not known is one by itself."""
+    reach = sum((length - 1) * stride for length, stride in zip(live.shape, live.stride(), strict=True))
+    size = (reach + 1) * live.element_size() if live.numel() else 0
+    if live.device.type in ("cpu", "cuda") and size:
+        return str(live.device), live.data_ptr(), live.data_ptr() + size
+    return f"{live.device} {id(live)}", 0, size
+
+
+def _like(live: Tensor, memory: Tensor) -> Tensor:
+    """A tensor laid out as `live`, in these bytes."""
+    return memory.view(live.dtype).as_strided(live.shape, live.stride())

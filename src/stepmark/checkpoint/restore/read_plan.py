@@ -1,0 +1,71 @@
+"""What restoring has to read, and what it sets afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from stepmark.checkpoint.format.json_values import TAG, dicts_in
+from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
+from stepmark.checkpoint.restore.tensor_reader import ReadTarget, check_entry
+from stepmark.errors import CheckpointMismatch
+from stepmark.runtime.base import Runtime
+from stepmark.sharding.layout import Layout, Shape
+
+Names = set[tuple[str, str]]
+
+
+class ReadPlan:
+    """The tensors wanted of one checkpoint, by group and name, and the functions to call once they are read."""
+
+    def __init__(self, manifest: Manifest, runtime: Runtime, where: str) -> None:
+        self.manifest = manifest
+        self.runtime = runtime
+        self.where = where
+        self.targets: list[ReadTarget] = []
+        self.expected: Names = set()
+        self.finishers: list[Callable[[], None]] = []
+
+    def finish(self) -> None:
+        """Sets what is not in live tensors, once all targets are filled."""
+        for finisher in self.finishers:
+            finisher()
+
+    def stored(self, group: str) -> dict[str, TensorEntry]:
+        """The checkpoint's tensors in a group."""
+        return dict(self.manifest.tensors.get(group, {}))
+
+    def want(self, group: str, name: str, live: Tensor | None, layout: Layout, dtype: str) -> ReadTarget:
+        """A tensor to be read into `live`, or where that is None into a new one.
+
+        Raises CheckpointMismatch where the checkpoint has it not, or as another.
+        """
+        target = ReadTarget(group, name, layout, dtype, live)
+        check_entry(self.manifest.tensors.get(group, {}).get(name), target, self.where)
+        self.targets.append(target)
+        self.expected.add((group, name))
+        return target
+
+    def want_new(self, group: str, name: str, layout: Layout | None = None, shape: Shape | None = None) -> ReadTarget:
+        """A tensor to be read into a new one: whole, or what `layout` says into one of `shape`, if that is given.
+
+        Raises CheckpointMismatch where the checkpoint has it not.
+        """
+        entry = self.manifest.tensors.get(group, {}).get(name)
+        if entry is None:
+            raise CheckpointMismatch(f"{self.where} has no tensor {name!r}, which its values refer to")
+        target = self.want(group, name, None, layout or Layout.whole(entry.shape), entry.dtype)
+        target.shape = shape
+        return target
+
+    def tensors_in(self, group: str, encoded: Any) -> dict[str, ReadTarget]:
+        """New tensors for all that an encoded value refers to."""
+        return {name: self.want_new(group, name) for name in tensor_names(encoded)}
+
+
+def tensor_names(encoded: Any) -> list[str]:
+    """The names of the tensors that an encoded value refers to."""
+    found = (item["v"] for item in dicts_in(encoded) if item.get(TAG) == "tensor")
+    return list(dict.fromkeys(map(str, found)))

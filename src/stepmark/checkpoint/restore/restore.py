@@ -1,0 +1,256 @@
+"""Restoring: the newest checkpoint that is whole, or the one that was named; all ranks the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
+from stepmark.checkpoint.coordination.messages import describe_error
+from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
+from stepmark.checkpoint.format.directory import quarantine
+from stepmark.checkpoint.format.integrity import check_integrity, read_values
+from stepmark.checkpoint.format.json_values import check_types
+from stepmark.checkpoint.format.manifest import Manifest, read_manifest
+from stepmark.checkpoint.format.read_errors import FileIncomplete
+from stepmark.checkpoint.restore.compare import Names, StateComparison
+from stepmark.checkpoint.restore.tensor_reader import TensorReader
+from stepmark.checkpoint.sections import MASTER, Section, describe
+from stepmark.checkpoint.timestamps import TimestampSource
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from stepmark.runtime.base import Runtime
+
+logger = logging.getLogger("stepmark")
+
+Accept = Callable[[Path, Manifest], None]
+
+
+@dataclass(frozen=True)
+class RestoreOutcome:
+    """How a stage went on one rank. `damaged`: another checkpoint may do; `incomplete`: a file is missing or short,
+    which every rank should see."""
+
+    problem: str | None = None
+    damaged: bool = False
+    incomplete: bool = False
+    mismatch: bool = False
+    save: str | None = None  # which the checkpoint is of, where its manifest could be read
+    unexpected: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def troubled(self) -> bool:
+        """Whether there was a problem that says nothing about the checkpoint."""
+        return self.problem is not None and not (self.damaged or self.mismatch)
+
+
+class Restorer:
+    """Restores a state from checkpoints, with all ranks of a group."""
+
+    def __init__(
+        self,
+        meeting: TimedGroup,
+        phases: PhaseDeadlines,
+        runtime: Runtime,
+        threads: int,
+        alone: bool,
+        accept: Accept | None,
+        clock: TimestampSource,
+    ) -> None:
+        """`alone`: no other rank is on this node. `accept` may refuse a checkpoint, by raising, before it is compared
+        with the state. `clock` learns of what times the checkpoints are."""
+        self._meeting = meeting
+        self._clock = clock
+        self._phases = phases
+        self._runtime = runtime
+        self._threads = threads
+        self._alone = alone
+        self._accept = accept
+        self._step = -1  # of the checkpoint that was compared last
+        self._save: str | None = None  # likewise
+        self.aside: list[tuple[Path, str]] = []  # what was set aside on this rank, and why
+
+    def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
+        """Restores from the first candidate that is whole, and sets those before it aside; None without candidates.
+
+        Raises CheckpointDamaged where none is whole: then all stay where they are.
+        """
+        damaged: list[tuple[Path, str]] = []
+        for path in candidates:
+            reason = self._attempt(path, state)
+            if reason is None:
+                self._set_aside(damaged, path)
+                return path
+            if self._meeting.rank == 0:
+                logger.error("%s is damaged: %s", path, reason)
+            damaged.append((path, reason))
+        if damaged:
+            raise CheckpointDamaged(
+                f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is whole; the newest: "
+                f"{damaged[0][1]}; to begin anew, move them away"
+            )
+        return None
+
+    def named(self, path: Path, state: Mapping[str, Any]) -> int:
+        """Restores from this checkpoint; returns its step. Raises CheckpointDamaged where it is not whole.
+
+        When it returns, on any rank, no rank reads the checkpoint any more.
+        """
+        reason = self._attempt(path, state)
+        if reason is not None:
+            raise CheckpointDamaged(reason)
+        return self._step
+
+    def _attempt(self, path: Path, state: Mapping[str, Any]) -> str | None:
+        """Restores from this checkpoint; the reason where it is damaged, on all ranks."""
+        reader: TensorReader | None = None
+        restoration: StateComparison | None = None
+        fresh: list[tuple[Any, list[str]]] = []  # optimizers, and the parameters of which they had no state
+        same = False
+        self._save = None
+
+        def compare() -> Names:
+            nonlocal reader, restoration
+            manifest = read_manifest(path)
+            self._step, self._save = manifest.step, manifest.save
+            self._clock.saw(manifest.time)
+            if self._accept is not None:
+                self._accept(path, manifest)
+            if self._meeting.rank == 0:
+                check_integrity(path, manifest)
+            reader = TensorReader(path, manifest, threads=self._threads, alone=self._alone)
+            values = read_values(path, manifest)
+            _check_types(values, state, path)
+            restoration = StateComparison(manifest, values, self._runtime, str(path))
+            for value in state.values():
+                if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
+                    fresh.append(
+                        (value, [name for name, held in value.named_state().items() if held.keys() <= {MASTER}])
+                    )
+                    value.ensure_state()
+            sections: list[Section] = describe(state)
+            restoration.compare(state, sections)
+            restoration.separate(reader)
+            return restoration.unexpected()
+
+        try:
+            reason = self._together("comparing", compare, path)
+            if reason is not None:
+                return reason
+            same = True
+            assert reader is not None
+            assert restoration is not None
+            fill = _no_names(reader.fill, restoration.targets, self._runtime)
+            finish = _no_names(restoration.finish)
+            return self._together("reading", fill, path) or self._together("setting", finish, path)
+        finally:
+            for optimizer, names in fresh if not same else ():
+                if hasattr(optimizer, "forget_state"):
+                    optimizer.forget_state(names)
+            if reader is not None:
+                reader.close()
+
+    def _together(self, name: str, stage: Callable[[], Names], path: Path) -> str | None:
+        """Runs a stage on every rank; the reason where the checkpoint is damaged. Raises on all ranks for the rest."""
+        error: BaseException | None = None
+        self._phases.enter(name)
+        try:
+            outcome = RestoreOutcome(unexpected=frozenset(stage()))
+            self._phases.leave()  # the meeting, which begins now, has a deadline of its own
+        except CheckpointDamaged as problem:
+            outcome = RestoreOutcome(str(problem), damaged=True, incomplete=isinstance(problem, FileIncomplete))
+            error = problem
+        except CheckpointMismatch as problem:
+            outcome, error = RestoreOutcome(str(problem), mismatch=True), problem
+        except Exception as problem:
+            outcome, error = RestoreOutcome(describe_error(problem)), problem
+        finally:
+            self._phases.stop()
+        what, outcome = f"{name} {path.name}", replace(outcome, save=self._save)
+        outcomes: list[RestoreOutcome] = self._meeting.all_gather(outcome, what, self._phases.board)
+        if outcome.troubled and error is not None:
+            raise error
+        for rank, other in enumerate(outcomes):
+            if other.troubled:  # whatever else a rank reports: a checkpoint is set aside only where nothing is in doubt
+                raise CheckpointError(f"rank {rank}: {other.problem}")
+        _check_same(outcomes, path)
+        reason = self._damage(outcomes, path)
+        if reason is not None:
+            return reason
+        if error is not None:
+            raise error
+        for rank, other in enumerate(outcomes):
+            if other.mismatch:
+                raise CheckpointMismatch(f"rank {rank}: {other.problem}")
+        for _, name in sorted(frozenset.intersection(*(other.unexpected for other in outcomes))):
+            raise CheckpointMismatch(f"{path} has a tensor {name!r}, which the state to be restored has not")
+        return None
+
+    def _damage(self, outcomes: Sequence[RestoreOutcome], path: Path) -> str | None:
+        """The reason where a rank has found the checkpoint damaged. What only other ranks miss rank 0 looks for itself:
+        raises CheckpointError, on all ranks, where it is there."""
+        damaged = [(rank, outcome.problem) for rank, outcome in enumerate(outcomes) if outcome.damaged]
+        if not damaged:
+            return None
+        rank, reason = damaged[0]
+        if rank == 0 or not all(outcome.incomplete for outcome in outcomes if outcome.damaged):
+            return reason
+        seen: str | None = self._meeting.ask_first(
+            lambda: _what_is_wrong(path), f"looking at {path.name} again", board=self._phases.board
+        )
+        if seen is None:
+            raise CheckpointError(
+                f"rank {rank}: {reason}, but rank 0 finds all files of {path.name} there: see to it that every node "
+                f"has the same file system at {path.parent}, and try again"
+            )
+        return seen
+
+    def _set_aside(self, damaged: Sequence[tuple[Path, str]], used: Path) -> None:
+        if self._meeting.rank != 0:
+            return
+        for path, reason in damaged:
+            try:
+                aside = quarantine(path).name
+                self.aside.append((path, reason))
+            except OSError as error:  # what has been restored is right all the same
+                logger.error("the damaged %s could not be set aside: %s", path, describe_error(error))
+            else:
+                logger.error("set the damaged %s aside as %s; using %s instead", path.name, aside, used.name)
+
+
+def _check_types(values: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
+    """Raises CheckpointError where the state is to get a value whose type is unknown here."""
+    try:
+        check_types([values.get(name) for name in state])
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:
+    """Raises CheckpointError, on all ranks, where they have read different manifests: what one finds damaged, or
+    restores, says nothing about the others then."""
+    seen = [(rank, outcome.save) for rank, outcome in enumerate(outcomes) if outcome.save is not None]
+    for rank, save in seen[1:]:
+        if save != seen[0][1]:
+            raise CheckpointError(
+                f"ranks {seen[0][0]} and {rank} see different checkpoints as {path}, of saves {seen[0][1]} and {save}: "
+                "see to it that every rank is given the same path, and every node has the same file system there"
+            )
+
+
+def _what_is_wrong(path: Path) -> str | None:
+    try:
+        check_integrity(path, read_manifest(path))
+    except CheckpointDamaged as error:
+        return str(error)
+    return None
+
+
+def _no_names(function: Callable[..., None], *arguments: Any) -> Callable[[], Names]:
+    def stage() -> Names:
+        function(*arguments)
+        return set()
+
+    return stage

@@ -1,0 +1,271 @@
+"""Reads pieces of tensors out of a checkpoint's files, in parallel, checking each byte before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
+from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
+from stepmark.checkpoint.format.tensor_file import StoredTensor
+from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
+from stepmark.checkpoint.host_memory import BufferPool
+from stepmark.checkpoint.save.snapshot import block_views, is_plain, narrow
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.runtime.base import Runtime
+from stepmark.sharding.layout import Box, Layout, Part, Piece, Shape
+from stepmark.sharding.overlap import Overlap, disjoint, overlaps
+
+Bytes = NDArray[np.uint8]
+LARGE = 4 << 20  # bytes from which a tensor's memory on the host is a mapping of its own
+IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read straight into place
+
+
+@dataclass(eq=False)
+class ReadTarget:
+    """A tensor to be filled: a live one, or (`live` None) a new one on the host, which `place`, if there is one, takes
+    to its device. `host` has the values in the end, of a new tensor where it is. `shape` is that of a new tensor which
+    is not just the one piece that the layout has; what the layout leaves out of it is zero."""
+
+    group: str
+    name: str
+    layout: Layout
+    dtype: str
+    live: Tensor | None = None
+    host: Tensor | None = None
+    place: Callable[[Tensor], Tensor] | None = None
+    shape: Shape | None = None
+
+    def new(self) -> Tensor:
+        """A new local tensor on the host."""
+        dtype = torch_dtype(self.dtype)
+        if self.shape is not None:
+            return torch.zeros(self.shape, dtype=dtype)
+        assert len(self.layout.parts) == 1
+        return torch.empty(self.layout.parts[0].piece.shape, dtype=dtype)
+
+
+class TensorReader:
+    """The tensor files of one checkpoint, and the threads that read them. Use it as a context manager.
+
+    `alone`: no other rank of this node reads the same files at the same time.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4, alone: bool = True) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._files: dict[int, VerifiedFile] = {}
+        self._alone = alone
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stepmark-read")
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads, and lets go of the files."""
+        self._pool.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            file.close()
+
+    def fill(self, targets: Sequence[ReadTarget], runtime: Runtime) -> None:
+        """Reads every target and gives live tensors their values, through the runtime where they are not host memory.
+
+        Raises CheckpointDamaged for bytes that are missing or differ from their digest.
+        """
+        together: dict[int, list[ReadTarget]] = {}
+        for target in targets:
+            together.setdefault(id(target if target.live is None else target.live), []).append(target)
+        waiting: list[tuple[list[ReadTarget], list[Future[None]], int]] = []
+        held, memory = 0, BufferPool(IN_FLIGHT)
+        for group in together.values():
+            size = self._prepare(group, runtime, memory)
+            while waiting and held + size > IN_FLIGHT:
+                held -= self._finish(*waiting.pop(0), runtime)
+            jobs = [self._pool.submit(job) for target in group for job in self._jobs(target)]
+            waiting.append((group, jobs, size))
+            held += size
+        for item in waiting:
+            self._finish(*item, runtime)
+
+    def _prepare(self, group: list[ReadTarget], runtime: Runtime, memory: BufferPool) -> int:
+        """Gives the targets, which share one live tensor, their host memory; returns the bytes that takes."""
+        live = group[0].live
+        if live is not None and live.device.type == "cpu" and is_plain(live):
+            host, size = live.detach(), 0
+        elif live is not None:
+            parts = {(part.at, part.piece) for target in group for part in target.layout.parts}
+            covered = sum(piece.numel for _, piece in parts)
+            host = _like_on_host(live, memory) if covered == live.numel() else _copy_on_host(live, runtime)
+            size = host.nbytes
+        else:
+            host = group[0].new()
+            size = 0 if group[0].place is None else host.nbytes
+        for target in group:
+            target.host = host
+        return size
+
+    def _finish(self, group: list[ReadTarget], jobs: list[Future[None]], size: int, runtime: Runtime) -> int:
+        for job in jobs:
+            job.result()
+        target = group[0]
+        if target.live is not None:
+            assert target.host is not None
+            if target.host.data_ptr() != target.live.data_ptr() or target.live.device.type != "cpu":
+                runtime.write(target.live, target.host)
+            for other in group:
+                other.host = None
+        elif target.place is not None:
+            assert target.host is not None
+            target.host = target.place(target.host)
+        return size
+
+    def _jobs(self, target: ReadTarget) -> Iterator[Callable[[], None]]:
+        """What fills a target; no two jobs write the same bytes."""
+        entry = self.manifest.tensors[target.group][target.name]
+        assert target.host is not None
+        for part in target.layout.parts:
+            runs = isinstance(part.at, int) and all(stored.box == part.piece.box for _, stored in entry.pieces)
+            yield from self._runs(target, part, entry) if runs else self._boxes(target, part, entry)
+
+    def _runs(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
+        """Stored and wanted pieces are runs of elements of the same box: straight copies."""
+        assert target.host is not None
+        assert isinstance(part.at, int)
+        size, position = item_size(entry.dtype), part.piece.start
+        flat = target.host.view(-1).view(torch.uint8).numpy()
+        copy = _copy_run if _in_use(target) else _read_run
+        for index, stored in sorted(entry.pieces, key=lambda piece: piece[1].start):
+            start, stop = max(stored.start, part.piece.start), min(stored.stop, part.piece.stop)
+            if start >= stop:
+                continue
+            if start != position:
+                raise self._incomplete(target)
+            position = stop
+            file = self._file(index)
+            tensor = file.tensor(target.name, entry.dtype, stored)
+            origin = tensor.begin - stored.start * size  # where in the data the box would begin
+            shift = (part.at - part.piece.start) * size - origin
+            for begin, end in _blocks(origin + start * size, origin + stop * size):
+                yield partial(copy, file, tensor, begin, end, flat[begin + shift : end + shift])
+        if position != part.piece.stop:
+            raise self._incomplete(target)
+
+    def _boxes(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
+        """Any two layouts: the boxes that they have in common, block by block of what is stored."""
+        found: list[Box] = []
+        for index, stored in entry.pieces:
+            pairs = overlaps(stored, part.piece)
+            if pairs:
+                found += [pair.box for pair in pairs]
+                file = self._file(index)
+                tensor = file.tensor(target.name, entry.dtype, stored)
+                for start, stop in _element_blocks(tensor, *_span(pairs)):
+                    yield partial(_copy_boxes, file, tensor, start, stop, target, part)
+        if sum(box.numel for box in found) != part.piece.numel or not disjoint(found):
+            raise self._incomplete(target)
+
+    def _incomplete(self, target: ReadTarget) -> CheckpointDamaged:
+        return CheckpointDamaged(f"{self.folder}: the pieces of tensor {target.name!r} do not make up what is needed")
+
+    def _file(self, index: int) -> VerifiedFile:
+        if index not in self._files:
+            entry = self.manifest.files[index]
+            self._files[index] = VerifiedFile(self.folder, self.manifest, entry, passing=self._alone)
+        return self._files[index]
+
+
+def _like_on_host(live: Tensor, memory: BufferPool) -> Tensor:
+    """Memory for all elements of a device's tensor, for the moment."""
+    if live.nbytes < LARGE:
+        return torch.empty(live.shape, dtype=live.dtype)
+    return memory.take(live.nbytes).view(live.dtype).view(live.shape)
+
+
+def _copy_on_host(live: Tensor, runtime: Runtime) -> Tensor:
+    """A copy to read into, with its elements in row-major order, whatever their order is in `live`."""
+    return runtime.to_host([live])[0].resolve_conj().resolve_neg().contiguous()
+
+
+def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cuts bytes [begin, end) of a file's data where multiples of BLOCK are, so that no cell is read twice."""
+    while begin < end:
+        cut = min(end, (begin // BLOCK + 1) * BLOCK)
+        yield begin, cut
+        begin = cut
+
+
+def _in_use(target: ReadTarget) -> bool:
+    """Whether somebody else has the memory that is filled: no byte may get there unchecked."""
+    assert target.host is not None
+    live = target.live
+    return live is not None and live.device.type == "cpu" and live.data_ptr() == target.host.data_ptr()
+
+
+def _read_run(file: VerifiedFile, tensor: StoredTensor, begin: int, end: int, where: Bytes) -> None:
+    file.read_into(where.data, tensor, begin, end)
+
+
+def _copy_run(file: VerifiedFile, tensor: StoredTensor, begin: int, end: int, where: Bytes) -> None:
+    # numpy's copy takes one thread; torch's would start a team of its own in each thread of the pool.
+    np.copyto(where, np.frombuffer(file.read(tensor, begin, end), dtype=np.uint8))
+
+
+def _copy_boxes(
+    file: VerifiedFile, tensor: StoredTensor, start: int, stop: int, target: ReadTarget, part: Part
+) -> None:
+    """Copies what elements [start, stop) of a stored piece, no more than one block, and a part of the target have in
+    common. They are read from the first to the last of those, into memory that each thread has once."""
+    assert target.host is not None
+    size, stored = item_size(tensor.dtype), tensor.piece
+    pairs = overlaps(Piece(stored.box, stored.start + start, stored.start + stop), part.piece)
+    if not pairs:
+        return
+    first, last = _span(pairs)
+    begin = tensor.begin + start * size
+    data = np.frombuffer(file.read(tensor, begin + first * size, begin + last * size), dtype=np.uint8)
+    flat = torch.from_numpy(data).view(torch_dtype(tensor.dtype))
+    places = block_views(target.host, part, 0, part.piece.numel)
+    for pair in pairs:
+        source = flat.as_strided(pair.box.lengths, pair.strides(), pair.first - first)
+        for block, place in places:
+            common = block.box.intersect(pair.box)
+            if common is not None:
+                inside = narrow(place, common.relative_to(block.box.offsets))
+                inside.copy_(narrow(source, common.relative_to(pair.box.offsets)))
+
+
+def _span(pairs: Sequence[Overlap]) -> tuple[int, int]:
+    """The elements of a stored piece from the first to the last that are needed."""
+    return min(pair.first for pair in pairs), max(pair.last for pair in pairs)
+
+
+def _element_blocks(tensor: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cuts elements [first, last) of a stored piece as `_blocks` cuts their bytes."""
+    size = item_size(tensor.dtype)
+    for begin, end in _blocks(tensor.begin + first * size, tensor.begin + last * size):
+        yield (begin - tensor.begin) // size, (end - tensor.begin) // size
+
+
+def check_entry(entry: TensorEntry | None, target: ReadTarget, where: str) -> None:
+    """Raises CheckpointMismatch where the checkpoint's tensor is not the one that is wanted, with both shapes."""
+    wanted = f"{target.dtype} {list(target.layout.shape)}"
+    if entry is None:
+        raise CheckpointMismatch(f"{where} has no tensor {target.name!r}, which is {wanted} here")
+    if (entry.dtype, entry.shape) != (target.dtype, target.layout.shape):
+        raise CheckpointMismatch(
+            f"tensor {target.name!r} is {entry.dtype} {list(entry.shape)} in {where} and {wanted} here"
+        )

@@ -1,0 +1,177 @@
+"""What goes on behind the training loop: the save that is being written, and what is tidied up after it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
+from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.messages import describe_error
+from stepmark.checkpoint.coordination.watchdog import end_unless
+from stepmark.checkpoint.format.directory import remove_temporary
+from stepmark.checkpoint.save.cleanup import CheckpointCleaner
+from stepmark.checkpoint.save.operation import SaveOperation
+from stepmark.checkpoint.save_handle import SaveHandle
+from stepmark.errors import CheckpointError, CheckpointTimeout
+
+FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome
+
+logger = logging.getLogger("stepmark")
+
+
+class Background:
+    """The threads of one rank, at most one of which writes a save."""
+
+    def __init__(self, rank: int, size: int, timeout: float, keeper: CheckpointCleaner) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._keeper = keeper
+        self._flying: SaveHandle | None = None
+        self._aftermaths: list[SaveHandle] = []  # deletions of old checkpoints, until somebody has heard how they ended
+        self._reading: set[SaveHandle] = set()  # saves whose threads read the staging memory
+        self._left: set[Path] = set()  # what failed saves have written, until it is removed; on rank 0
+        self._threads: list[threading.Thread] = []
+
+    def phases(self, what: str, board: StatusStore, handle: SaveHandle) -> PhaseDeadlines:
+        """Phases whose missed deadline makes the handle fail, and ends the process if nobody takes that up."""
+
+        def expired(error: CheckpointTimeout) -> None:
+            handle.fail(error)
+            end_unless(handle.collected, error, self._rank)
+            board.fail(describe_error(error))  # which waits for no file system that is stuck
+
+        return PhaseDeadlines(what, board, self._timeout, expired)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._flying is not None and not self._flying.done()
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether a thread still reads the staging memory: of a save that was late, for example."""
+        return bool(self._reading)
+
+    def begin(self, saving: SaveOperation, memory: memoryview, handle: SaveHandle) -> None:
+        """Begins to write a save. Wait for the last one first."""
+        self._flying = handle
+        self._reading.add(handle)
+        self._spawn(self._finish, saving, memory, handle)
+
+    def check(self) -> None:
+        """Raises the error of what has failed."""
+        for handle in (self._flying, *self._aftermaths):
+            if handle is not None and handle.failed():
+                self.wait()
+
+    def wait(self) -> None:
+        """Returns when no save is being written. Raises the error of what has failed."""
+        flying = self._flying
+        if flying is not None:
+            flying.wait()  # if this is interrupted, it is still on its way
+            self._flying = None
+            if not flying.collected.is_set():  # else whoever holds the handle has heard how it ended
+                flying.result()
+        for aftermath in [handle for handle in self._aftermaths if handle.done()]:
+            self._aftermaths.remove(aftermath)
+            aftermath.result()
+
+    def join(self) -> bool:
+        """Gives all that goes on a moment to end; returns whether it has."""
+        for aftermath in list(self._aftermaths):
+            aftermath.wait()  # deleting may take long, and has a deadline
+        until = time.monotonic() + FAREWELL + 1
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        try:
+            for aftermath in [handle for handle in self._aftermaths if handle.done()]:
+                aftermath.result()
+        except Exception as error:  # every save is safe, and no later call could raise it
+            logger.error("%s", describe_error(error))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def tidy(self) -> None:
+        """Removes what failed saves have left, on rank 0, once all ranks have begun another: so that a full disk does
+        not stay full. It does not need to wait until each rank has said that it is done, which a full disk forbids."""
+        for temporary in list(self._left):
+            self._discard(temporary)
+
+    def _discard(self, temporary: Path) -> None:
+        try:
+            remove_temporary(temporary)
+        except OSError as error:
+            logger.warning("cannot remove what a save has left: %s", describe_error(error))
+        finally:
+            self._left.discard(temporary)
+
+    def leave(self, board: StatusStore, temporary: Path | None, handle: SaveHandle) -> None:
+        """Leaves the board of a save or restore that has ended; see `_farewell`."""
+        self._spawn(self._farewell, board, temporary, handle)
+
+    def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        # A daemon: closing waits for it, at the program's end too, and what is stuck for good must not hold that up.
+        thread = threading.Thread(target=target, args=arguments, name="stepmark-save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of threads, or the interpreter is ending
+            logger.warning("no thread can be started (%s): going on without", error)
+            target(*arguments)
+        else:
+            self._threads.append(thread)
+
+    def _finish(self, saving: SaveOperation, memory: memoryview, handle: SaveHandle) -> None:
+        try:
+            path, size = saving.run(memory)
+        except BaseException as error:
+            handle.fail(error)
+            if isinstance(error, CheckpointTimeout):
+                end_unless(handle.collected, error, self._rank)
+            self._reading.discard(handle)
+        else:
+            self._reading.discard(handle)
+            handle.succeed(path, size)
+            if self._rank == 0:
+                self._retain(path, saving)
+        self._farewell(saving.board, saving.temporary, handle)
+
+    def _retain(self, newest: Path, saving: SaveOperation) -> None:
+        """Deletes what need not stay, now that `newest` is committed; an error surfaces at the next call."""
+        handle = SaveHandle(saving.manifest.step)
+        self._aftermaths.append(handle)
+        phases = self.phases(f"deleting old checkpoints after step {handle.step}", saving.board, handle)
+        try:
+            phases.enter("deleting")
+            self._keeper.after(newest, saving.manifest.save)
+            phases.leave()
+            handle.succeed(newest)
+        except OSError as error:
+            problem = CheckpointError(f"{phases.what} has failed: {describe_error(error)}")
+            problem.__cause__ = error
+            handle.fail(problem)
+        except BaseException as error:
+            handle.fail(error)
+        finally:
+            phases.stop()
+
+    def _farewell(self, board: StatusStore, temporary: Path | None, handle: SaveHandle) -> None:
+        """Leaves a board. When all have, rank 0 removes it, and what a save that failed has left. Where a rank is late
+        or gone, the others may still want to know what it was doing: then both stay, until the folder is given back or
+        claimed anew."""
+        board.leave()
+        if self._rank != 0 or handle.timed_out():
+            return
+        if temporary is not None:
+            self._left.add(temporary)
+        try:
+            gone = board.close(range(1, self._size), time.monotonic() + min(self._timeout, FAREWELL))
+            if gone and temporary in self._left:
+                self._discard(temporary)
+        except OSError as error:
+            logger.warning("cannot remove what a save has left: %s", describe_error(error))

@@ -1,0 +1,121 @@
+"""Applies the retention policies after a save."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.checkpoint.coordination.leases import Leases
+from stepmark.checkpoint.coordination.messages import describe_error
+from stepmark.checkpoint.format.best_link import best_step
+from stepmark.checkpoint.format.directory import COORDINATION, checkpoint_path, checkpoints, delete, step_of
+from stepmark.checkpoint.format.integrity import check_name
+from stepmark.checkpoint.format.json_values import decode_plain
+from stepmark.checkpoint.format.manifest import read_manifest
+from stepmark.checkpoint.retention import Retention, Saved, superfluous
+from stepmark.errors import CheckpointError
+from stepmark.filesystem import files
+
+DELETED = "deleted.jsonl"
+
+logger = logging.getLogger("stepmark")
+
+
+@dataclass(frozen=True)
+class DeletedCheckpoint:
+    """A checkpoint that retention has deleted: its step, the name of its save, and when (seconds since the epoch)."""
+
+    step: int
+    save: str
+    time: float
+
+
+class CheckpointCleaner:
+    """Deletes the checkpoints of a folder that no policy keeps; remembers what it has read of them.
+
+    The one that `best` points at stays, and so does one that somebody is reading, until a later save finds it free.
+    """
+
+    def __init__(self, folder: Path, policies: Sequence[Retention]) -> None:
+        self._folder = folder
+        self._policies = policies
+        self._known: dict[Path, tuple[Saved, str]] = {}
+        self._leases = Leases(folder)
+        self._lock = threading.Lock()
+
+    def after(self, newest: Path, save: str) -> None:
+        """Call it when `newest` is committed; it stays. One that cannot be read or deleted is left, and logged; nothing
+        is deleted where `newest` is such a one."""
+        with self._lock:
+            if self._policies:
+                self._apply(newest, save)
+
+    def _apply(self, newest: Path, save: str) -> None:
+        known = {}
+        for path in checkpoints(self._folder):
+            try:
+                known[path] = self._known[path] if path in self._known and path != newest else _saved(path)
+            except CheckpointError as error:
+                logger.warning("%s is left where it is: %s", path, error)
+        self._known = known
+        if newest not in known:
+            return  # without it, others would be taken for what must stay; the next save tries again
+        for step in superfluous([saved for saved, _ in known.values()], self._policies, known[newest][0].step):
+            path = checkpoint_path(self._folder, step)
+            try:
+                self._delete(path, save)
+            except OSError as error:
+                logger.warning("%s could not be deleted: %s", path, describe_error(error))
+
+    def _delete(self, path: Path, save: str) -> None:
+        if self._needed(path) or not delete(path, save, unless=lambda: self._needed(path)):
+            return
+        saved, name = self._known[path]
+        try:
+            _note(self._folder, DeletedCheckpoint(saved.step, name, time.time()))
+        except OSError as error:
+            logger.warning("that %s was deleted could not be noted: %s", path, describe_error(error))
+
+    def _needed(self, path: Path) -> bool:
+        """Whether somebody reads the checkpoint, or it is the best. In this order: who finds it to be the best while
+        reading it says so first, and ends the lease then."""
+        return self._leases.held(path) or best_step(self._folder) == step_of(path)
+
+
+def _saved(path: Path) -> tuple[Saved, str]:
+    """What retention needs to know of a checkpoint. Its step is the one in its name, which finds it again."""
+    manifest = read_manifest(path)
+    check_name(path, manifest)
+    saved = Saved(manifest.step, manifest.time, decode_plain(manifest.metrics), whole=not manifest.model_only)
+    return saved, manifest.save
+
+
+def _note(folder: Path, deleted: DeletedCheckpoint) -> None:
+    """Adds a line, which begins with its line break: the half of one that a killed run left spoils no other."""
+    line = json.dumps({"step": deleted.step, "save": deleted.save, "time": deleted.time})
+    descriptor = files.open_for_writing(folder / COORDINATION / DELETED)
+    try:
+        files.write_at(descriptor, memoryview(f"\n{line}".encode()), os.fstat(descriptor).st_size)
+    finally:
+        files.close(descriptor)
+
+
+def read_deleted(folder: Path) -> list[DeletedCheckpoint]:
+    """The checkpoints that retention has deleted in this folder, in that order."""
+    try:
+        lines = (folder / COORDINATION / DELETED).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(DeletedCheckpoint(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return found

@@ -1,0 +1,152 @@
+"""What all ranks hold, gathered: each distinct table once, whoever sends it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
+from stepmark.checkpoint.format.checksums import bytes_checksum
+from stepmark.checkpoint.format.json_values import TAG
+from stepmark.checkpoint.save.plan import Holding, Row
+from stepmark.checkpoint.sections import Section
+from stepmark.errors import UsageError
+from stepmark.sharding.layout import Box, Piece
+
+
+@dataclass(frozen=True)
+class RankTables:
+    """One rank's sections: by group the rows in portable form, and the values of all sections."""
+
+    rows: dict[str, bytes]
+    values: bytes
+
+    def digests(self) -> dict[str, str]:
+        """The digest of each table, and of the values under the empty name."""
+        return {**{group: bytes_checksum(data) for group, data in self.rows.items()}, "": bytes_checksum(self.values)}
+
+
+def tabulate(sections: Sequence[Section]) -> RankTables:
+    """The tables of this rank's sections."""
+    rows = {}
+    for section in sections:
+        listed = [row for entry in section.entries.values() for row in entry.rows()]
+        if listed:
+            rows[section.group] = encode_rows(listed)
+    values = {section.name: {"kind": section.kind, **section.values} for section in sections}
+    return RankTables(rows, json.dumps(values).encode())
+
+
+def encode_rows(rows: Sequence[Row]) -> bytes:
+    """A table of rows of one group in portable form."""
+    return json.dumps([_row_to_json(row) for row in rows]).encode()
+
+
+def _row_to_json(row: Row) -> list[Any]:
+    piece = row.piece
+    place = None if piece.is_whole(row.shape) else [piece.box.offsets, piece.box.lengths, piece.start, piece.stop]
+    return [row.name, row.dtype, row.shape, place, row.first]
+
+
+def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
+    """The rows. Those that follow each other with the same shape and place, as an optimizer's states do, share both."""
+    rows = []
+    last: Any = None
+    shape: tuple[int, ...] = ()
+    piece = Piece.whole(())
+    for name, dtype, raw_shape, place, first in json.loads(data):
+        if (raw_shape, place) != last:
+            last, shape = (raw_shape, place), tuple(raw_shape)
+            piece = Piece.whole(shape) if place is None else _piece_from_json(place)
+        rows.append(Row(group, name, dtype, shape, piece, first))
+    return tuple(rows)
+
+
+def _piece_from_json(place: list[Any]) -> Piece:
+    offsets, lengths, start, stop = place
+    return Piece(Box(tuple(offsets), tuple(lengths)), start, stop)
+
+
+Digests = Sequence[dict[str, str]]  # each rank's `Tables.digests()`
+
+
+def gather_rows(
+    tables: RankTables, digests_of_all: Digests, meeting: TimedGroup, board: StatusStore | None = None
+) -> list[Holding]:
+    """All distinct tables, each with the ranks that hold it; collective."""
+    holders = _holders(digests_of_all)
+    mine = {name: tables.rows[name] for name, digest in tables.digests().items() if name}
+    sent = _exchange(mine, {key: ranks for key, ranks in holders.items() if key[0]}, tables, meeting, board)
+    return [Holding(_rows_from_json(name, data), tuple(holders[name, digest])) for (name, digest), data in sent.items()]
+
+
+def gather_values(
+    tables: RankTables, digests_of_all: Digests, meeting: TimedGroup, board: StatusStore | None = None
+) -> dict[str, Any]:
+    """The values of all ranks in one; collective where they differ.
+
+    Raises UsageError, on every rank, where ranks hold different plain values under one name.
+    """
+    holders = {key: ranks for key, ranks in _holders(digests_of_all).items() if not key[0]}
+    if len(holders) == 1:
+        return dict(json.loads(tables.values))
+    values: dict[str, Any] = {}
+    for key, data in _exchange({"": tables.values}, holders, tables, meeting, board, "merging plain values").items():
+        values = _merge(values, json.loads(data), (), holders[key][0])
+    return values
+
+
+def _holders(digests_of_all: Digests) -> dict[tuple[str, str], list[int]]:
+    """(name, digest) of each distinct table, with the ranks that hold it."""
+    holders: dict[tuple[str, str], list[int]] = {}
+    for rank, digests in enumerate(digests_of_all):
+        for name, digest in digests.items():
+            holders.setdefault((name, digest), []).append(rank)
+    return holders
+
+
+def _exchange(
+    mine: dict[str, bytes],
+    holders: dict[tuple[str, str], list[int]],
+    tables: RankTables,
+    meeting: TimedGroup,
+    board: StatusStore | None,
+    what: str = "planning a save",
+) -> dict[tuple[str, str], bytes]:
+    """Each distinct table, from the first rank that holds it, in the order of `holders`."""
+    own = tables.digests()
+    packed = {
+        (name, digest): zlib.compress(mine[name], 1)
+        for (name, digest), ranks in holders.items()
+        if ranks[0] == meeting.rank and own.get(name) == digest
+    }
+    sent: dict[tuple[str, str], bytes] = {}
+    for part in meeting.all_gather(packed, what, board):
+        sent.update(part)
+    return {key: zlib.decompress(sent[key]) for key in holders}
+
+
+def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int) -> Any:
+    """The union of two nests of dicts that agree where both have something. A value with a tag is one, not a nest."""
+    if isinstance(one, dict) and isinstance(other, dict) and not (_is_tagged(one) or _is_tagged(other)):
+        merged = dict(one)
+        for key, value in other.items():
+            merged[key] = _merge(one[key], value, (*path, key), rank) if key in one else value
+        return merged
+    if one != other:
+        where = " / ".join(key for key in path if key != "value")
+        raise UsageError(
+            f"ranks save different values: {where} is {str(other)[:60]} on rank {rank} and {str(one)[:60]} on one "
+            "before it; plain values have to be the same on all ranks: gather what differs into one value, or leave it "
+            "out"
+        )
+    return one
+
+
+def _is_tagged(value: dict[str, Any]) -> bool:
+    """Whether it stands for a value that JSON has not; a section or parameter may be called like the tag too."""
+    return isinstance(value.get(TAG), str)

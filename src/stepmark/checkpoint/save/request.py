@@ -1,0 +1,208 @@
+"""The first part of a save, in the training loop: agree on what is saved, plan it, and copy it to host memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
+from stepmark.checkpoint.format.json_values import encode_plain
+from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, VERSION, Manifest
+from stepmark.checkpoint.save.exchange import RankTables, gather_rows, gather_values, tabulate
+from stepmark.checkpoint.save.operation import INDEX
+from stepmark.checkpoint.save.plan import SavePlan, plan_save
+from stepmark.checkpoint.sections import Entry, Section, describe
+from stepmark.errors import CheckpointError, UsageError
+from stepmark.filesystem import files
+
+_SLACK = 16 << 20  # bytes of free disk beyond the tensors: values, manifest, the file system's own
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What this rank brings to a save."""
+
+    step: int
+    save: str
+    temporary: Path
+    sections: list[Section]
+    tables: RankTables
+    metadata: Any
+    metrics: Any
+    model_only: bool
+    extra: Sequence[str] = field(default_factory=tuple)
+
+    def entries(self) -> dict[tuple[str, str], Entry]:
+        """All live tensors by group and name."""
+        return {(s.group, name): entry for s in self.sections for name, entry in s.entries.items()}
+
+    def manifest(self, world_size: int, mesh: Mapping[str, int], kinds: Mapping[str, str]) -> Manifest:
+        """The manifest without files and tensors."""
+        software = {"stepmark": version("stepmark"), "torch": torch.__version__, "python": platform.python_version()}
+        return Manifest(
+            step=self.step,
+            save=self.save,
+            time=0.0,
+            software=software,
+            world_size=world_size,
+            mesh=mesh,
+            model_only=self.model_only,
+            sections=kinds,
+            files=(),
+            tensors={},
+            metadata=self.metadata,
+            metrics=self.metrics,
+        )
+
+
+def prepare_save(
+    step: int,
+    save: str,
+    temporary: Path,
+    state: Mapping[str, Any],
+    write_files: Callable[[Path], None] | None,
+    metadata: Mapping[str, Any] | None,
+    metrics: Mapping[str, float] | None,
+    model_only: bool,
+) -> SaveRequest:
+    """Describes what is to be saved, and lets `write_files` add its own to the temporary folder.
+
+    Raises UsageError for what cannot be saved.
+    """
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise UsageError(f"step: {step!r} is not a natural number of less than 64 bits; count steps from 0")
+    sections = describe(state, model_only=model_only)
+    extra: list[str] = []
+    if write_files is not None:
+        files.make_folder(temporary)
+        write_files(temporary)
+        extra = list(files.regular_files(temporary))
+        for name in extra:
+            _check_extra(temporary, name)
+            if name in (MANIFEST, VALUES, INDEX) or name.endswith(".safetensors"):
+                raise UsageError(f"files: {name} is a name that the checkpoint itself uses; choose another")
+    return SaveRequest(
+        step,
+        save,
+        temporary,
+        sections,
+        tabulate(sections),
+        encode_plain(dict(metadata or {}), "metadata"),
+        encode_plain({name: float(value) for name, value in (metrics or {}).items()}, "metrics"),
+        model_only,
+        extra,
+    )
+
+
+def _check_extra(folder: Path, name: str) -> None:
+    """Puts a copy of its target in place of a link, which would lead out of the checkpoint, or nowhere, once that is
+    moved. Raises UsageError for what is no file, and for a name that no manifest can hold."""
+    path = folder / name
+    if "\\" in name:
+        raise UsageError(f"files: {name!r} has a backslash in its name; rename it")
+    if not path.is_file():
+        kind = "a link that leads to no file" if path.is_symlink() else "neither a file nor a folder"
+        raise UsageError(f"files: {name!r} is {kind}; leave it out, or write a file in its place")
+    if path.is_symlink():
+        target = path.resolve()
+        path.unlink()
+        shutil.copyfile(target, path)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What each rank tells all others before a save begins: among it the bytes of host memory that it has for copies
+    already, and those that its limits leave free, by limit."""
+
+    step: int
+    busy: bool
+    problem: str | None
+    digests: dict[str, str]
+    held: int = 0
+    free: Mapping[str, int] = field(default_factory=dict)
+
+
+def agree(
+    meeting: TimedGroup, board: StatusStore, answer: RankReport, problem: BaseException | None
+) -> list[RankReport] | None:
+    """All ranks' answers; None where one of them is busy with the last save, and this one is to be skipped.
+
+    Collective. Raises, on every rank, where a rank has a problem or is at another step.
+    """
+    answers: list[RankReport] = meeting.all_gather(answer, "agreeing on a save", board)
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(answers):
+        if other.problem is not None:
+            raise CheckpointError(f"rank {rank}: {other.problem}")
+    if any(other.busy for other in answers):
+        return None
+    steps = {other.step: rank for rank, other in reversed(list(enumerate(answers)))}
+    if len(steps) > 1:
+        shown = ", ".join(f"rank {rank} step {step}" for step, rank in sorted(steps.items()))
+        raise UsageError(f"ranks save different steps at the same time: {shown}; call save together")
+    return answers
+
+
+class SavePlanner:
+    """Plans saves, and keeps the last plan for as long as the tensors stay the same."""
+
+    def __init__(self, meeting: TimedGroup, nodes: Sequence[int], max_file_size: int) -> None:
+        self._meeting = meeting
+        self._nodes = nodes
+        self._max_file_size = max_file_size
+        self._last: tuple[Any, SavePlan] | None = None
+
+    def plan(
+        self, draft: SaveRequest, answers: Sequence[RankReport], board: StatusStore | None = None
+    ) -> tuple[SavePlan, dict[str, Any]]:
+        """The plan, and the values of all ranks. Collective where ranks' values differ, or a tensor has changed."""
+        digests = [answer.digests for answer in answers]
+        key = [{name: digest for name, digest in one.items() if name} for one in digests]
+        values = gather_values(draft.tables, digests, self._meeting, board)
+        if self._last is None or self._last[0] != key:
+            with _no_collection():
+                holdings = gather_rows(draft.tables, digests, self._meeting, board)
+                plan = plan_save(holdings, self._nodes, draft.save, max_file_size=self._max_file_size)
+            self._last = (key, plan)
+        return self._last[1], values
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Planning for many ranks makes hundreds of thousands of objects that all stay, and no cycles: looking through them
+    for garbage again and again takes as long as planning does."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def values_to_bytes(values: Mapping[str, Any]) -> bytes:
+    """The contents of state.json."""
+    return json.dumps({"version": VERSION, "sections": values}).encode()
+
+
+def check_disk(folder: Path, plan: SavePlan) -> None:
+    """Raises CheckpointError where the disk has no room for the save."""
+    free = shutil.disk_usage(folder).free
+    needed = plan.size + _SLACK
+    if needed > free:
+        raise CheckpointError(
+            f"the checkpoint needs {needed / 1e9:.2f} GB in {folder}, and {free / 1e9:.2f} GB are free; make room, or "
+            "keep fewer checkpoints"
+        )

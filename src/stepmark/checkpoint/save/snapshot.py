@@ -1,0 +1,204 @@
+"""Copies what this rank will write from the live tensors to host memory, laid out as in the files.
+
+One step boundary, then copies; no live tensor is changed or replaced. On a lazy device tensors come to the host whole,
+in groups, so that what is held besides the copy is bounded by the largest tensor; slices are cut on the host, because
+on the device each would be a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
+from stepmark.checkpoint.format.tensor_file import PAGE
+from stepmark.checkpoint.save.plan import SavePlan
+from stepmark.checkpoint.sections import Entry
+from stepmark.checkpoint.threads import in_parallel
+from stepmark.runtime.base import Runtime
+from stepmark.sharding.layout import Block, Box, Part, Piece
+
+GROUP_BYTES = 64 << 20
+_CHUNK = 8 << 20  # bytes that a thread copies at a time
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes [begin, end) of a file's data, and where they are in the staging memory."""
+
+    file: int
+    begin: int
+    end: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements [start, stop) of a part of an entry, to go to byte `at` of the staging memory."""
+
+    entry: Entry
+    part: Part
+    start: int
+    stop: int
+    at: int
+
+
+def extents_of(plan: SavePlan, rank: int) -> tuple[list[Extent], int]:
+    """What the rank writes, and how much staging memory that needs."""
+    extents, position = [], 0
+    for index, file in enumerate(plan.files):
+        for share in file.shares:
+            if share.rank == rank and share.end > share.begin:
+                extents.append(Extent(index, share.begin, share.end, position))
+                position += (share.end - share.begin + PAGE - 1) // PAGE * PAGE
+    return extents, position
+
+
+def staging_sizes(plan: SavePlan) -> Counter[int]:
+    """How much staging memory each rank needs."""
+    sizes: Counter[int] = Counter()
+    for file in plan.files:
+        for share in file.shares:
+            sizes[share.rank] += (share.end - share.begin + PAGE - 1) // PAGE * PAGE
+    return sizes
+
+
+def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tuple[str, str], Entry]) -> list[Copy]:
+    """The copies that fill the extents, those from the same tensor together. `entries` is by group and name."""
+    parts: dict[tuple[str, str, Piece], Part] = {}
+    for (group, name), entry in entries.items():
+        for part in entry.layout.parts:
+            parts[group, name, part.piece] = part
+    copies = []
+    for extent in extents:
+        file = plan.files[extent.file]
+        for tensor in file.tensors:
+            begin, end = max(extent.begin, tensor.begin), min(extent.end, tensor.end)
+            if begin < end:
+                size = item_size(tensor.dtype)
+                start, stop = (begin - tensor.begin) // size, (end - tensor.begin) // size
+                part = parts[file.group, tensor.name, tensor.piece]
+                entry = entries[file.group, tensor.name]
+                copies.append(Copy(entry, part, start, stop, extent.at + begin - extent.begin))
+    order: dict[int, int] = {}
+    for copy in copies:
+        order.setdefault(id(copy.entry.tensor), len(order))
+    return sorted(copies, key=lambda copy: order[id(copy.entry.tensor)])
+
+
+@torch.no_grad()
+def copy_to_host(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, threads: int) -> None:
+    """Makes the copies. Call the runtime's `step_boundary(wait=True)` first."""
+    if not runtime.lazy:
+        _copy_all([(copy, copy.entry.tensor.detach()) for copy in copies], memory, threads)
+        runtime.step_boundary(wait=True)
+        for device in {copy.entry.tensor.device for copy in copies} - {runtime.device, torch.device("cpu")}:
+            torch.accelerator.synchronize(device)  # a model may lie on several
+        return
+    for group in _groups(copies):
+        tensors = {id(copy.entry.tensor): copy.entry.tensor for copy in group}
+        on_device = [tensor for tensor in tensors.values() if tensor.device.type != "cpu"]
+        hosts = dict(zip(map(id, on_device), runtime.to_host(on_device, copy=False), strict=True))
+        found = [(copy, hosts.get(id(copy.entry.tensor), copy.entry.tensor.detach())) for copy in group]
+        _copy_all(found, memory, threads)
+
+
+def _groups(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    """Cuts the copies where the tensors of a group would exceed GROUP_BYTES; a tensor is never in two groups."""
+    group: list[Copy] = []
+    size, last = 0, None
+    for copy in copies:
+        tensor = copy.entry.tensor
+        if tensor is not last:
+            if group and size + tensor.nbytes > GROUP_BYTES:
+                yield group
+                group, size = [], 0
+            size, last = size + tensor.nbytes, tensor
+        group.append(copy)
+    if group:
+        yield group
+
+
+def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int) -> None:
+    """Runs of bytes of host memory by threads of our own, since torch's may be one per process; the rest by torch."""
+    target = memory.numpy()
+    runs: list[tuple[int, NDArray[np.uint8]]] = []
+    for copy, source in found:
+        if isinstance(copy.part.at, int) and source.device.type == "cpu" and is_plain(source):
+            data = _run(copy, copy.part.at, source)
+            runs += [(copy.at + begin, data[begin : begin + _CHUNK]) for begin in range(0, len(data), _CHUNK)]
+        else:
+            _copy(copy, source, memory)
+
+    def copy_run(run: tuple[int, NDArray[np.uint8]]) -> None:
+        at, data = run
+        np.copyto(target[at : at + len(data)], data)
+
+    in_parallel(copy_run, runs, threads)
+
+
+def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
+    return source.view(-1)[at + copy.start : at + copy.stop].view(torch.uint8).numpy()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory holds its values in row-major order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:
+    size = item_size(copy.entry.dtype)
+    target = memory[copy.at : copy.at + (copy.stop - copy.start) * size].view(torch_dtype(copy.entry.dtype))
+    part = _by_boxes(copy.part, source)
+    if isinstance(part.at, int):
+        target.copy_(_flat(source)[part.at + copy.start : part.at + copy.stop], non_blocking=True)
+        return
+    for block, view in block_views(source, part, copy.start, copy.stop):
+        begin = block.start - copy.start
+        target[begin : begin + block.box.numel].view(block.box.lengths).copy_(view, non_blocking=True)
+
+
+def _by_boxes(part: Part, source: Tensor) -> Part:
+    """The same part, by its offsets where it lies in host memory that is not in row-major order: else the whole tensor
+    would be copied first."""
+    piece = part.piece
+    if source.device.type != "cpu" or source.is_contiguous():
+        return part
+    if part.at != piece.start or piece.box.lengths != tuple(source.shape):
+        return part
+    return Part(piece, (0,) * source.dim())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+
+
+def block_views(tensor: Tensor, part: Part, start: int, stop: int) -> list[tuple[Block, Tensor]]:
+    """Elements [start, stop) of a part's piece as blocks, each with the view of the local tensor that holds it.
+
+    The tensor is contiguous where the part lies in one run of it.
+    """
+    views = []
+    for block in part.piece.blocks(start, stop):
+        if isinstance(part.at, int):
+            begin = part.at + block.start
+            view = _flat(tensor)[begin : begin + block.box.numel].view(block.box.lengths)
+        else:
+            inside = block.box.relative_to(part.piece.box.offsets)
+            at = tuple(a + b for a, b in zip(part.at, inside.offsets, strict=True))
+            view = narrow(tensor, Box(at, inside.lengths))
+        views.append((block, view))
+    return views
+
+
+def narrow(tensor: Tensor, box: Box) -> Tensor:
+    """The view of the elements in a box."""
+    for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor

@@ -1,0 +1,127 @@
+"""Writes this rank's share of the files from staging memory, with the digests on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum
+from stepmark.checkpoint.format.tensor_file import PAGE, Header
+from stepmark.checkpoint.save.plan import PlannedFile, SavePlan
+from stepmark.checkpoint.save.snapshot import Extent
+from stepmark.checkpoint.threads import in_parallel
+from stepmark.filesystem import files
+
+BLOCK = 8 * CHECKSUM_BLOCK
+
+# file index -> tensor name -> number of the tensor's cell -> digest
+Digests = dict[int, dict[str, dict[int, str]]]
+
+
+class _Output:
+    """A file that is being written: whole pages past the page cache, where that can be, the rest through it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cached = files.open_for_writing(path)
+        self._direct = files.open_past_cache(path)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """`offset` and the memory are page-aligned."""
+        whole = len(data) // PAGE * PAGE if self._direct is not None else 0
+        try:
+            if whole and self._direct is not None:
+                try:
+                    files.write_at(self._direct, data[:whole], offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    whole = 0  # opened, and refused all the same: some network file systems
+            files.write_at(self._cached, data[whole:], offset + whole)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def sync(self) -> None:
+        files.sync(self._cached)
+
+    def close(self) -> None:
+        if self._direct is not None:
+            files.close(self._direct)
+        files.close(self._cached)
+
+
+def write_extents(
+    folder: Path, plan: SavePlan, extents: Sequence[Extent], memory: memoryview, *, threads: int
+) -> Digests:
+    """Writes and syncs the extents; returns the digests of the cells in them."""
+    digests: Digests = {}
+    for extent in extents:
+        file = plan.files[extent.file]
+        path = folder / file.name
+        files.make_folder(path.parent)
+        output = _Output(path)
+        try:
+            write = _block_writer(output, file, extent, memory)
+            for found in in_parallel(write, range(extent.begin, extent.end, BLOCK), threads):
+                for name, number, digest in found:
+                    digests.setdefault(extent.file, {}).setdefault(name, {})[number] = digest
+            output.sync()
+        finally:
+            output.close()
+    return digests
+
+
+def _block_writer(
+    output: _Output, file: PlannedFile, extent: Extent, memory: memoryview
+) -> Callable[[int], list[tuple[str, int, str]]]:
+    cells = _cells_by_block(file, extent)
+
+    def write(begin: int) -> list[tuple[str, int, str]]:
+        end = min(begin + BLOCK, extent.end)
+        shift = extent.at - extent.begin
+        found = [(name, number, block_checksum(memory[a + shift : b + shift])) for a, b, name, number in cells[begin]]
+        output.write(memory[begin + shift : end + shift], file.header_size + begin)
+        return found
+
+    return write
+
+
+def _cells_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tuple[int, int, str, int]]]:
+    """The cells (begin, end, tensor, number) in each block of the extent, by the block's begin."""
+    blocks: dict[int, list[tuple[int, int, str, int]]] = {begin: [] for begin in range(extent.begin, extent.end, BLOCK)}
+    for tensor in file.tensors:
+        if tensor.begin >= extent.end or tensor.end <= extent.begin:
+            continue
+        for number, (begin, end) in enumerate(tensor.checksum_blocks()):
+            if extent.begin <= begin < extent.end:
+                block = extent.begin + (begin - extent.begin) // BLOCK * BLOCK
+                blocks[block].append((begin, end, tensor.name, number))
+    return blocks
+
+
+def write_header(folder: Path, file: PlannedFile, step: int, save: str, digests: dict[str, dict[int, str]]) -> bytes:
+    """Adds the header once all of the file's data is there; returns its bytes.
+
+    `digests` is by tensor name and number of the cell, complete. Raises OSError where the file has not its size.
+    """
+    listed = {
+        tensor.name: [digests[tensor.name][number] for number in range(len(tensor.checksum_blocks()))]
+        if tensor.checksum_blocks()
+        else []
+        for tensor in file.tensors
+    }
+    data = Header(file.header_size, step, save, file.tensors, listed).to_bytes()
+    path = folder / file.name
+    files.make_folder(path.parent)
+    descriptor = files.open_for_writing(path)
+    try:
+        files.write_at(descriptor, memoryview(data), 0)
+        files.sync(descriptor)
+        size = os.fstat(descriptor).st_size
+    finally:
+        files.close(descriptor)
+    if size != file.size:
+        raise OSError(f"{path} has {size} bytes after writing, and {file.size} were written")
+    return data

@@ -1,0 +1,338 @@
+"""What a state holds: every tensor under its name, and everything else as plain values.
+
+A state is a dict of sections. What a section is decides the names: a module's tensors go by the names of its state
+dict, an optimizer's by `<parameter>/<key>`, the tensors of anything else by the keys on the way to them, joined by "/".
+Nothing is copied and nothing runs on a device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.checkpoint.format.dtypes import dtype_name
+from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
+from stepmark.checkpoint.save.plan import MODEL, OPTIMIZER, STATE, Row
+from stepmark.errors import UsageError
+from stepmark.sharding.layout import Layout, Shard, layout_of
+
+_SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
+
+MASTER = "master"  # the key of an optimizer's own copy of a parameter, in fp32
+Kind = str  # "module", "optimizer", "named", "object" or "nested"
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A live tensor, the name it is saved under, and what it holds of the global tensor of that name."""
+
+    group: str
+    name: str
+    tensor: Tensor
+    layout: Layout
+    dtype: str
+    first: bool = False  # where ranks hold the same piece, that of the first of them is saved, whole
+
+    def rows(self) -> Iterator[Row]:
+        """One row for each piece."""
+        for part in self.layout.parts:
+            yield Row(self.group, self.name, self.dtype, self.layout.shape, part.piece, self.first)
+
+
+@dataclass
+class Section:
+    """`values` is what goes into state.json: dicts all the way down where ranks may hold different keys.
+
+    Of the names in `entries`, `shards` are those that were Shards, `derived` those of a module's state dict that are
+    neither parameters nor buffers, and `extra` those inside values of a module.
+    """
+
+    name: str
+    kind: Kind
+    group: str
+    value: Any
+    entries: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    shards: set[str] = field(default_factory=set)
+    derived: set[str] = field(default_factory=set)
+    extra: set[str] = field(default_factory=set)
+
+    def add(self, name: str, tensor: Tensor | Shard, layout: Layout | None = None, *, first: bool = False) -> None:
+        """Takes a tensor in. Raises UsageError where it cannot be stored, or the name is taken."""
+        if isinstance(tensor, Shard):
+            layout, tensor = tensor.layout, tensor.tensor
+            self.shards.add(name)
+        dtype = dtype_name(tensor.dtype)
+        where = f"{self.name}: tensor {name!r}"
+        if name == "__metadata__":
+            raise UsageError(f"{where} has a name that tensor files use themselves; give it another name")
+        if dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
+            raise UsageError(f"{where} is {tensor.dtype}, {tensor.layout}, which cannot be stored; convert it first")
+        if type(tensor).__name__ == "DTensor":
+            raise UsageError(f"{where} is a DTensor; save its local tensor as a stepmark Shard")
+        if tensor.is_meta:
+            raise UsageError(f"{where} is on the meta device and has no values; give it some before saving")
+        if name in self.entries:
+            raise UsageError(f"{where} occurs twice in what is saved; give one of them another name")
+        chosen = layout or layout_of(tensor) or Layout.whole(tuple(tensor.shape))
+        self.entries[name] = Entry(self.group, name, tensor, chosen, dtype, first)
+
+    def encode(self, value: Any, path: KeyPath) -> Any:
+        """A value in JSON form; its tensors are taken in under the rest of the path."""
+
+        def on_tensor(tensor: Any, tensor_path: KeyPath) -> str:
+            name = "/".join(tensor_path[1:])
+            while name in self.entries:
+                name += "~"
+            self.add(name, tensor)
+            return name
+
+        return ValueEncoder(lambda item: isinstance(item, Tensor | Shard), on_tensor).encode(value, path)
+
+
+def describe(state: Mapping[str, Any], *, model_only: bool = False) -> list[Section]:
+    """The sections of a state, or only its modules. Raises UsageError for what cannot be saved, naming it."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state: a {type(state).__name__} is no dict of sections; give one with a name for each, such as "
+            '{"model": model, "optimizer": optimizer}'
+        )
+    modules = {name: unwrap(value) for name, value in state.items() if isinstance(value, nn.Module)}
+    if model_only and not modules:
+        raise UsageError("model_only: the state holds no module")
+    sections = []
+    for name, value in state.items():
+        if not isinstance(name, str) or not _SECTION_NAME.match(name):
+            raise UsageError(f"{name!r} cannot name a section of a state; use letters, digits, '_', '-' and '.'")
+        if name in modules:
+            sections.append(_describe_module(name, modules[name]))
+        elif not model_only:
+            sections.append(_describe_other(name, value, modules))
+    return sections
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside torch's own wrappers, whose state dicts have other names."""
+    while isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
+        inner = module._orig_mod if hasattr(module, "_orig_mod") else module.module
+        assert isinstance(inner, nn.Module)
+        module = inner
+    return module
+
+
+def _describe_module(name: str, module: nn.Module) -> Section:
+    """What is no parameter may differ between the ranks that train copies of a module, such as the statistics of batch
+    normalisation: it is taken from the first of them, as DistributedDataParallel does."""
+    section = Section(name, "module", MODEL if name == MODEL else f"{STATE}/{name}", module)
+    state = module.state_dict(keep_vars=True)
+    tensors = {
+        key: value for key, value in state.items() if isinstance(value, Tensor | Shard) and not is_extra_state(key)
+    }
+    kept = kept_names(module, tensors)
+    parameters, buffers = _Owned(module.parameters()), _Owned(module.buffers())
+    for key, value in tensors.items():
+        if kept[key] == key:
+            trained = isinstance(value, Shard) or parameters.has(value)
+            section.add(key, value, first=not trained)
+            if isinstance(value, Shard) or trained or buffers.has(value):
+                _check_writable(section.entries[key].tensor, f"{name}: tensor {key!r}")
+            else:
+                section.derived.add(key)
+    before = set(section.entries)
+    extra = {key: section.encode(value, (name, key)) for key, value in state.items() if key not in tensors}
+    section.extra = section.entries.keys() - before
+    tied = {key: other for key, other in kept.items() if key != other}
+    section.values = {"class": type(module).__name__, "tied": tied, "extra": extra}
+    return section
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements share memory, as in what expand() gives: such a tensor can be read, and not written."""
+    if tensor.layout != torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _check_writable(tensor: Tensor, where: str) -> None:
+    if overlaps_itself(tensor):
+        raise UsageError(
+            f"{where} has elements that share memory, and could not be restored; give it its own: .clone()"
+        )
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether this name in a state dict is that of what a module's get_extra_state() gave."""
+    return name == "_extra_state" or name.endswith("._extra_state")
+
+
+class _Owned:
+    """Tensors of a module, by identity; on devices that tell addresses, by their memory as well."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        found = list(tensors)
+        self._identities = {id(tensor) for tensor in found}
+        self._memory = {address for tensor in found if (address := _memory_of(tensor)) is not None}
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is one of them, or has their memory."""
+        return id(tensor) in self._identities or _memory_of(tensor) in self._memory
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    return tensor.untyped_storage().data_ptr() or None
+
+
+def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Each tensor's name in the state dict to the name it is stored under; tied tensors are stored once.
+
+    transformers names those of a tied set that it does not store in `_tied_weights_keys`; without it, the first is
+    kept.
+    """
+    same: dict[int, list[str]] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor | Shard):
+            same.setdefault(id(value), []).append(key)
+    dropped = [re.compile(pattern) for pattern in getattr(module, "_tied_weights_keys", None) or ()]
+    kept = {}
+    for names in same.values():
+        stays = [key for key in names if not any(pattern.search(key) for pattern in dropped)]
+        for key in names:
+            kept[key] = (stays or names)[0]
+    return kept
+
+
+def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> Section:
+    if isinstance(value, torch.optim.Optimizer) and not hasattr(value, "named_state"):
+        section = Section(name, "optimizer", f"{OPTIMIZER}/{name}", value)
+        names = parameter_names(modules)
+        state, groups = optimizer_state(name, value, names)
+        layouts = {names[id(p)]: p for group in value.param_groups for p in group["params"]}
+        _add_optimizer(section, state, groups, layouts)
+        section.values["class"] = type(value).__name__
+        _add_others(section, value)
+    elif hasattr(value, "named_state") and hasattr(value, "named_groups"):
+        section = Section(name, "named", f"{OPTIMIZER}/{name}", value)
+        names = parameter_names(modules)
+        parameters = {names[id(p)]: p for module in modules.values() for p in module.parameters()}
+        _add_optimizer(section, value.named_state(), value.named_groups(), parameters)
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        section = Section(name, "object", f"{STATE}/{name}", value)
+        section.values = {"value": section.encode(_state_of_object(value), (name,))}
+    else:
+        section = Section(name, "nested", f"{STATE}/{name}", value)
+        section.values = {"value": section.encode(value, (name,))}
+    return section
+
+
+def _add_others(section: Section, optimizer: torch.optim.Optimizer) -> None:
+    """State under keys that are no parameters, and what the optimizer's own state_dict() has besides torch's."""
+    keys = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    if keys:
+        section.values["keys"] = section.encode(keys, (section.name, "keys"))
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or hooks:
+        torchs = ("state", "param_groups")
+        own = {key: value for key, value in optimizer.state_dict().items() if key not in torchs}
+        if own:
+            section.values["own"] = section.encode(own, (section.name, "own"))
+
+
+def _state_of_object(value: Any) -> Any:
+    """Its state dict; of a learning rate scheduler's without the functions, which stay those of the live one."""
+    state = value.state_dict()
+    return _without_functions(state) if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else state
+
+
+def _without_functions(state: Any) -> Any:
+    if type(state) is dict:
+        return {key: _without_functions(value) for key, value in state.items() if not callable(value)}
+    return [_without_functions(item) for item in state] if type(state) is list else state
+
+
+def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """The identity of each parameter to its name: that in `model`, or with the section in front in another module."""
+    names: dict[int, str] = {}
+    for section, module in modules.items():
+        prefix = "" if section == MODEL else f"{section}."
+        state = module.state_dict(keep_vars=True)
+        for key, kept in kept_names(module, state).items():
+            names.setdefault(id(state[key]), prefix + kept)
+        for key, parameter in module.named_parameters():
+            names.setdefault(id(parameter), prefix + key)
+    return names
+
+
+def optimizer_state(
+    section: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The live state by parameter name, and the groups with names in place of parameters.
+
+    Raises UsageError where a parameter is in no module of the state.
+    """
+    state, groups = {}, []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise UsageError(
+                    f"{section}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to "
+                    "no module of the state; give the module that holds it as a section beside the optimizer"
+                )
+            name = names[id(parameter)]
+            if name in state:
+                raise UsageError(
+                    f"{section}: two parameters would have the name {name!r} in the checkpoint, in the module "
+                    f"{MODEL!r} and in that of another section; give the other section another name"
+                )
+            state[name] = optimizer.state.get(parameter, {})
+        groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
+    return state, groups
+
+
+def _add_optimizer(
+    section: Section,
+    state: Mapping[str, Mapping[str, Any]],
+    groups: list[dict[str, Any]],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    values: dict[str, dict[str, Any]] = {}
+    members: dict[str, int] = {}
+    for parameter, items in state.items():
+        for key, value in items.items():
+            if not isinstance(key, str):
+                raise UsageError(
+                    f"{section.name}: the optimizer's state of parameter {parameter!r} has a key {key!r}, which is no "
+                    "text; only names can be saved as keys there"
+                )
+            path = (section.name, parameter, key)
+            if isinstance(value, Tensor | Shard):
+                _check_writable(value.tensor if isinstance(value, Shard) else value, show(path))
+                section.add(f"{parameter}/{key}", value, _inherited_layout(path, value, parameters.get(parameter)))
+            else:
+                values.setdefault(parameter, {})[key] = section.encode(value, path)
+    encoded = {}
+    for index, group in enumerate(groups):
+        members.update(dict.fromkeys(group.get("params", ()), index))
+        plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        encoded[str(index)] = section.encode(plain, (section.name, "param_groups", str(index)))
+    section.values = {"state": values, "groups": encoded, "members": members}
+
+
+def _inherited_layout(path: KeyPath, value: Tensor | Shard, parameter: Tensor | None) -> Layout | None:
+    """A state of the parameter's shape is cut as the parameter is."""
+    if parameter is None or isinstance(value, Shard) or layout_of(value) is not None:
+        return None
+    layout = layout_of(parameter)
+    if layout is None or (value.numel() == 1 and value.shape != parameter.shape):  # a step count, for example
+        return None
+    if value.shape != parameter.shape:
+        raise UsageError(
+            f"{show(path)} has another shape than its parameter, which is a shard; annotate it with its own layout"
+        )
+    return layout

@@ -1,0 +1,65 @@
+"""Which data a run trains on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.errors import UsageError
+
+STDLIB = "python-stdlib"
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """The recipe's data fields, with the names, meanings and defaults of Hugging Face's `run_clm` example.
+
+    Texts come from `dataset_name` (`python-stdlib`, a folder, or a name of the Hugging Face hub) or from `train_file`;
+    validation texts from `validation_file`, else from the dataset's own validation split, else from the first
+    `validation_split_percentage` percent of the training texts (0: there is no validation). `max_train_samples` and
+    `max_eval_samples` count blocks of `block_size` tokens. `text_column` is `text`, else the first column of strings.
+
+    Raises UsageError where fields contradict each other or are out of range.
+    """
+
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    text_column: str | None = None
+    train_file: str | None = None
+    validation_file: str | None = None
+    block_size: int | None = None
+    validation_split_percentage: int = 5
+    max_train_samples: int | None = None
+    max_eval_samples: int | None = None
+    preprocessing_num_workers: int | None = None
+    overwrite_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_sources()
+        self._check_ranges()
+
+    def _check_sources(self) -> None:
+        if self.dataset_name and self.train_file:
+            raise UsageError("dataset_name and train_file are both given; training data has one source: remove one")
+        if not self.dataset_name and not self.train_file:
+            raise UsageError("there is no training data: give dataset_name or train_file")
+        if self.dataset_config_name and self.dataset_name in (None, STDLIB):
+            raise UsageError("dataset_config_name has no meaning without a dataset_name that has configurations")
+        if self.text_column is not None and not self._has_columns():
+            raise UsageError("text_column is given, but the data has no columns; remove it")
+
+    def _has_columns(self) -> bool:
+        files = [Path(name) for name in (self.train_file, self.validation_file) if name]
+        return self.dataset_name not in (None, STDLIB) or any(file.suffix != ".txt" for file in files)
+
+    def _check_ranges(self) -> None:
+        if self.block_size is not None and self.block_size < 2:
+            raise UsageError(f"block_size must be at least 2 tokens, not {self.block_size}")
+        if not 0 <= self.validation_split_percentage < 100:
+            raise UsageError(
+                f"validation_split_percentage must be from 0 to 99, not {self.validation_split_percentage}"
+            )
+        for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}; leave it out for no limit")

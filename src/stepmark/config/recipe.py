@@ -1,0 +1,101 @@
+"""A recipe: flat YAML whose fields belong to the training arguments, the model or the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.config.coercion import convert_all, field_names
+from stepmark.config.data_arguments import DataArguments
+from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.unknown_fields import unknown_field
+from stepmark.config.yaml_file import parse_yaml
+from stepmark.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Which model: a new one of `config_name` (a model type of transformers, or a folder with a config.json) with
+    `config_overrides`, or the weights in `model_name_or_path`; and its tokenizer, by default that of the model."""
+
+    model_name_or_path: str | None = None
+    config_name: str | None = None
+    config_overrides: dict | str | None = None
+    tokenizer_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path is None and self.config_name is None:
+            raise UsageError("model_name_or_path or config_name: one of them has to say which model to train")
+        if self.model_name_or_path is not None and self.config_name is not None:
+            raise UsageError("model_name_or_path and config_name: both say which model to train; set one of them")
+        if self.config_overrides and self.config_name is None:
+            raise UsageError("config_overrides: overrides are for a new model; set config_name, or leave them out")
+        if self.tokenizer_name is None and self.model_name_or_path is None:
+            raise UsageError("tokenizer_name: a new model needs one; `bytes` is built in")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    training: TrainingArguments
+    model: ModelArguments
+    data: DataArguments
+
+
+PARTS: tuple[type, ...] = (TrainingArguments, ModelArguments, DataArguments)
+
+
+def all_fields() -> dict[str, tuple[str, Any]]:
+    """Every recipe field, with its type as text and its default."""
+    return {field.name: (str(field.type), field.default) for part in PARTS for field in dataclasses.fields(part)}
+
+
+def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
+    """The recipe of the file, if there is one, and the flags, which win.
+
+    Raises UsageError that names the field for one that is unknown, of the wrong type, or contradicts another.
+    """
+    values = {**(_read_file(path) if path else {}), **_read_flags(flags)}
+    known = all_fields()
+    for name in values:
+        if name not in known:
+            raise UsageError(unknown_field(name, known, path))
+    parts = [
+        part(**convert_all(part, {name: value for name, value in values.items() if name in field_names(part)}))
+        for part in PARTS
+    ]
+    return Recipe(*parts)
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        content = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"recipe {path}: cannot be read: {error.strerror}; give the path of a recipe") from error
+    except ValueError as error:
+        raise UsageError(f"recipe {path}: is no YAML: {error}; write one `field: value` a line") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"recipe {path}: should be fields and values, one a line, and is a {type(content).__name__}")
+    return {str(name): value for name, value in content.items()}
+
+
+def _read_flags(flags: Mapping[str, str]) -> dict[str, Any]:
+    """Flags are text; those of fields that hold something else are read as YAML reads it."""
+    hints = {name: hint for part in PARTS for name, hint in typing.get_type_hints(part).items()}
+    values: dict[str, Any] = {}
+    for name, text in flags.items():
+        accepted = typing.get_args(hints[name]) or (hints[name],)
+        try:
+            value = parse_yaml(text)
+        except ValueError as error:
+            if str not in accepted:
+                raise UsageError(f"{name}: cannot read {text!r}: {error}") from error
+            value = text
+        keeps_text = str in accepted and not any(isinstance(value, kind) for kind in accepted if kind is not str)
+        values[name] = text if keeps_text else value
+    return values

@@ -1,0 +1,276 @@
+"""What a run is asked to do. Names, meanings and defaults are those of transformers' TrainingArguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from stepmark.config.coercion import convert_all
+from stepmark.config.yaml_file import parse_yaml
+from stepmark.errors import UsageError
+
+STRATEGIES = ("no", "steps", "epoch")
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
+
+
+@dataclass
+class TrainingArguments:
+    """Training, from Python or from a recipe.
+
+    Steps are optimizer steps. `logging_steps`, `eval_steps` and `save_steps` below 1 are fractions of all steps.
+    Relative paths are meant from the folder the process was started in. `device` is auto, xla, cuda, neuron or cpu;
+    `dtype` is the parameters' own: float32, or bfloat16, which the optimizer follows with fp32 master weights.
+    `zero_1` divides the optimizer's state among the data parallel ranks.
+
+    `tensor_parallel_size` neighbouring ranks hold the model together, each a part of it; the others are data parallel.
+    With `sequence_parallel` they also divide the activations between the layers' products, along the sequence.
+    `parallelize_embedding`: embedding, head and loss are divided along the vocabulary too.
+
+    `async_save`: training goes on while a checkpoint is written. `save_timeout`: seconds that each phase of a save or
+    restore may take before the run ends and names the rank that is late. `save_on_signal`: SIGTERM or SIGUSR1 stops the
+    run after the step it is in, saves, and ends with exit code 75; None means true, but false where `save_strategy` is
+    no or with `save_only_model`, because such a run is not meant to be resumed. `signal_grace`: seconds from the signal
+    by which the run has ended; a save that cannot be done by then is not begun.
+
+    Raises UsageError for a value of the wrong type or range and for fields that contradict each other.
+    """
+
+    output_dir: str = "trainer_output"
+    max_steps: int = -1
+    num_train_epochs: float = 3.0
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 5e-5
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: dict | str | None = None
+    warmup_steps: float = 0
+    warmup_ratio: float = 0.0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    optim: str = "adamw_torch_fused"
+    optim_args: str | None = None
+    label_smoothing_factor: float = 0.0
+    bf16: bool = False
+    gradient_checkpointing: bool = False
+    logging_strategy: str = "steps"
+    logging_steps: float = 500
+    logging_first_step: bool = False
+    save_strategy: str = "steps"
+    save_steps: float = 500
+    save_total_limit: int | None = None
+    save_only_model: bool = False
+    async_save: bool = True
+    save_timeout: float = 1800.0
+    save_on_signal: bool | None = None
+    signal_grace: float = 120.0
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
+    eval_on_start: bool = False
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    resume_from_checkpoint: bool | str | None = None
+    seed: int = 42
+    data_seed: int | None = None
+    report_to: str | list | None = "none"
+    run_name: str | None = None
+    dataloader_num_workers: int = 0
+    dataloader_drop_last: bool = False
+    disable_tqdm: bool | None = None
+    log_level: str = "passive"
+    device: str = "auto"
+    dtype: str = "float32"
+    zero_1: bool = False
+    tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
+    parallelize_embedding: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in convert_all(type(self), self._values()).items():
+            setattr(self, name, value)
+        self.output_dir = os.path.abspath(os.path.expanduser(self.output_dir))
+        _check_ranges(self)
+        _check_agreement(self)
+        if self.metric_for_best_model is None and self._follows_metric():
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        if self.save_on_signal is None:
+            self.save_on_signal = self.save_strategy != "no" and not self.save_only_model
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            self.eval_steps = self.logging_steps
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def _follows_metric(self) -> bool:
+        return self.load_best_model_at_end or self.save_strategy == "best" or self.lr_scheduler_type in METRIC_SCHEDULES
+
+    @property
+    def best_metric_key(self) -> str | None:
+        """`metric_for_best_model` as evaluations name it."""
+        name = self.metric_for_best_model
+        return name if name is None or name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def scheduler_options(self) -> dict[str, Any]:
+        options = self.lr_scheduler_kwargs
+        return parse_options("lr_scheduler_kwargs", options) if isinstance(options, str) else dict(options or {})
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        return parse_options("optim_args", self.optim_args or "")
+
+    @property
+    def reporters(self) -> list[str]:
+        names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        return [name for name in names if name != "none"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return self._values()
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """All fields as TensorBoard's hyperparameters can hold them."""
+        return {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in self._values().items()
+        }
+
+    def to_json_string(self) -> str:
+        return json.dumps(self._values(), indent=2)
+
+
+def parse_options(field: str, text: str) -> dict[str, Any]:
+    """`"momentum=0.9,nesterov=true"` as a mapping; values are read as YAML."""
+    options: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, separator, value = part.partition("=")
+        if not separator:
+            raise UsageError(f"{field}: should be name=value pairs with commas between, and has {part!r}")
+        try:
+            options[key.strip()] = parse_yaml(value)
+        except ValueError as error:
+            raise UsageError(f"{field}: cannot read {part!r}: {error}") from error
+    return options
+
+
+def _check_ranges(args: TrainingArguments) -> None:
+    at_least = {
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0,
+        "warmup_steps": 0,
+        "weight_decay": 0,
+        "max_grad_norm": 0,
+        "dataloader_num_workers": 0,
+        "adam_epsilon": 0,
+        "seed": 0,
+        "data_seed": 0,
+        "save_total_limit": 1,
+        "tensor_parallel_size": 1,
+    }
+    for name, least in at_least.items():
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise UsageError(f"{name}: should be at least {least}, and is {value}")
+    for name in ("save_timeout", "signal_grace"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise UsageError(f"{name}: should be a number of seconds above 0, and is {getattr(args, name)}")
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "num_train_epochs"):
+        if not math.isfinite(getattr(args, name)):
+            raise UsageError(f"{name}: should be a finite number, and is {getattr(args, name)}")
+    for name in ("seed", "data_seed"):
+        if (getattr(args, name) or 0) >= 2**63:
+            raise UsageError(f"{name}: should be below 2**63, and is {getattr(args, name)}")
+    for name in ("logging_steps", "save_steps", "eval_steps"):
+        value = getattr(args, name)
+        if value is not None and not (0 < value < 1 or (value >= 1 and value % 1 == 0)):
+            raise UsageError(f"{name}: should be a whole number of steps, or a fraction below 1, and is {value}")
+    for name in ("warmup_ratio", "label_smoothing_factor", "adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            raise UsageError(f"{name}: should be from 0 to below 1, and is {getattr(args, name)}")
+    choices = {
+        "logging_strategy": STRATEGIES,
+        "eval_strategy": STRATEGIES,
+        "save_strategy": (*STRATEGIES, "best"),
+        "dtype": ("float32", "bfloat16"),
+        "log_level": LOG_LEVELS,
+    }
+    for name, accepted in choices.items():
+        if getattr(args, name) not in accepted:
+            raise UsageError(f"{name}: {getattr(args, name)!r} is unknown; choose one of {', '.join(accepted)}")
+
+
+def _check_agreement(args: TrainingArguments) -> None:
+    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+        raise UsageError("max_steps and num_train_epochs: both are 0 or less; set one of them above 0")
+    if args.bf16 and args.dtype == "bfloat16":
+        raise UsageError(
+            "bf16 and dtype: bf16 is autocast over float32 parameters, and dtype asks for bfloat16 ones; set one of "
+            "them"
+        )
+    if args.save_on_signal and args.save_only_model:
+        raise UsageError(
+            "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "
+            "them"
+        )
+    for name, default in (("sequence_parallel", False), ("parallelize_embedding", True)):
+        if args.tensor_parallel_size == 1 and getattr(args, name) != default:
+            raise UsageError(
+                f"{name} and tensor_parallel_size: {name} is about a model that several ranks hold together; set "
+                "tensor_parallel_size to 2 or more, or leave it out"
+            )
+    if args.warmup_steps and args.warmup_ratio:
+        raise UsageError("warmup_steps and warmup_ratio: both give the length of the warm-up; set one of them")
+    if args.eval_strategy == "no":
+        for name in ("load_best_model_at_end", "eval_on_start"):
+            if getattr(args, name):
+                raise UsageError(
+                    f"{name} and eval_strategy: {name} needs evaluations; set eval_strategy to steps or epoch"
+                )
+        if args.save_strategy == "best":
+            raise UsageError("save_strategy and eval_strategy: the best is told by evaluations; set eval_strategy")
+        if args.lr_scheduler_type in METRIC_SCHEDULES:
+            raise UsageError(
+                f"lr_scheduler_type and eval_strategy: {args.lr_scheduler_type} follows evaluations; set eval_strategy"
+            )
+    if args.load_best_model_at_end and args.save_strategy != "best":
+        _check_best_is_saved(args)
+
+
+def _check_best_is_saved(args: TrainingArguments) -> None:
+    if args.save_strategy != args.eval_strategy:
+        raise UsageError(
+            f"load_best_model_at_end: every evaluated model has to be saved, but save_strategy is {args.save_strategy} "
+            f"and eval_strategy is {args.eval_strategy}; make them equal, or set save_strategy to best"
+        )
+    evaluated = args.eval_steps or args.logging_steps
+    if args.save_strategy == "steps" and not _is_multiple(args.save_steps, evaluated):
+        raise UsageError(
+            f"load_best_model_at_end: save_steps ({args.save_steps:g}) has to be a multiple of eval_steps "
+            f"({evaluated:g}), both whole numbers or both fractions, so that what is saved was evaluated"
+        )
+
+
+def _is_multiple(value: float, of: float) -> bool:
+    """Whether two intervals, in steps or as fractions of the run, fit; 0.3 is a multiple of 0.1."""
+    return (value < 1) == (of < 1) and abs(value / of - round(value / of)) < 1e-9
+
+
+def set_log_level(args: TrainingArguments) -> None:
+    """`log_level` for Stepmark's own messages and transformers'; `passive` leaves both as they are."""
+    if args.log_level != "passive":
+        for name in ("stepmark", "transformers"):
+            logging.getLogger(name).setLevel(args.log_level.upper())

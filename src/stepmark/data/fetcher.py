@@ -1,0 +1,131 @@
+"""One micro-batch, the same whether it is fetched in this process or in a worker."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from stepmark.data.batch import MicroBatch, count_targets, integer_labels
+from stepmark.data.collate import Padding, collate, pad_collated
+from stepmark.data.order import Stream, generator
+from stepmark.data.packing import IGNORED, PackedBlocks
+from stepmark.errors import DataError, StepmarkError
+
+CollateFn = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class MicroTask:
+    """What to fetch: the samples of the first `rows` rows, then `filler` rows that repeat the last of `indices`.
+
+    `indices` names one sample even where `rows` is 0. `key` is what random numbers are drawn from: seed, epoch and the
+    place in the epoch. `length` is the length of sequences where all ranks must agree on it.
+    """
+
+    indices: tuple[int, ...]
+    rows: int
+    filler: int
+    key: tuple[int, int, int]
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """What went wrong in a worker, in a form that travels to the process that waits for it."""
+
+    error: StepmarkError
+    trace: str
+
+    def reraise(self) -> None:
+        """Raises the error, with the worker's traceback as a note."""
+        self.error.add_note(self.trace)
+        raise self.error
+
+
+class Fetcher(Dataset[MicroBatch]):
+    """Fetches and collates micro-batches of a dataset."""
+
+    def __init__(self, dataset: Any, collate_fn: CollateFn | None, padding: Padding, causal_shift: bool) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.padding = padding
+        self.causal_shift = causal_shift
+        # Seeding three generators and restoring them costs more than copying a batch of blocks does.
+        self._draws_nothing = collate_fn is None and isinstance(dataset, PackedBlocks)
+
+    def fetch(self, task: MicroTask) -> MicroBatch:
+        """The micro-batch, under generators of its own. Raises DataError where dataset or collator fail."""
+        with nullcontext() if self._draws_nothing else drawing_from(task.key):
+            try:
+                return self._labelled(self._collate(self._samples(task), task), task)
+            except StepmarkError:
+                raise
+            except Exception as error:
+                raise DataError(
+                    f"samples {', '.join(map(str, task.indices))} could not be made into a batch"
+                    f" ({type(error).__name__}: {str(error).strip()}); check the dataset and the collate_fn"
+                ) from error
+
+    def __getitem__(self, task: MicroTask) -> MicroBatch | WorkerFailure:  # type: ignore[override]
+        """As `fetch`, for a worker process: an error is a result."""
+        try:
+            return self.fetch(task)
+        except StepmarkError as error:
+            return WorkerFailure(type(error)(*error.args), traceback.format_exc())
+
+    def _samples(self, task: MicroTask) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            samples = list(self.dataset.__getitems__(list(task.indices)))
+        else:
+            samples = [self.dataset[index] for index in task.indices]
+        repeated = samples[-1]
+        # A collator may change a mapping that it is given, so each row has its own.
+        copies = [dict(repeated) if isinstance(repeated, dict) else repeated for _ in range(task.filler)]
+        return samples[: task.rows] + copies
+
+    def _collate(self, samples: list[Any], task: MicroTask) -> Any:
+        indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
+        if self.collate_fn is None:
+            return collate(samples, indices, self.padding, task.length)
+        return pad_collated(self.collate_fn(samples), task.indices, self.padding, task.length)
+
+    def _labelled(self, inputs: Any, task: MicroTask) -> MicroBatch:
+        """With the filler's labels out of the loss, and the targets counted."""
+        labels = integer_labels(inputs)
+        if labels is None:
+            return MicroBatch(inputs, task.rows, None)
+        if task.filler:
+            if labels.shape[0] != task.rows + task.filler:
+                raise DataError(
+                    f"the collate_fn made {labels.shape[0]} rows of labels from {task.rows + task.filler} samples;"
+                    " where batches keep their shape it must make one row of each sample"
+                )
+            labels = labels.clone()  # may be the very tensor that input_ids is
+            labels[task.rows :] = IGNORED
+            inputs = {**inputs, "labels": labels}
+        return MicroBatch(inputs, task.rows, count_targets(labels, self.causal_shift))
+
+
+@contextmanager
+def drawing_from(key: Sequence[int]) -> Iterator[None]:
+    """Python's, numpy's and PyTorch's CPU generator seeded from `key`; as they were before, afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    words = generator(Stream.DRAWS, *key).random_raw(3)
+    random.seed(int(words[0]))
+    np.random.seed(words[1:2].view(np.uint32))
+    # Not torch.manual_seed, which would seed the generators of accelerators as well.
+    torch.default_generator.manual_seed(int(words[2]))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])

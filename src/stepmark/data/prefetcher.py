@@ -1,0 +1,68 @@
+"""Batches on the device, moved there ahead of the steps that use them.
+
+The calling thread fetches batches on the host, so that what a collator does never runs beside the model; one background
+thread moves them, some steps ahead. The loader's position follows what the consumer has taken, not what lies ready.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from stepmark.data.batch import StepBatch
+from stepmark.data.loader import DataLoader
+from stepmark.runtime.base import Runtime
+
+
+class DevicePrefetcher:
+    """The steps of a loader from its position to the end of the epoch, their inputs on the runtime's device.
+
+    Up to `lookahead` steps lie ready on the device beside the one that is in use. On a CPU there is nothing to move, so
+    nothing is fetched ahead. An error in fetching or moving a step is raised when the consumer reaches that step.
+    """
+
+    def __init__(self, loader: DataLoader, runtime: Runtime, lookahead: int = 2) -> None:
+        self.loader = loader
+        self.runtime = runtime
+        self.lookahead = lookahead
+
+    def __iter__(self) -> Generator[StepBatch, None, None]:
+        ahead = self.lookahead > 0 and self.runtime.device.type != "cpu"
+        for step in self._moved_ahead() if ahead else map(self._move, self.loader.ahead()):
+            self.loader.load_state_dict(step.state)
+            yield step
+
+    def _move(self, step: StepBatch) -> StepBatch:
+        placed = self.runtime.place([micro_batch.inputs for micro_batch in step])
+        moved = [replace(micro_batch, inputs=inputs) for micro_batch, inputs in zip(step, placed, strict=True)]
+        return replace(step, micro_batches=moved)
+
+    def _moved_ahead(self) -> Iterator[StepBatch]:
+        source = self.loader.ahead()
+        ready: deque[Future[StepBatch]] = deque()
+        mover = ThreadPoolExecutor(1, thread_name_prefix="stepmark-feed")
+        try:
+            exhausted = False
+            while True:
+                while not exhausted and len(ready) <= self.lookahead:
+                    try:
+                        # The first fetch comes before the thread: a worker process is best forked from one thread.
+                        ready.append(mover.submit(self._move, next(source)))
+                    except StopIteration:
+                        exhausted = True
+                    except Exception as error:
+                        ready.append(_failed(error))
+                        exhausted = True
+                if not ready:
+                    return
+                yield ready.popleft().result()
+        finally:
+            mover.shutdown(cancel_futures=True)
+
+
+def _failed(error: Exception) -> Future[StepBatch]:
+    future: Future[StepBatch] = Future()
+    future.set_exception(error)
+    return future

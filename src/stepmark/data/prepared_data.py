@@ -1,0 +1,149 @@
+"""A config → training and validation blocks, tokenized once and cached by content."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from stepmark.config.data_arguments import DataArguments
+from stepmark.data.encoding import TextEncoder, encode_texts
+from stepmark.data.packing import PackedBlocks
+from stepmark.data.sources import Sources, open_sources
+from stepmark.data.token_cache import TokenFile, cache_root, commit_entry, new_entry, open_entry
+from stepmark.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = 1  # of a cache entry; another number makes all entries new ones
+DEFAULT_BLOCK_SIZE = 1024
+TOKENS_A_LINE = 10_000_000  # of progress
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data ready to train on.
+
+    `fingerprint` names what is trained on: the tokens, the block size, and how many blocks are used. A resumed run must
+    have the same. `cached` says that the tokens were there already.
+    """
+
+    train: PackedBlocks
+    validation: PackedBlocks | None
+    fingerprint: str
+    cached: bool
+
+
+def prepare(
+    config: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+    may_be_short: bool = False,
+) -> Prepared:
+    """Training and validation blocks of `config`, tokenized unless the cache (or `folder` in its place) has them.
+
+    The key of the cache is the content of the texts and of the tokenizer, not names or times, and neither block size
+    nor numbers of samples: those cost nothing to change. With `overwrite_cache` the tokens are always made anew; of
+    several ranks one should be given that, and the others call after it without. `progress` gets a line now and then.
+    `may_be_short`: the data is not trained on, so that less than a block of it will do.
+
+    Raises DataError for data that is missing, empty or shorter than a block, UsageError for fields that do not fit.
+    """
+    block_size = choose_block_size(config.block_size, tokenizer.model_max_length)
+    encoder = TextEncoder.of(tokenizer)
+    sources = open_sources(config)
+    root = (folder or cache_root()) / "data"
+    entry = root / _key(sources, encoder)
+    meta = None if config.overwrite_cache else open_entry(entry)
+    cached = meta is not None
+    if meta is None:
+        meta = _build(entry, sources, encoder, config.preprocessing_num_workers or 1, progress or _silent)
+
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    filler = 0 if padding is None else padding
+
+    def blocks(split: str, limit: int | None) -> PackedBlocks:
+        return PackedBlocks(entry / f"{split}.bin", meta["dtype"], meta["tokens"][split], block_size, filler, limit)
+
+    if not may_be_short:
+        _check_length(meta["tokens"]["train"], block_size, sources)
+    train = blocks("train", config.max_train_samples)
+    validation = blocks("validation", config.max_eval_samples) if "validation" in meta["tokens"] else None
+    return Prepared(train, validation, _fingerprint(meta, train), cached)
+
+
+def choose_block_size(wanted: int | None, longest: int) -> int:
+    """Tokens in a block: `wanted`, else 1024 or what the tokenizer's model takes, if that is less.
+
+    Raises UsageError for more than the model takes.
+    """
+    if wanted is None:
+        return min(DEFAULT_BLOCK_SIZE, longest)
+    if wanted > longest:
+        raise UsageError(
+            f"block_size {wanted} is longer than the {longest} tokens that the tokenizer's model takes; lower it"
+        )
+    return wanted
+
+
+def _key(sources: Sources, encoder: TextEncoder) -> str:
+    return xxhash.xxh3_128_hexdigest(f"format={FORMAT} {sources.content} tokenizer={encoder.content}".encode())
+
+
+def _build(entry: Path, sources: Sources, encoder: TextEncoder, processes: int, progress: Progress) -> dict[str, Any]:
+    """Tokenizes all texts into a new entry; gives its meta data."""
+    meta: dict[str, Any] = {"format": FORMAT, "dtype": encoder.dtype.str, "tokens": {}, "files": {}}
+    folder = new_entry(entry.parent)
+    try:
+        train, validation = sources.divided()
+        for name, texts in (("train", train), ("validation", validation)):
+            if texts is not None:
+                with TokenFile(folder / f"{name}.bin", encoder.dtype) as file:
+                    _write_tokens(file, encode_texts(texts, encoder, processes), name, progress)
+                meta["tokens"][name] = file.tokens
+                meta["files"][f"{name}.bin"] = file.summary
+        commit_entry(folder, entry, meta)
+    except OSError as error:
+        raise DataError(
+            f"the data cache {entry.parent} cannot be written ({error.strerror}); free space, or set STEPMARK_CACHE"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # gone already where it was committed
+    return meta
+
+
+def _write_tokens(file: TokenFile, stream: Iterator[np.ndarray], split: str, progress: Progress) -> None:
+    reported = 0
+    for ids in stream:
+        file.append(ids)
+        if file.tokens - reported >= TOKENS_A_LINE:
+            reported = file.tokens
+            progress(f"tokenizing {split}: {reported / 1e6:.1f} million tokens")
+    progress(f"tokenized {split}: {file.tokens / 1e6:.1f} million tokens")
+
+
+def _check_length(tokens: int, block_size: int, sources: Sources) -> None:
+    if tokens < block_size:
+        raise DataError(
+            f"block_size {block_size} is longer than the training data, {tokens} tokens in {sources.train.where};"
+            f" set block_size to {tokens} or less, or give more text"
+        )
+
+
+def _fingerprint(meta: dict[str, Any], train: PackedBlocks) -> str:
+    content = [FORMAT, meta["files"]["train.bin"]["xxh3"], meta["dtype"], train.block_size, len(train)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+
+def _silent(line: str) -> None:
+    """The progress of a caller who does not ask for it."""

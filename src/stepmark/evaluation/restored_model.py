@@ -1,0 +1,149 @@
+"""Models with the weights of a checkpoint, whatever mesh wrote it, or of any Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.checkpoint.format.dtypes import torch_dtype
+from stepmark.checkpoint.format.integrity import check_integrity, read_values
+from stepmark.checkpoint.format.json_values import decode_plain
+from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.checkpoint.restore.compare import StateComparison
+from stepmark.checkpoint.restore.tensor_reader import TensorReader
+from stepmark.checkpoint.save.plan import MODEL
+from stepmark.checkpoint.sections import describe
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.module_placement import place_module
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+CONFIG = "config.json"
+
+
+class ModelReader:
+    """Reads one checkpoint after the other into the same module, where their configurations are the same.
+
+    So a lazy device keeps its graph, and nothing but the model is read. Ranks need not call it together.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._made: tuple[Any, nn.Module] | None = None  # of which configuration and dtypes, and the module
+
+    def read(self, folder: Path) -> nn.Module:
+        """The model in a folder, on the device, in the types it was saved in.
+
+        Raises CheckpointNotFound, CheckpointDamaged, and CheckpointMismatch where it is no model of transformers'.
+        """
+        if not (folder / MANIFEST).is_file():
+            return self._pretrained(folder)
+        manifest = read_manifest(folder)
+        check_integrity(folder, manifest)
+        model = self._module(folder, manifest)
+        fill_from(folder, manifest, model, self._runtime)
+        return model
+
+    def _module(self, folder: Path, manifest: Manifest) -> nn.Module:
+        if not manifest.tensors.get(MODEL):
+            raise CheckpointMismatch(f"{folder} has no section {MODEL!r}; it holds {', '.join(manifest.sections)}")
+        config = read_config(folder)
+        dtypes = {name: torch_dtype(entry.dtype) for name, entry in manifest.tensors[MODEL].items()}
+        key = (config.to_dict(), dtypes)
+        if self._made is None or self._made[0] != key:
+            model = _construct(folder, manifest, config)
+            _take_dtypes(model, dtypes)
+            place_module(model, self._runtime)
+            self._made = key, model
+        return self._made[1]
+
+    def _pretrained(self, folder: Path) -> nn.Module:
+        import transformers
+
+        if not (folder / CONFIG).is_file():
+            raise CheckpointNotFound(
+                f"{folder} is neither a checkpoint (it has no {MANIFEST}) nor a Hugging Face model folder (it has no "
+                f"{CONFIG})"
+            )
+        named = read_config(folder).architectures or []
+        owner: Any = getattr(transformers, named[0], None) if named else None
+        load: Any = (owner or transformers.AutoModelForCausalLM).from_pretrained
+        try:
+            model, report = load(str(folder), dtype="auto", output_loading_info=True)
+        except Exception as error:  # of transformers, safetensors and parsers: of many kinds
+            line = str(error).strip().split("\n")[0]
+            raise CheckpointDamaged(f"no model can be loaded from {folder}: {line}") from error
+        if report["missing_keys"]:
+            raise CheckpointDamaged(f"{folder} lacks weights of its model: {sorted(report['missing_keys'])[0]}")
+        assert isinstance(model, nn.Module)
+        place_module(model, self._runtime)
+        return model
+
+
+def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runtime) -> None:
+    """Gives a model the weights of a checkpoint, in place; each byte is checked before it is used.
+
+    Raises CheckpointMismatch, before anything is changed, where it is of another model, and CheckpointDamaged.
+    """
+    state = {MODEL: model}
+    restoration = StateComparison(manifest, read_values(folder, manifest), runtime, str(folder))
+    restoration.compare(state, describe(state))
+    for _, name in sorted(restoration.unexpected()):
+        raise CheckpointMismatch(f"{folder} has a tensor {name!r}, which its model, as {CONFIG} describes it, has not")
+    try:
+        with TensorReader(folder, manifest) as reader:
+            reader.fill(restoration.targets, runtime)
+    except OSError as error:
+        raise cannot_read(folder, error) from error
+    restoration.finish()
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The model's configuration. Raises CheckpointMismatch where the folder has none that transformers knows."""
+    from transformers import AutoConfig
+
+    if not (folder / CONFIG).is_file():
+        raise CheckpointMismatch(
+            f"{folder} has no {CONFIG}, so its model cannot be made from it alone; restore it into your own model with "
+            "Checkpointer.restore, and call stepmark.evaluate"
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder))
+    except Exception as error:  # parsers' and transformers' own
+        line = str(error).strip().split("\n")[0]
+        raise CheckpointMismatch(f"{folder / CONFIG} describes no model of transformers': {line}") from error
+    return config
+
+
+def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig) -> nn.Module:
+    """A model of the class that was saved; the caller's generator is left as it is."""
+    import transformers
+
+    identity = decode_plain(manifest.metadata).get("identity") or {}
+    saved = (identity.get("model") or {}).get("class")
+    name = saved or next(iter(config.architectures or []), None)
+    owner: Any = getattr(transformers, name, None) if name else None
+    if name and owner is None:
+        raise CheckpointMismatch(
+            f"{folder} holds a {name}, which is no model of transformers'; restore it into your own model with "
+            "Checkpointer.restore, and call stepmark.evaluate"
+        )
+    with torch.random.fork_rng(devices=[]):
+        model = owner(config) if owner else transformers.AutoModelForCausalLM.from_config(config)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _take_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Every parameter and buffer in the type it was saved in."""
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        wanted = dtypes.get(name)
+        if wanted is not None and isinstance(tensor, Tensor) and tensor.dtype != wanted:
+            tensor.data = tensor.data.to(wanted)

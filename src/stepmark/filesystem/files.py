@@ -1,0 +1,201 @@
+"""Every call that changes something in a file system goes through here: one place to count, and to make fail.
+
+Nothing here decides anything; an OSError goes to the caller. Each call of the system that changes something is one of
+this module's `os` or `_renameat2`, which the fault tests replace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from stepmark.filesystem import descriptors
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and its parents; one that exists is left."""
+    try:
+        os.mkdir(path)
+    except FileNotFoundError:
+        if path.parent == path:
+            raise
+        make_folder(path.parent)
+        make_folder(path)
+    except OSError:
+        if not path.is_dir():
+            raise
+
+
+def make_durable_folder(path: Path) -> None:
+    """The same; the folder is there after a crash of the machine too."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    make_folder(path)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)
+
+
+def open_for_writing(path: Path, *, truncate: bool = False, exclusive: bool = False) -> int:
+    """A descriptor of the file, made if it is not there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    flags |= (os.O_TRUNC if truncate else 0) | (os.O_EXCL if exclusive else 0)
+    return descriptors.opened(os.open(path, flags, 0o666))
+
+
+def open_past_cache(path: Path) -> int | None:
+    """A descriptor that writes past the page cache: whole pages only, from page-aligned memory. None where the file
+    system has no such thing. It costs a tenth of the processor time, and leaves the cache to the program."""
+    try:
+        return descriptors.opened(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOTSUP):
+            return None
+        raise
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of `data` at `offset`, in as many calls as it takes."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        if written == 0:
+            raise OSError(errno.EIO, "a write of 0 bytes")
+        data, offset = data[written:], offset + written
+
+
+def sync(descriptor: int) -> None:
+    """Returns when the file's bytes and size are on the disk."""
+    os.fsync(descriptor)
+
+
+def close(descriptor: int) -> None:
+    """Closes the descriptor; some network file systems report a failed write only here."""
+    descriptors.closing(descriptor)
+    os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Returns when the folder's entries are on the disk, as far as the file system can see to that: some, of FUSE or of
+    virtual machines, cannot sync folders."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Returns when a file that somebody else wrote, and that may be read-only, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        sync(descriptor)
+    finally:
+        close(descriptor)
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Makes or replaces a small file. Not in one step: use `replace_file` where a reader may look."""
+    descriptor = open_for_writing(path, truncate=True)
+    try:
+        write_at(descriptor, memoryview(data), 0)
+        if durable:
+            sync(descriptor)
+    finally:
+        close(descriptor)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Gives a small file new contents in one step, for readers of the same moment; not synced to disk."""
+    temporary = path.with_name(f"{path.name}.part")
+    write_file(temporary, data, durable=False)
+    rename(temporary, path)
+
+
+def set_permissions(descriptor: int, permissions: int) -> None:
+    """Gives a file these permission bits, unless it has them: some file systems know no others, and refuse."""
+    if os.fstat(descriptor).st_mode & 0o777 != permissions:
+        os.fchmod(descriptor, permissions)
+
+
+def touch(path: Path) -> None:
+    """Sets the file's times to now, by the clock of the file system."""
+    os.utime(path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Gives a file or folder another name; replaces a file, or an empty folder, that has it."""
+    os.rename(source, target)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step. False where the system or file system has no such call."""
+    code = _renameat2(one, other)
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    if code:
+        raise OSError(code, os.strerror(code), str(one))
+    return True
+
+
+def _renameat2(one: Path, other: Path) -> int:
+    """0, or the number of the error; Python has no such call."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return errno.ENOSYS
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file; one that is gone is fine, since another rank may have removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a folder and all in it, or a file; what is gone already is fine. Follows no link."""
+    if path.is_symlink() or path.is_file():
+        remove_file(path)
+        return
+    try:
+        with os.scandir(path) as entries:
+            children = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in entries]
+    except FileNotFoundError:
+        return
+    for child, is_folder in children:
+        if is_folder:
+            remove_tree(child)
+        else:
+            remove_file(child)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(path)
+
+
+def regular_files(folder: Path, prefix: str = "") -> Iterator[str]:
+    """Names, relative to the folder, of all that is not a folder in it and its folders, in order."""
+    with os.scandir(folder) as entries:
+        ordered = sorted(entries, key=lambda entry: entry.name)
+    for entry in ordered:
+        if entry.is_dir(follow_symlinks=False):
+            yield from regular_files(folder / entry.name, f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name
+
+
+def regular_file_size(path: Path) -> int | None:
+    """A file's size in bytes; None where there is no file, or where it is not a regular one."""
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None

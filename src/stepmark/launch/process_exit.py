@@ -1,0 +1,84 @@
+"""Ending a rank that cannot end by itself, so that whoever started it sees why."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+from typing import NoReturn
+
+from stepmark.launch.failure_report import REPORTS, FailureReport
+
+STDERR = 2
+FLUSHING = 1.0  # seconds that printing may take
+
+
+def print_stacks(reason: str) -> None:
+    """Says why, and prints the stacks of all threads, on the process's standard error, as far as `say` does."""
+    _write(f"stepmark: {reason}; the stacks of all threads:", stacks=True)
+
+
+def say(line: str) -> None:
+    """Prints a line on the process's standard error, if that can be written to and does not take long."""
+    _write(line)
+
+
+def _write(line: str, *, stacks: bool = False) -> None:
+    def write() -> None:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(STDERR, f"{line}\n".encode())
+            if stacks:
+                faulthandler.dump_traceback(file=STDERR, all_threads=True)
+
+    writing = threading.Thread(target=write, name="stepmark-stderr", daemon=True)  # it stays in a pipe that is full
+    try:
+        writing.start()
+    except RuntimeError:  # the limit of threads, or the interpreter is ending
+        write()
+    else:
+        writing.join(FLUSHING)
+
+
+def end_process(error: BaseException, rank: int) -> None:
+    """Ends this process at once, as a failed one; the error goes where errors of a rank go."""
+    failure = FailureReport.of(error, rank)
+    try:
+        if not _reported(failure):
+            say(f"error: rank {rank}: {failure.message}")
+    finally:
+        leave(failure.exit_code)
+
+
+def _reported(failure: FailureReport) -> bool:
+    """Leaves the failure for whoever started this rank; False where nobody asked for it, or it cannot be written."""
+    try:
+        if REPORTS in os.environ:
+            failure.leave(os.environ[REPORTS])
+        return REPORTS in os.environ
+    except OSError:
+        return False
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends this process at once. What it has printed is flushed, if that is possible and does not take long."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    try:
+        flushing.start()
+        flushing.join(FLUSHING)
+    finally:
+        os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a pipe that nobody reads, a full disk, a stream of the user's own
+            stream.flush()
+
+
+def end_rank(exit_code: int) -> None:
+    """Ends this process at once, if it is one of several ranks. After a failure: tidying up takes seconds, waits for a
+    rank that is stopped, and aborts the process where threads are in collectives."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        leave(exit_code)

@@ -1,0 +1,306 @@
+"""Making a new model without holding it: each tensor is drawn when it is wanted, to the values it would have had.
+
+While a `DeferredInit` is active, a large tensor that a constructor makes on the host is a meta tensor instead, with a tape:
+the in-place operations that would have filled it. A random one also draws, into memory that is dropped at once, so
+that the generator advances as it would have, and the tape notes the generator's state before. Replaying a tape gives
+the tensor's values bit for bit, in any order and as often as wanted. An operation that overwrites the whole tensor
+starts its tape anew, so that what constructors draw, and models then draw again, is replayed once.
+
+Small tensors are real, and so is what is computed from others: rotary frequencies, causal masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_map_only
+
+from stepmark.errors import UsageError
+from stepmark.parallel.loading.tensor_source import TensorSource, narrow, part_of, passing
+from stepmark.sharding.layout import Layout, Shape
+
+SMALL = 32 << 10  # bytes: smaller tensors are not deferred
+
+_aten = torch.ops.aten
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_FILLED: dict[Any, Callable[[Sequence[Any]], float | None]] = {
+    _aten.empty.memory_format: lambda args: None,
+    _aten.zeros.default: lambda args: 0.0,
+    _aten.ones.default: lambda args: 1.0,
+    _aten.full.default: lambda args: args[1],
+}
+_OVERWRITES = {
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.fill_.Scalar,
+    _aten.fill_.Tensor,
+    _aten.zero_.default,
+    _aten.copy_.default,
+    _aten.exponential_.default,
+    _aten.bernoulli_.float,
+}
+
+
+@dataclass(frozen=True)
+class _View:
+    """A view of a deferred storage."""
+
+    size: Shape
+    stride: Shape
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _View:
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+@dataclass(frozen=True)
+class _Later:
+    """An argument that is computed when it is needed."""
+
+    value: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """An in-place operation on a view, with its other arguments and, where it draws, the generator's state before."""
+
+    function: Any
+    view: _View
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    state: Tensor | None
+
+    def run(self, target: Tensor) -> None:
+        given = tree_map_only(_Later, lambda each: each.value(), self.arguments)
+        self.function(target, *given, **self.keywords)
+
+
+@dataclass(eq=False)
+class _Tape:
+    """What fills a deferred storage of `numel` elements. `keeper` holds the storage, so that no other has its key."""
+
+    numel: int
+    dtype: torch.dtype
+    keeper: Tensor
+    operations: list[_Operation] = field(default_factory=list)
+
+    def play(self) -> Tensor:
+        """The storage's elements, in one dim. What nothing has written is 0. The generator stays as it is."""
+        flat = passing(self.numel, self.dtype)
+        generator = torch.default_generator
+        before = generator.get_state()
+        with torch.no_grad():
+            for each in self.operations:
+                if each.state is not None:
+                    generator.set_state(each.state)
+                target = flat.as_strided(each.view.size, each.view.stride, each.view.offset)
+                each.run(target)
+        generator.set_state(before)
+        return flat
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """The values of a tensor that a constructor made: on a tape, or at hand. See `Source`."""
+
+    shape: Shape
+    value: Callable[[], Tensor]
+
+    def fill(self, local: Tensor, layout: Layout) -> None:
+        whole = self.value()
+        for part in layout.parts:
+            part_of(local, part).copy_(narrow(whole, part.piece.box))
+
+
+class _NotMeta(TorchFunctionMode):
+    """Deferred tensors do not say that they are meta tensors: some of torch's initialisers do nothing on those."""
+
+    def __init__(self, is_deferred: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._is_deferred = is_deferred
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        if function == _IS_META and self._is_deferred(arguments[0]):
+            return False
+        return function(*arguments, **(keywords or {}))
+
+
+class DeferredInit(TorchDispatchMode):
+    """Active while a model is constructed; then `settle` takes its parameters to the meta device."""
+
+    def __init__(self, small: int = SMALL) -> None:
+        super().__init__()
+        self._small = small
+        self._tapes: dict[int, _Tape] = {}
+        self._not_meta = _NotMeta(self._is_deferred)
+
+    def __enter__(self) -> DeferredInit:
+        super().__enter__()
+        self._not_meta.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._not_meta.__exit__(*error)
+        super().__exit__(*error)
+
+    def settle(self, model: nn.Module) -> dict[str, TensorSource]:
+        """Makes all parameters meta tensors, each the object it was, and everything else real.
+
+        Returns where the values of the parameters come from, by name; tied ones have all their names.
+        """
+        for module in model.modules():
+            for name, tensor in _plain_tensors(module):
+                if self._is_deferred(tensor):
+                    setattr(module, name, self._real(tensor))
+        sources: dict[int, TensorSource] = {}
+        for parameter in model.parameters():
+            sources[id(parameter)] = self._settle(parameter)
+        return {name: sources[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
+
+    def _settle(self, parameter: nn.Parameter) -> TensorSource:
+        shape = tuple(parameter.shape)
+        if self._is_deferred(parameter):
+            return Drawn(shape, self._frozen(parameter).value)
+        value = parameter.detach()
+        empty = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=parameter.requires_grad)
+        replace(parameter, empty)
+        return Drawn(shape, lambda: value)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function in _FILLED:
+            return self._create(function, arguments, keywords)
+        if not tree_any(self._is_deferred, (arguments, keywords)):
+            return function(*arguments, **keywords)
+        schema = function._schema
+        view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        if view or torch.Tag.inplace_view in function.tags:
+            return function(*arguments, **keywords)
+        if not schema.is_mutable:
+            return self._compute(function, arguments, keywords)
+        written = [each for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+        if written == [schema.arguments[0]] and self._is_deferred(arguments[0]):
+            return self._write(function, arguments[0], arguments[1:], keywords)
+        if [each.name for each in written] == ["out"] and torch.Tag.nondeterministic_seeded not in function.tags:
+            return self._write_out(function, arguments, keywords)
+        if any(self._is_deferred(each) for each in (arguments[0], *keywords.values())):
+            raise UsageError(
+                f"the model fills its weights with {function}, which cannot be done tensor by tensor; make it outside "
+                "load_for_parallelism, save it, and load it from there"
+            )
+        arguments, keywords = tree_map_only(Tensor, self._real, (arguments, keywords))
+        return function(*arguments, **keywords)
+
+    def _create(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+        device = torch.device(keywords.get("device") or "cpu")
+        dtype = keywords.get("dtype") or torch.get_default_dtype()
+        if device.type != "cpu" or not self._to_defer(arguments[0], dtype):
+            made: Tensor = function(*arguments, **keywords)
+            return made
+        return self._defer(arguments[0], dtype, _FILLED[function](arguments))
+
+    def _to_defer(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point and math.prod(shape) * dtype.itemsize >= max(self._small, 1)
+
+    def _defer(self, shape: Sequence[int], dtype: torch.dtype, value: float | _Later | None) -> Tensor:
+        """A new deferred tensor, filled with a number, a tensor's values, or nothing in particular."""
+        empty: Tensor = torch.empty(shape, dtype=dtype, device="meta")
+        tape = self._tapes[_key(empty)] = _Tape(empty.numel(), dtype, empty)
+        if value is not None:
+            function = _aten.copy_.default if isinstance(value, _Later) else _aten.fill_.Scalar
+            tape.operations.append(_Operation(function, _View.of(empty), (value,), {}, None))
+        return empty
+
+    def _compute(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What an operation makes of deferred tensors; itself deferred where it is one tensor and nothing is drawn."""
+        later = self._later(function, arguments, keywords)
+        made = later.value()
+        drawn = torch.Tag.nondeterministic_seeded in function.tags
+        if drawn or not isinstance(made, Tensor) or not self._to_defer(made.shape, made.dtype):
+            return made
+        return self._defer(made.shape, made.dtype, later)
+
+    def _later(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Later:
+        given = tree_map_only(Tensor, self._frozen, (arguments, keywords))
+
+        def value() -> Any:
+            real, named = tree_map_only(_Later, lambda each: each.value(), given)
+            return function(*real, **named)
+
+        return _Later(value)
+
+    def _write(self, function: Any, target: Tensor, others: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+        tape, view = self._tape(target), _View.of(target)
+        later = tree_map_only(Tensor, self._frozen, others)
+        state = None
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            if keywords.get("generator") is not None:
+                raise UsageError("the model draws its weights from a generator of its own; make it whole and save it")
+            state = torch.default_generator.get_state()
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
+            scratch = passing(reach, target.dtype).as_strided(view.size, view.stride)
+            function(scratch, *tree_map_only(Tensor, self._real, others), **keywords)
+        if function in _OVERWRITES and target.numel() == tape.numel:
+            tape.operations.clear()
+        tape.operations.append(_Operation(function, view, later, keywords, state))
+        return target
+
+    def _write_out(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """`out=` is a deferred tensor, or another argument is."""
+        target = keywords["out"]
+        if not self._is_deferred(target):
+            arguments, keywords = tree_map_only(Tensor, self._real, (arguments, keywords))
+            return function(*arguments, **keywords)
+        blank = torch.empty(target.shape, dtype=target.dtype)
+        later = self._later(function, arguments, {**keywords, "out": blank})
+        tape = self._tape(target)
+        tape.operations.append(_Operation(_aten.copy_.default, _View.of(target), (later,), {}, None))
+        return target
+
+    def _is_deferred(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == "meta" and _key(value) in self._tapes
+
+    def _tape(self, tensor: Tensor) -> _Tape:
+        return self._tapes[_key(tensor)]
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        """The values of a tensor as they are now."""
+        found: Tensor = self._frozen(tensor).value() if self._is_deferred(tensor) else tensor
+        return found
+
+    def _frozen(self, tensor: Tensor) -> _Later:
+        """The values of a tensor as they are now, whatever is written to it later."""
+        if not self._is_deferred(tensor):
+            copy = tensor.detach().clone()
+            return _Later(lambda: copy)
+        now = self._tape(tensor)
+        tape, view = _Tape(now.numel, now.dtype, now.keeper, list(now.operations)), _View.of(tensor)
+        return _Later(lambda: tape.play().as_strided(view.size, view.stride, view.offset))
+
+
+def replace(tensor: Tensor, value: Tensor) -> None:
+    """Gives a tensor object, a Parameter for one, another value, device and dtype; its attributes stay."""
+    value.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, value)
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a module itself, and the tensors that it has as plain attributes."""
+    yield from list(module.named_buffers(recurse=False))
+    yield from [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]

@@ -1,0 +1,242 @@
+"""Making a model that is larger than a rank's memory: on the meta device, cut, and then filled part by part.
+
+Whatever makes the model, three things happen in this order: it is constructed without values, `parallelize` leaves each
+rank its local parameters, and each of these is filled from its source, one at a time: bytes of a Hugging Face folder
+(source.py), or the draws of a constructor (initialise.py).
+
+`load_for_parallelism` does so to every transformers model that is made inside it. Constructors are wrapped; of
+`from_pretrained` only the part that reads the files is replaced, so that all else about it, the configuration and the
+generation configuration for example, is transformers' own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from stepmark.errors import CheckpointMismatch, UsageError
+from stepmark.parallel.loading.deferred_init import SMALL, DeferredInit, replace
+from stepmark.parallel.loading.pretrained import prepare
+from stepmark.parallel.loading.tensor_source import TensorSource, open_files, open_folder
+from stepmark.runtime.base import Runtime
+from stepmark.sharding.layout import Layout, layout_of
+
+if TYPE_CHECKING:
+    from stepmark.runtime.mesh import Mesh
+
+Cut = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True)
+class Maker:
+    """How models are made: `cut` leaves a model on the meta device its local parameters; they end on the runtime's
+    device. Tensors of less than `small` bytes are held while a new model is drawn."""
+
+    cut: Cut
+    runtime: Runtime
+    small: int = SMALL
+
+    def new(self, construct: Callable[[], Any], dtype: torch.dtype | None = None) -> Any:
+        """The model that `construct` makes, its values those that it would have drawn alone, then taken to `dtype`.
+
+        The generator's state afterwards is the one after the whole construction.
+        """
+        deferral = DeferredInit(self.small)
+        with deferral:
+            model = construct()
+        self.complete(model, deferral, dtype)
+        return model
+
+    def complete(self, model: nn.Module, deferral: DeferredInit, dtype: torch.dtype | None = None) -> None:
+        """Cuts and fills a model that was constructed under `deferral`."""
+        sources = deferral.settle(model)
+        if dtype is not None:
+            model.to(dtype)
+        self.cut(model)
+        fill(model, sources, self.runtime)
+
+    def loaded(self, model: Any, files: list[Path], config: Any) -> None:
+        """Cuts and fills a model that `from_pretrained` has constructed on the meta device. `config` is what
+        transformers knows of this loading: dtypes, names that differ."""
+        sources = prepare(model, open_files(files), config)
+        self.cut(model)
+        fill(model, sources, self.runtime)
+
+
+def fill(model: nn.Module, sources: Mapping[str, TensorSource], runtime: Runtime) -> None:
+    """Gives every parameter on the meta device its values, and takes the buffers to the device.
+
+    A parameter's source has its name, or one of its names where it is tied. Parameters stay the objects they are;
+    places that their layout does not mention are 0. Raises CheckpointMismatch, before anything is read, where a source
+    is missing or of another shape.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found: list[tuple[nn.Parameter, Layout, TensorSource]] = []
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            layout = layout_of(parameter) or Layout.whole(parameter.shape)
+            found.append((parameter, layout, _source(names[id(parameter)], layout, sources)))
+    for parameter, layout, source in found:
+        covered = sum(part.piece.numel for part in layout.parts) == parameter.numel()
+        local = (torch.empty if covered else torch.zeros)(parameter.shape, dtype=parameter.dtype)
+        source.fill(local, layout)
+        replace(parameter, nn.Parameter(runtime.place(local), requires_grad=parameter.requires_grad))
+    for buffer in model.buffers():
+        if buffer.device != runtime.device:
+            replace(buffer, runtime.place(buffer))
+
+
+def _source(names: list[str], layout: Layout, sources: Mapping[str, TensorSource]) -> TensorSource:
+    name = next((name for name in names if name in sources), None)
+    if name is None:
+        raise CheckpointMismatch(f"parameter {names[0]!r} has no values: nothing of that name was made or stored")
+    if sources[name].shape != layout.shape:
+        raise CheckpointMismatch(f"parameter {name!r} is {list(sources[name].shape)} and {list(layout.shape)} here")
+    return sources[name]
+
+
+@contextmanager
+def load_for_parallelism(
+    mesh: Mesh, *, sequence_parallel: bool = False, parallelize_embedding: bool = True, plan: Any = None
+) -> Iterator[None]:
+    """Inside, transformers models are made for this rank of the mesh: parallelized, and on its device.
+
+    `from_pretrained` of a folder reads only the rank's own bytes; `from_config` and constructors draw the very values
+    of the whole model, tensor by tensor. The arguments are those of `parallelize`. Errors name the file and the tensor,
+    before anything is read: CheckpointNotFound, CheckpointDamaged, CheckpointMismatch, UsageError.
+    """
+    with making(maker(mesh, sequence_parallel, parallelize_embedding, plan)):
+        yield
+
+
+def maker(mesh: Mesh, sequence_parallel: bool = False, parallelize_embedding: bool = True, plan: Any = None) -> Maker:
+    """How models are made for a rank of the mesh; the arguments are those of `parallelize`."""
+    from stepmark.parallel.tensor.parallelize import parallelize
+
+    options = {"sequence_parallel": sequence_parallel, "parallelize_embedding": parallelize_embedding, "plan": plan}
+    return Maker(functools.partial(parallelize, mesh=mesh, **options), mesh.runtime)
+
+
+def load_model(make: Maker, folder: str | Path, *, model_class: Any = None, **options: Any) -> Any:
+    """A model from a Hugging Face folder; `model_class` is AutoModelForCausalLM unless given, `options` are those of
+    its `from_pretrained`: dtype, config and others."""
+    if model_class is None:
+        from transformers import AutoModelForCausalLM as model_class
+    with making(make):
+        return model_class.from_pretrained(str(folder), **options)
+
+
+def new_model(make: Maker, config: Any, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """A new model of a configuration, its values those of the whole model for the generator's state, taken to `dtype`
+    once they are drawn."""
+    if model_class is None:
+        from transformers import AutoModelForCausalLM as model_class
+    return make.new(lambda: model_class.from_config(config), dtype)
+
+
+@contextmanager
+def making(make: Maker) -> Iterator[None]:
+    """While it lasts, transformers models are made by `make`."""
+    from transformers import PreTrainedModel
+
+    busy = _Busy()
+    with ExitStack() as patches:
+        for each in _subclasses(PreTrainedModel):
+            if "__init__" in vars(each):
+                patches.enter_context(mock.patch.object(each, "__init__", _constructor(each, make, busy)))
+        later = _watching(PreTrainedModel.__dict__["__init_subclass__"], make, busy, patches)
+        patches.enter_context(mock.patch.object(PreTrainedModel, "__init_subclass__", classmethod(later)))
+        patches.enter_context(
+            mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained(make, busy)))
+        )
+        yield
+
+
+@dataclass
+class _Busy:
+    """Whether a model is being made: the models it is made of are no models of their own."""
+
+    now: bool = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.now = True
+        try:
+            yield
+        finally:
+            self.now = False
+
+
+def _subclasses(parent: type) -> list[type]:
+    """All classes below, each once."""
+    found: list[type] = []
+    children: list[type] = parent.__subclasses__()
+    for child in children:
+        found += [each for each in (child, *_subclasses(child)) if each not in found]
+    return found
+
+
+def _constructor(owner: type, make: Maker, busy: _Busy) -> Callable[..., None]:
+    original: Any = vars(owner)["__init__"]
+
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, **options: Any) -> None:
+        # The first constructor to be called is the model's own; those of its parents and parts follow inside it.
+        if busy.now:
+            original(self, *args, **options)
+            return
+        with busy():
+            deferral = DeferredInit(make.small)
+            with deferral:
+                original(self, *args, **options)
+            make.complete(self, deferral)
+
+    return construct
+
+
+def _watching(original: Any, make: Maker, busy: _Busy, patches: ExitStack) -> Callable[..., None]:
+    """Classes that come into being meanwhile: transformers imports the files of its models when they are used."""
+
+    def prepare_class(owner: type, **options: Any) -> None:
+        original.__get__(None, owner)(**options)
+        if "__init__" in vars(owner):
+            patches.enter_context(mock.patch.object(owner, "__init__", _constructor(owner, make, busy)))
+
+    return prepare_class
+
+
+def _from_pretrained(make: Maker, busy: _Busy) -> Callable[..., Any]:
+    from transformers import PreTrainedModel
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    original = PreTrainedModel.__dict__["from_pretrained"]
+
+    def read(model: Any, state_dict: Any, files: Any, config: Any, *_: Any, **__: Any) -> Any:
+        if state_dict is not None or config.hf_quantizer is not None or config.device_map is not None:
+            raise UsageError("from_pretrained: state_dict, device_map and quantization do not go with parallel loading")
+        make.loaded(model, [Path(file) for file in files], config)
+        return LoadStateDictInfo(set(), set(), set(), [], {}, set()), None
+
+    def from_pretrained(owner: Any, name: Any, *args: Any, **options: Any) -> Any:
+        if Path(str(name)).is_dir() and not options.get("variant") and not options.get("subfolder"):
+            open_folder(Path(str(name)))  # its errors say more, and come before anything is made
+        with (
+            busy(),
+            mock.patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read)),
+            mock.patch.object(
+                PreTrainedModel, "_finalize_model_loading", staticmethod(lambda model, config, info: info)
+            ),
+        ):
+            return original.__get__(None, owner)(name, *args, **options)
+
+    return from_pretrained

@@ -1,0 +1,152 @@
+"""From the tensors of a Hugging Face folder to those of a model on the meta device: names, ties, dtypes, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepmark.errors import CheckpointMismatch, UsageError
+from stepmark.parallel.loading.deferred_init import replace
+from stepmark.parallel.loading.tensor_source import BUFFER, SafetensorsSource, TensorSource
+from stepmark.sharding.layout import Layout
+
+Stored = Mapping[str, SafetensorsSource]
+
+
+def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
+    """Ties what is tied, gives parameters the dtype they are to have and buffers their values.
+
+    Returns the sources of the parameters by name. `config` is transformers' account of this loading. Raises
+    CheckpointMismatch where the folder and the model differ, with the first tensor's name.
+    """
+    wanted = dict(model.state_dict(keep_vars=True))
+    named = _rename(model, stored, config, wanted)
+    missing = _tie(model, named, wanted)
+    _check(model, named, wanted, missing, config.pretrained_model_name_or_path)
+    _apply_dtypes(model, config)
+    _fill_buffers(model, named)
+    return dict(named)
+
+
+def _rename(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Tensor]) -> dict[str, SafetensorsSource]:
+    """The stored tensors by the model's names: with transformers' renamings, and the base model's prefix or not."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = config.weight_mapping or []
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    prefix = model.base_model_prefix
+    named: dict[str, SafetensorsSource] = {}
+    for name, tensor in stored.items():
+        target, converter = rename_source_key(name, renamings, converters, prefix, dict(wanted))
+        if target not in wanted and name in wanted:
+            target, converter = name, None
+        if converter is not None:
+            raise UsageError(
+                f"{tensor.path}: tensor {name!r} has to be converted for {type(model).__name__}, and cannot be loaded "
+                "in parts; load the model whole and save it with save_original_format=False"
+            )
+        if target in named:
+            raise CheckpointMismatch(f"{tensor.path}: {name!r} and {named[target].name!r} are both {target!r}")
+        named[target] = tensor
+    return named
+
+
+def _tie(model: Any, named: dict[str, SafetensorsSource], wanted: Mapping[str, Tensor]) -> set[str]:
+    """Ties parameters as transformers does, from the one that is stored; where both are, only if they are equal.
+
+    Returns the names for which nothing is stored.
+    """
+    missing = set(wanted) - set(named)
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target in named and source in named:
+            if _equal(named[target], named[source]):
+                del named[target]
+                missing.add(target)
+            else:
+                model.all_tied_weights_keys.pop(target)
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    return missing
+
+
+def _equal(one: SafetensorsSource, other: SafetensorsSource) -> bool:
+    """Whether two stored tensors have the same bytes; reads both, block by block."""
+    if (one.path, one.begin) == (other.path, other.begin):
+        return True
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    numel, step = one.nbytes // one.dtype.itemsize, BUFFER // one.dtype.itemsize
+    flat = [SafetensorsSource(each.path, each.name, each.dtype, (numel,), each.begin) for each in (one, other)]
+    for start in range(0, numel, step):
+        count = min(step, numel - start)
+        blocks = [torch.empty(count, dtype=one.dtype) for _ in flat]
+        for block, tensor in zip(blocks, flat, strict=True):
+            tensor.fill(block, Layout.box((numel,), (start,), (count,)))
+        if not torch.equal(*(block.view(torch.uint8) for block in blocks)):
+            return False
+    return True
+
+
+def _check(
+    model: Any, named: dict[str, SafetensorsSource], wanted: Mapping[str, Tensor], missing: set[str], at: Any
+) -> None:
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    report = LoadStateDictInfo(set(missing), set(named) - set(wanted), set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(report)
+    who = type(model).__name__
+    absent = sorted(missing)  # also those that transformers would draw anew
+    if absent:
+        raise CheckpointMismatch(
+            f"{at} lacks tensor {absent[0]!r} of {who}{_more(absent)}; name a whole model's folder"
+        )
+    surplus = sorted(report.unexpected_keys)
+    if surplus:
+        tensor = named[surplus[0]]
+        raise CheckpointMismatch(
+            f"{tensor.path} has tensor {tensor.name!r}, which {who} has not{_more(surplus)}; load it as the class that "
+            "its config.json names"
+        )
+    for name in set(named) - set(wanted):
+        del named[name]
+    for name, tensor in named.items():
+        if tensor.shape != tuple(wanted[name].shape):
+            here = list(wanted[name].shape)
+            raise CheckpointMismatch(
+                f"{tensor.path}: tensor {tensor.name!r} is {list(tensor.shape)}; in {who} it is {here}"
+            )
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _apply_dtypes(model: Any, config: Any) -> None:
+    """Some models keep some parameters in fp32 whatever the others are."""
+    if not config.dtype_plan:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern, patterns, _ = build_glob_alternation(list(config.dtype_plan))
+    for name, parameter in model.named_parameters():
+        found = pattern.search(name)
+        if found is not None and found.lastgroup is not None:
+            parameter.data = parameter.data.to(config.dtype_plan[patterns[found.lastgroup]])
+
+
+def _fill_buffers(model: Any, named: dict[str, SafetensorsSource]) -> None:
+    """Stored buffers are read, the others computed as the model's initialisation does; parameters stay without values.
+
+    On the meta device initialising a parameter costs nothing and draws nothing.
+    """
+    for name, buffer in model.named_buffers():
+        requires_reading = name in named
+        if buffer.is_meta:
+            replace(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype))
+        if requires_reading:
+            named.pop(name).fill(buffer, Layout.whole(buffer.shape))
+            buffer._is_hf_initialized = True
+    model.initialize_weights()

@@ -1,0 +1,251 @@
+"""Where the values of a parameter come from, and cutting a rank's own part out of them.
+
+A `Source` knows a global tensor's shape and can give any box of it. `StoredTensor` is one in a safetensors file, of
+which only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because their
+pages count as the process's memory, and a file that shrinks under them ends the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from stepmark.sharding.layout import Box, Layout, Part, Shape
+
+BUFFER = 8 << 20
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+class TensorSource(Protocol):
+    """The values of one global tensor."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    def fill(self, local: Tensor, layout: Layout) -> None:
+        """Writes the parts of `layout` into `local`, on the host, converted to its dtype; the rest stays."""
+
+
+@dataclass
+class Reads:
+    """How much has been asked of the files so far, in bytes."""
+
+    count: int = 0
+
+
+READS = Reads()
+
+
+def passing(numel: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros, in one dim, for a short time: its memory goes back to the system when it is dropped.
+
+    The C library would keep large pieces, and among smaller ones that stay they would soon add up to a model's size.
+    """
+    if numel == 0:
+        return torch.zeros(0, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype, count=numel)
+
+
+def part_of(local: Tensor, part: Part) -> Tensor:
+    """The view of `local` (contiguous) that holds a part, of the shape of its box."""
+    assert part.piece.is_box, "parameters are cut in boxes"
+    lengths = part.piece.box.lengths
+    if isinstance(part.at, int):
+        return local.view(-1)[part.at : part.at + part.piece.numel].view(lengths)
+    return narrow(local, Box(part.at, lengths))
+
+
+def narrow(tensor: Tensor, box: Box) -> Tensor:
+    """The view of the elements in a box."""
+    for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+@dataclass(frozen=True)
+class SafetensorsSource:
+    """A tensor in a safetensors file, from byte `begin` of it on."""
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def fill(self, local: Tensor, layout: Layout) -> None:
+        """See `Source`. Raises CheckpointDamaged where the file ends before or cannot be read."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointDamaged(f"{self.path} cannot be opened: {error.strerror}") from error
+        try:
+            for part in layout.parts:
+                self._read_box(descriptor, part.piece.box, part_of(local, part))
+        finally:
+            os.close(descriptor)
+
+    def _read_box(self, descriptor: int, box: Box, target: Tensor) -> None:
+        """Slabs of the box of at most `BUFFER` bytes (one element along all dims but the last, at least)."""
+        for slab in _slabs(box, BUFFER // self.dtype.itemsize):
+            if slab.numel:
+                buffer = passing(slab.numel * self.dtype.itemsize, torch.uint8)
+                data: Any = buffer.numpy()
+                self._read_runs(descriptor, slab, memoryview(data))
+                narrow(target, slab.relative_to(box.offsets)).copy_(buffer.view(self.dtype).view(slab.lengths))
+
+    def _read_runs(self, descriptor: int, box: Box, memory: memoryview) -> None:
+        """Reads the box, in row-major order, by the runs in which it lies in the file."""
+        done = 0
+        for start, numel in _runs(box, self.shape):
+            nbytes = numel * self.dtype.itemsize
+            self._read(descriptor, memory[done : done + nbytes], self.begin + start * self.dtype.itemsize)
+            done += nbytes
+
+    def _read(self, descriptor: int, memory: memoryview, offset: int) -> None:
+        done = 0
+        READS.count += len(memory)
+        while done < len(memory):
+            try:
+                got = os.preadv(descriptor, [memory[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointDamaged(
+                    f"{self.path}: tensor {self.name!r} cannot be read at byte {offset + done}: {error.strerror}"
+                ) from error
+            if got == 0:
+                raise CheckpointDamaged(f"{self.path} ends at byte {offset + done}, inside tensor {self.name!r}")
+            done += got
+
+
+def _slabs(box: Box, limit: int) -> Iterator[Box]:
+    """Cuts a box, in row-major order, in boxes of at most `limit` elements."""
+    if box.numel <= limit or not box.lengths:
+        yield box
+        return
+    inner = math.prod(box.lengths[1:])
+    step = max(limit // inner, 1)
+    for first in range(0, box.lengths[0], step):
+        count = min(step, box.lengths[0] - first)
+        slab = Box((box.offsets[0] + first, *box.offsets[1:]), (count, *box.lengths[1:]))
+        if inner <= limit:
+            yield slab
+        else:
+            rest = _slabs(Box(slab.offsets[1:], slab.lengths[1:]), limit)
+            yield from (Box((slab.offsets[0], *each.offsets), (1, *each.lengths)) for each in rest)
+
+
+def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
+    """The (start, length) in elements of the runs of a box inside the flattened tensor, in row-major order."""
+    split = len(shape)
+    while split > 0 and box.lengths[split - 1 :] == shape[split - 1 :]:
+        split -= 1
+    split = max(split - 1, 0)  # this dim is cut, those behind it are whole
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    numel = math.prod(box.lengths[split:])
+    for index in itertools.product(*(range(length) for length in box.lengths[:split])):
+        yield first + sum(each * stride for each, stride in zip(index, strides[:split], strict=True)), numel
+
+
+def open_folder(folder: Path) -> dict[str, SafetensorsSource]:
+    """The tensors of a Hugging Face folder: one safetensors file, or several and their index.
+
+    Reads headers only. Raises CheckpointNotFound where there are none, CheckpointDamaged where a file is missing, cut
+    short or not of the format, or where it and the index differ.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            raise CheckpointNotFound(_nothing_in(folder))
+        return open_files([folder / SINGLE])
+    try:
+        places: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({folder / str(file) for file in places.values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{index} is no index of safetensors files; fetch the folder again") from error
+    found = open_files(files)
+    for name, file in places.items():
+        if name not in found or found[name].path != folder / file:
+            raise CheckpointDamaged(f"{folder / file} has no tensor {name!r}, which {index.name} says it has")
+    return found
+
+
+def open_files(files: Sequence[Path]) -> dict[str, SafetensorsSource]:
+    """The tensors of safetensors files, by name. Raises as `open_folder`."""
+    found: dict[str, SafetensorsSource] = {}
+    for file in files:
+        if file.suffix != ".safetensors":
+            raise CheckpointNotFound(_nothing_in(file.parent))
+        for tensor in _read_header(file):
+            if tensor.name in found:
+                raise CheckpointDamaged(f"tensor {tensor.name!r} is in both {found[tensor.name].path} and {file}")
+            found[tensor.name] = tensor
+    return found
+
+
+def _nothing_in(folder: Path) -> str:
+    old = sorted([*folder.glob("*.bin"), *folder.glob("*.bin.index.json")])
+    what = f"only {old[0].name}, which is a pickle and cannot be read in parts" if old else "no model"
+    advice = "save it again with save_pretrained, which writes safetensors" if old else "name a folder with safetensors"
+    return f"{folder} has {what}: neither {SINGLE} nor {INDEX}; {advice}"
+
+
+def _read_header(path: Path) -> list[SafetensorsSource]:
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+                raise CheckpointDamaged(f"{path} is damaged or no safetensors file: its header is cut off")
+            header: Any = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            found = [_entry(path, name, entry, 8 + length) for name, entry in header.items()]
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{path} is missing, though {INDEX} names it") from error
+    except OSError as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path} is damaged or no safetensors file: its header makes no sense") from error
+    for tensor in found:
+        if tensor.begin + tensor.nbytes > size:
+            raise CheckpointDamaged(f"{path} ends at byte {size}, before the end of tensor {tensor.name!r}")
+    return found
+
+
+def _entry(path: Path, name: str, entry: Any, origin: int) -> SafetensorsSource:
+    begin, end = entry["data_offsets"]
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointMismatch(f"{path}: tensor {name!r} is {entry['dtype']}, which cannot be loaded")
+    tensor = SafetensorsSource(path, name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), origin + begin)
+    if begin < 0 or tensor.nbytes != end - begin:
+        raise CheckpointDamaged(
+            f"{path}: tensor {name!r} of {list(tensor.shape)} does not fill its {end - begin} bytes"
+        )
+    return tensor

@@ -1,0 +1,155 @@
+"""Linear layers cut by columns or rows, and the regions between them.
+
+A region is a module (attention, a feed-forward network) with cut children. Inside it each rank has its own heads or
+hidden units. Its entry is shared: children that take the same input share one `copy_to`, hence one all-reduce in the
+backward pass. Under sequence parallelism the region gathers its input along the sequence, and reduces and scatters at
+its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stepmark.errors import UsageError
+from stepmark.parallel.tensor.autograd_collectives import (
+    copy_to,
+    gather,
+    gather_partial,
+    reduce_from,
+    reduce_scatter,
+    scatter,
+)
+from stepmark.parallel.tensor.dropout import RegionSeeds
+from stepmark.runtime.collectives import Collectives
+
+SEQUENCE_DIM = 1
+
+
+class TensorParallelRegion:
+    """The cut children of one module; `number` tells regions of a model apart."""
+
+    def __init__(self, module: nn.Module, axis: Collectives, seeds: RegionSeeds, number: int, sequence: bool) -> None:
+        self.axis = axis
+        self._seeds = seeds
+        self._number = number
+        self._sequence = sequence
+        self._inside = False
+        self._input: Tensor | None = None
+        self._copy: Tensor | None = None
+        module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._inside = True
+        if not self._sequence:
+            return args, kwargs
+        if args:
+            return (gather_partial(args[0], self.axis, SEQUENCE_DIM), *args[1:]), kwargs
+        whole = gather_partial(kwargs["hidden_states"], self.axis, SEQUENCE_DIM)
+        return args, {**kwargs, "hidden_states": whole}
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside = False
+        self._input = self._copy = None
+
+    def enter(self, module: nn.Module, tensor: Tensor, sharded: bool) -> Tensor:
+        """The input of a child cut by columns; `sharded` if its output stays cut."""
+        if self._copy is not None and self._input is tensor:
+            return self._copy
+        copy = tensor if self._sequence else copy_to(tensor, self.axis)
+        if sharded:
+            self._seeds.sharded(module, self._number)
+        if self._inside:
+            self._input, self._copy = tensor, copy
+        return copy
+
+    def leave(self, module: nn.Module, partial: Tensor) -> Tensor:
+        """The sum over ranks of what a child cut by rows has computed."""
+        if self._sequence:
+            return reduce_scatter(partial, self.axis, SEQUENCE_DIM)
+        self._seeds.replicated(module, self._number)
+        return reduce_from(partial, self.axis)
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer cut along its inputs: its bias is added to the sum."""
+
+    region: TensorParallelRegion
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _biased(self.region.leave(self, F.linear(input, self.weight)), self.bias)
+
+
+class RowParallelConv1D(nn.Module):
+    """The same of transformers' Conv1D, whose weight is (inputs, outputs)."""
+
+    region: TensorParallelRegion
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _biased(self.region.leave(self, input @ self.weight), self.bias)
+
+
+def _biased(output: Tensor, bias: Tensor | None) -> Tensor:
+    return output if bias is None else output + bias.to(output.dtype)
+
+
+def input_dim(module: nn.Module) -> int:
+    """Which dim of the weight counts inputs; raises UsageError for a module that is no linear layer."""
+    if isinstance(module, nn.Linear):
+        return 1
+    if _is_transposed(module):
+        return 0
+    raise UsageError(f"plan: {type(module).__name__} is no linear layer; only those can be cut by columns or rows")
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
+def cut_columns(module: nn.Module, region: TensorParallelRegion, gather_output: bool) -> None:
+    """Makes a linear layer, whose parameters are cut along their outputs, part of a region."""
+
+    def enter(module: nn.Module, args: Any) -> Any:
+        return (region.enter(module, args[0], not gather_output), *args[1:])
+
+    def whole(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return gather(output, region.axis, -1)
+
+    module.register_forward_pre_hook(enter)
+    if gather_output:
+        module.register_forward_hook(whole)
+    _set_widths(module, outputs=True, size=region.axis.size)
+
+
+def cut_rows(module: nn.Module, region: TensorParallelRegion, split_input: bool) -> None:
+    """Makes a linear layer, whose weight is cut along its inputs, part of a region."""
+    transposed = _is_transposed(module)
+    become(module, RowParallelConv1D if transposed else RowParallelLinear)
+    object.__setattr__(module, "region", region)
+    if split_input:
+        module.register_forward_pre_hook(lambda module, args: (scatter(args[0], region.axis, -1), *args[1:]))
+    _set_widths(module, outputs=False, size=region.axis.size)
+
+
+def _set_widths(module: nn.Module, outputs: bool, size: int) -> None:
+    """The layer's own notes of its width, which repr() shows and Conv1D uses."""
+    for name in ("out_features", "nf") if outputs else ("in_features", "nx"):
+        if hasattr(module, name):
+            weight: Any = module.weight
+            setattr(module, name, weight.shape[1 - input_dim(module) if outputs else input_dim(module)])
+
+
+def become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Gives the module `kind`'s forward; a class derived from `kind`'s base keeps what it does around it."""
+    own = type(module)
+    bases = (kind,) if kind.__bases__[0] is own else (own, kind)
+    if kind is RowParallelConv1D:
+        bases = (kind, own)
+    module.__class__ = type(f"Parallel{own.__name__}", bases, {})

@@ -1,0 +1,168 @@
+"""Embedding, head and loss with the vocabulary cut among ranks.
+
+Each rank holds ceil(vocabulary / ranks) rows; the last ranks' may be padded. Where a rank's rows begin is device data,
+so that the graphs of all ranks are the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stepmark.errors import UsageError
+from stepmark.parallel.tensor.autograd_collectives import copy_to, gather, reduce_from
+from stepmark.parallel.tensor.layers import become
+from stepmark.parallel.tensor.plans import vocabulary_rows
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.collectives import Collectives
+
+IGNORED = -100
+
+
+class Vocabulary:
+    """Which entries of a vocabulary of `size` this rank holds."""
+
+    def __init__(self, size: int, axis: Collectives, runtime: Runtime) -> None:
+        self.size = size
+        self.rows = vocabulary_rows(size, axis.size)
+        self.axis = axis
+        self._runtime = runtime
+        self._begin: Tensor | None = None
+        self._held: Tensor | None = None
+
+    def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the tokens in this rank's part, 0 for others; and which are others."""
+        if self._begin is None:
+            self._begin = self._runtime.place(torch.tensor([self.axis.rank * self.rows]))
+        rows = tokens - self._begin
+        elsewhere = (rows < 0) | (rows >= self.rows)
+        return rows.masked_fill(elsewhere, 0), elsewhere
+
+    def mask_padding(self, logits: Tensor) -> Tensor:
+        """Logits (…, rows) whose padding has no probability."""
+        if self.size == self.rows * self.axis.size:
+            return logits
+        if self._held is None:
+            self._held = self._runtime.place(torch.arange(self.rows) + self.axis.rank * self.rows < self.size)
+        return torch.where(self._held, logits, torch.full_like(logits, -torch.inf))
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """All logits (…, vocabulary) from this rank's (…, rows)."""
+        return gather(logits, self.axis, -1)[..., : self.size]
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding of which this rank holds some rows."""
+
+    vocabulary: Vocabulary
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows, elsewhere = self.vocabulary.local(input)
+        output = F.embedding(rows, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.padding_idx is not None:  # that row takes no gradient
+            output = torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)
+        return reduce_from(output, self.vocabulary.axis)
+
+
+def cut_embedding(module: nn.Embedding, vocabulary: Vocabulary) -> None:
+    """For an embedding whose weight is cut by rows."""
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise UsageError(
+            "parallelize_embedding: embeddings with max_norm, scale_grad_by_freq or sparse cannot be cut; switch it off"
+        )
+    become(module, VocabParallelEmbedding)
+    object.__setattr__(module, "vocabulary", vocabulary)
+
+
+class VocabParallelHead:
+    """The layer that gives logits. `keep_cut`: whether the forward pass that runs leaves them cut, which it does when
+    it only needs a loss from them."""
+
+    def __init__(self, module: nn.Module, vocabulary: Vocabulary, input_gathered: bool) -> None:
+        self.vocabulary = vocabulary
+        self.keep_cut = False
+        self._input_gathered = input_gathered
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Any) -> Any:
+        if self._input_gathered:  # with a backward pass that sums already
+            return args
+        return (copy_to(args[0], self.vocabulary.axis), *args[1:])
+
+    def _leave(self, module: nn.Module, args: Any, logits: Tensor) -> Tensor:
+        return logits if self.keep_cut else self.vocabulary.whole(logits)
+
+
+class VocabParallelLoss:
+    """Takes the place of transformers' ForCausalLMLoss in a model whose head is cut: the same loss, from logits that
+    may be cut."""
+
+    def __init__(self, head: VocabParallelHead, on_whole: Callable[..., Tensor]) -> None:
+        self._head = head
+        self._on_whole = on_whole
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if not self._head.keep_cut:
+            return self._on_whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        counted = shift_labels != ignore_index
+        losses = cut_cross_entropy(logits, shift_labels.masked_fill(~counted, 0), self._head.vocabulary)
+        total = losses.masked_fill(~counted, 0).sum()
+        return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def cut_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Cross entropy of each target, in float32.
+
+    logits: (…, rows), this rank's; targets: (…) token numbers. Two collectives, of (…) and (2, …) numbers.
+    """
+    axis = vocabulary.axis
+    logits = vocabulary.mask_padding(logits.float())
+    (highest,) = axis.all_reduce([logits.detach().amax(-1)], "max")
+    shifted = logits - highest.unsqueeze(-1)
+    rows, elsewhere = vocabulary.local(targets)
+    own = shifted.gather(-1, rows.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+    total, target = reduce_from(torch.stack([shifted.exp().sum(-1), own]), axis).unbind(0)
+    return total.log() - target
+
+
+def cut_loss(model: Any, head: VocabParallelHead) -> None:
+    """Lets a causal model's own loss be computed from cut logits while it trains."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    forward = inspect.unwrap(type(model).forward)
+    signature = inspect.signature(forward)
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss or "loss_function" not in forward.__code__.co_names:
+        return
+    model.loss_function = VocabParallelLoss(head, ForCausalLMLoss)
+
+    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given = signature.bind_partial(module, *args, **kwargs).arguments
+        options = {**given.get("kwargs", {}), **given}
+        as_tuple = options.get("return_dict") is False or not getattr(model.config, "return_dict", True)
+        head.keep_cut = module.training and options.get("labels") is not None and not as_tuple
+
+    def end(module: nn.Module, args: Any, outputs: Any) -> Any:
+        if not head.keep_cut:
+            return outputs
+        head.keep_cut = False
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end)

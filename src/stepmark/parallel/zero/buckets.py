@@ -1,0 +1,181 @@
+"""Parameters laid end to end in buckets, of which every data parallel rank has one contiguous part.
+
+A bucket holds parameters of one optimizer group, one dtype, and alike in their copies on the tensor parallel axis. It
+is cut evenly, wherever that falls, so that ranks differ by nothing; what pads its end is less than one element a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.collectives import Collectives
+from stepmark.sharding.layout import Box, Layout, Part, Piece, Shape, layout_of
+from stepmark.sharding.replication import replication_of
+
+HOST_BUCKET_ELEMENTS = 2**20  # several travel at a time, what has come is added up meanwhile, and caches are small
+EAGER_BUCKET_ELEMENTS = 8 * 2**20  # the full bandwidth between accelerators, and still several to overlap
+LAZY_BUCKET_ELEMENTS = 32 * 2**20  # few large collectives in a graph, and little memory beside the model
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter and its place in the bucket, in elements: `boxes` of it one after the other, each in row-major order.
+
+    One box, the whole, unless the parameter holds several projections side by side, as GPT-2's fused query, key and
+    value do. Those lie one after the other, so that a rank's part is few pieces of the global tensor, not some for
+    every row. `runs` are these pieces of all of the parameter, with their first elements' places in the member.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    begin: int
+    boxes: tuple[Box, ...]
+    runs: tuple[tuple[Piece, int], ...]
+
+    @classmethod
+    def of(cls, name: str, parameter: nn.Parameter, begin: int) -> Member:
+        shape = tuple(parameter.shape)
+        layout = layout_of(parameter) or Layout.whole(shape)
+        places = [_place_of_run(part, shape) for part in layout.parts]
+        if None not in places:
+            runs = zip((part.piece for part in layout.parts), places, strict=True)
+            return cls(name, parameter, begin, (Box.whole(shape),), tuple((p, at) for p, at in runs if at is not None))
+        boxes, pieces, filled = [], [], 0
+        for part in layout.parts:
+            assert isinstance(part.at, tuple)
+            boxes.append(Box(part.at, part.piece.box.lengths))
+            pieces.append((part.piece, filled))
+            filled += part.piece.numel
+        assert filled == parameter.numel()
+        return cls(name, parameter, begin, tuple(boxes), tuple(pieces))
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.parameter.numel()
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the member's elements lie in the bucket as they do in the parameter."""
+        return len(self.boxes) == 1
+
+    def boxes_of(self, tensor: Tensor) -> list[Tensor]:
+        """Views of a tensor of the parameter's shape."""
+        if self.in_order:
+            return [tensor]
+        return [tensor[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.lengths, strict=True))] for b in self.boxes]
+
+    def places_in(self, flat: Tensor) -> list[Tensor]:
+        """Where these boxes lie in the bucket's flat tensor: views of their shapes."""
+        places, begin = [], self.begin
+        for box in self.boxes:
+            places.append(flat[begin : begin + box.numel].view(box.lengths))
+            begin += box.numel
+        return places
+
+    def write_to(self, flat: Tensor) -> None:
+        """Gives the bucket's flat tensor the parameter's values."""
+        for place, box in zip(self.places_in(flat), self.boxes_of(self.parameter), strict=True):
+            place.copy_(box)
+
+    def read_from(self, flat: Tensor) -> None:
+        """Gives the parameter its values in the bucket's flat tensor."""
+        for place, box in zip(self.places_in(flat), self.boxes_of(self.parameter), strict=True):
+            box.copy_(place)
+
+
+class Bucket:
+    """`members` without gaps, from element 0 on; `part` elements a rank, padding included."""
+
+    def __init__(self, group: int, members: Sequence[Member], axis: Collectives, tensor_axis_size: int) -> None:
+        self.group = group
+        self.members = list(members)
+        self.copies = replication_of(members[0].parameter, tensor_axis_size)
+        self.dtype = members[0].parameter.dtype
+        self.numel = members[-1].end
+        self.part = -(-self.numel // axis.size)
+        self.padded = self.part * axis.size
+        self.begin = axis.rank * self.part
+        self.end = min(self.begin + self.part, self.numel)
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The members' tensors end to end, with zeros as padding."""
+        pairs = zip(self.members, tensors, strict=True)
+        flat = [box.reshape(-1) for member, tensor in pairs for box in member.boxes_of(tensor)]
+        if self.padded > self.numel:
+            flat.append(flat[0].new_zeros(self.padded - self.numel))
+        return torch.cat(flat)
+
+    def local_layouts(self) -> Iterator[tuple[Member, Layout]]:
+        """What this rank's part holds of each member's global tensor. The part is one tensor of `part` elements."""
+        for member in self.members:
+            begin, end = max(self.begin, member.begin), min(self.end, member.end)
+            if begin < end:
+                shape = layout_of(member.parameter) or Layout.whole(member.parameter.shape)
+                yield (
+                    member,
+                    cut(member.runs, shape.shape, begin - member.begin, end - member.begin, begin - self.begin),
+                )
+
+
+def cut(runs: Sequence[tuple[Piece, int]], shape: Shape, start: int, stop: int, at: int) -> Layout:
+    """Elements [start, stop) of a member with these runs, of a global tensor of `shape`; they lie from `at` on in
+    another tensor."""
+    parts = []
+    for piece, begin in runs:
+        low, high = max(start, begin), min(stop, begin + piece.numel)
+        if low < high:
+            inner = Piece(piece.box, piece.start + low - begin, piece.start + high - begin)
+            parts.append(Part(inner, at + low - start))
+    return Layout(shape, tuple(parts))
+
+
+def _place_of_run(part: Part, local_shape: Shape) -> int | None:
+    """Where the part begins in the flattened local tensor; None where it does not lie there in one run."""
+    if isinstance(part.at, int):
+        return part.at
+    lengths = part.piece.box.lengths
+    first = next((dim for dim, length in enumerate(lengths) if length > 1), len(lengths))
+    if lengths[first + 1 :] != local_shape[first + 1 :]:
+        return None
+    strides = [math.prod(local_shape[dim + 1 :]) for dim in range(len(local_shape))]
+    return sum(place * stride for place, stride in zip(part.at, strides, strict=True))
+
+
+def make_buckets(
+    groups: Sequence[Sequence[tuple[str, nn.Parameter]]], axis: Collectives, tensor_axis_size: int, runtime: Runtime
+) -> list[Bucket]:
+    """Buckets of a limited size (one parameter may be larger), group by group, in order."""
+    limit = HOST_BUCKET_ELEMENTS if runtime.host_memory else EAGER_BUCKET_ELEMENTS
+    limit = LAZY_BUCKET_ELEMENTS if runtime.lazy else limit
+    buckets = []
+    for index, group in enumerate(groups):
+        kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in group:
+            kind = (parameter.dtype, replication_of(parameter, tensor_axis_size))
+            kinds.setdefault(kind, []).append((name, parameter))
+        for parameters in kinds.values():
+            buckets += [Bucket(index, run, axis, tensor_axis_size) for run in _cut_into_runs(parameters, limit)]
+    return buckets
+
+
+def _cut_into_runs(parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[Member]]:
+    run: list[Member] = []
+    for name, parameter in parameters:
+        if run and run[-1].end + parameter.numel() > limit:
+            yield run
+            run = []
+        run.append(Member.of(name, parameter, run[-1].end if run else 0))
+    if run:
+        yield run
+
+
+def whole_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:
+    """The members' values in float32, on the host; `padded` elements."""
+    on_host = runtime.to_host([member.parameter for member in bucket.members])
+    return bucket.join([tensor.float() for tensor in on_host])

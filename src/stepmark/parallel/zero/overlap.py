@@ -1,0 +1,96 @@
+"""Sends gradients between ranks while the backward pass that makes them goes on.
+
+Every rank sends the buckets in one order, which is fixed at first and after one pass the one in which they became
+complete, averaged over the ranks, so that none waits long for one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from stepmark.errors import UsageError
+from stepmark.parallel.zero.buckets import Bucket
+from stepmark.runtime.collectives import GroupCollectives
+
+
+class OverlappedReduceScatter:
+    """One backward pass at a time, from `begin` to `finish`. `collect` takes up the gradient of one parameter, `send`
+    starts the way of one bucket, and gives what waits for this rank's part."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        axis: GroupCollectives,
+        collect: Callable[[Tensor], None],
+        send: Callable[[int], Callable[[], Tensor]],
+    ) -> None:
+        self._buckets = list(buckets)
+        self._axis = axis
+        self._collect = collect
+        self._send = send
+        self._number = {id(m.parameter): number for number, b in enumerate(self._buckets) for m in b.members}
+        self._order = [number for number in reversed(range(len(self._buckets))) if self._alone(number)]
+        self._learned = False
+        self._hooks: list[RemovableHandle] = []
+        self._missing: list[int] = []
+        self._completed: list[int] = []
+        self._sent: dict[int, Callable[[], Tensor]] = {}
+
+    @property
+    def running(self) -> bool:
+        return bool(self._hooks)
+
+    def _alone(self, number: int) -> bool:
+        """Whether a bucket needs nothing of the tensor parallel neighbours before it is sent."""
+        copies = self._buckets[number].copies
+        return not copies.partial or copies.count == 1
+
+    def begin(self) -> None:
+        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._completed, self._sent = [], {}
+        parameters = [member.parameter for bucket in self._buckets for member in bucket.members]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in parameters]
+
+    def _arrived(self, parameter: Tensor) -> None:
+        number = self._number[id(parameter)]
+        if number in self._sent:
+            raise UsageError(
+                "a backward pass came after the one that was said to be the step's last, and its gradients would be "
+                "lost; announce the last one"
+            )
+        self._collect(parameter)
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            self._completed.append(number)
+        for waiting in self._order[len(self._sent) :]:
+            if self._missing[waiting] > 0:
+                break
+            self._sent[waiting] = self._send(waiting)
+
+    def finish(self) -> list[Tensor]:
+        """This rank's parts, bucket by bucket; sends what has not been sent, such as buckets of parameters that took no
+        part."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for number in [*self._order, *range(len(self._buckets))]:
+            if number not in self._sent:
+                self._sent[number] = self._send(number)
+        parts = [self._sent[number]() for number in range(len(self._buckets))]
+        if not self._learned:
+            self._learn()
+        return parts
+
+    def _learn(self) -> None:
+        """All ranks' order for the passes that come: by when each bucket was complete, on the average."""
+        places = [float(len(self._buckets))] * len(self._buckets)
+        for place, number in enumerate(self._completed):
+            places[number] = float(place)
+        (total,) = self._axis.all_reduce([torch.tensor(places, device=self._buckets[0].members[0].parameter.device)])
+        sums = total.tolist()
+        self._order.sort(key=lambda number: (sums[number], -number))
+        self._learned = True

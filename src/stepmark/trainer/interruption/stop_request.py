@@ -1,0 +1,37 @@
+"""Asking a run to stop from outside: a file in its coordination folder, which it looks at whenever it has saved.
+
+So a run that was asked stops at a checkpoint, on all ranks after the same step, and can be resumed from there.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from stepmark.checkpoint.format.directory import COORDINATION
+from stepmark.filesystem import files
+
+REQUEST = "stop.json"
+
+
+def ask_to_stop(run: Path, reason: str) -> None:
+    """Asks the run in this folder to stop after its next save. Raises OSError where the folder cannot be written."""
+    folder = run / COORDINATION
+    files.make_folder(folder)
+    files.replace_file(folder / REQUEST, json.dumps({"reason": reason, "time": time.time()}).encode())
+
+
+def reason_to_stop(run: Path) -> str | None:
+    """The reason that was given; None where nobody asked."""
+    try:
+        return str(json.loads((run / COORDINATION / REQUEST).read_bytes())["reason"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError):
+        return "somebody asked, and the reason cannot be read"
+
+
+def withdraw(run: Path) -> None:
+    """Removes a request, for a run that begins, or has heeded it."""
+    files.remove_file(run / COORDINATION / REQUEST)

@@ -1,0 +1,148 @@
+"""What the Trainer's arguments make before the first step: the mesh and the model on it, optimizer, schedule, and the
+checkpointer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_callback import TrainerCallback
+
+from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
+from stepmark.config.training_arguments import TrainingArguments
+from stepmark.errors import UsageError
+from stepmark.parallel.tensor.parallelize import ParallelizedModel, parallelize, parallelized
+from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
+from stepmark.runtime.context import Context
+from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.module_placement import agree_on_weights, place_module
+from stepmark.sharding.layout import layout_of
+from stepmark.trainer.outputs import check_room
+from stepmark.training.model_options import check_bf16, enable_gradient_checkpointing
+from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
+from stepmark.training.schedule import build_schedule, warmup_length
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_STATES = 2  # of a parameter, as many as the usual optimizers have, each fp32
+
+
+def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -> Mesh:
+    """Brings the model to the device, cut as the arguments say unless it was made so, equal on all ranks. Returns the
+    mesh that it is on. Collective."""
+    applied = parallelized(model)
+    _check_cut(applied, args)
+    mesh = applied.mesh if applied else Mesh.create(tensor_parallel_size=args.tensor_parallel_size, context=context)
+    runtime = mesh.runtime
+    if args.bf16 or args.dtype == "bfloat16":
+        check_bf16(runtime.device)
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(model, runtime)
+    if args.dtype == "bfloat16":
+        model.to(torch.bfloat16)
+    kinds = mesh.tensor_parallel.size if applied else 1
+    if agree_on_weights(model, runtime, context.host, kinds) and context.host.rank == 0:
+        logger.warning("the ranks had different weights; all take those of rank 0")
+    if not applied:
+        options = {name: getattr(args, name) for name in ("sequence_parallel", "parallelize_embedding")}
+        parallelize(model, mesh, **options)
+    place_module(model, runtime)
+    return mesh
+
+
+def _check_cut(applied: ParallelizedModel | None, args: TrainingArguments) -> None:
+    """Raises UsageError where the model was cut otherwise than the arguments say."""
+    if applied is None:
+        return
+    cut = {
+        "tensor_parallel_size": applied.mesh.tensor_parallel.size,
+        "sequence_parallel": applied.sequence_parallel,
+        "parallelize_embedding": applied.parallelize_embedding,
+    }
+    for name, value in cut.items():
+        if getattr(args, name) != value:
+            raise UsageError(f"{name}: is {getattr(args, name)}, but the model was made with {value}; make them equal")
+
+
+def make_optimizer(
+    model: nn.Module, args: TrainingArguments, mesh: Mesh, given: torch.optim.Optimizer | None
+) -> ParameterOptimizer | ShardedOptimizer:
+    """The optimizer that the user gave, or the one that the arguments name."""
+    if given is not None and args.zero_1:
+        raise UsageError(
+            "zero_1 and optimizers: the optimizer that was given keeps its state whole; leave one of the two out"
+        )
+    if given is not None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return ParameterOptimizer.around(given, names, mesh.runtime)
+    return build_optimizer(
+        args.optim,
+        list(model.named_parameters()),
+        mesh.runtime,
+        decay=decays_by_default(model),
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        epsilon=args.adam_epsilon,
+        options=args.optimizer_options,
+        sharded_over=mesh if args.zero_1 else None,
+    )
+
+
+def make_schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+    """The schedule that the arguments name."""
+    warmup = warmup_length(args.warmup_steps, args.warmup_ratio, total_steps)
+    return build_schedule(args.lr_scheduler_type, optimizer, total_steps, warmup, args.scheduler_options)
+
+
+def make_checkpointer(folder: Path, args: TrainingArguments, mesh: Mesh) -> Checkpointer:
+    """One that keeps what the arguments want kept."""
+    keep: list[Retention] = []
+    if args.save_total_limit is not None:
+        keep.append(KeepLast(args.save_total_limit))
+        if args.best_metric_key is not None:
+            keep.append(KeepBest(args.best_metric_key, bool(args.greater_is_better)))
+    return Checkpointer(
+        folder,
+        keep=keep,
+        group=mesh.context.host,
+        runtime=mesh.runtime,
+        async_save=args.async_save,
+        save_timeout=args.save_timeout,
+        mesh=mesh.shape,
+    )
+
+
+def check_start(folder: Path, model: nn.Module, args: TrainingArguments, context: Context, *, resumes: bool) -> None:
+    """Raises UsageError where the folder holds another run's checkpoints, StepmarkError where one does not fit on its
+    disk. Collective."""
+    if args.save_strategy == "no":
+        return
+    existing = sorted(path.name for path in folder.glob("checkpoint-*"))
+    if existing and not resumes:
+        raise UsageError(
+            f"output_dir: {folder} has checkpoints of an earlier run ({existing[-1]}); set resume_from_checkpoint: "
+            "true to go on with it, or choose another folder"
+        )
+    states = 0 if args.save_only_model else OPTIMIZER_STATES
+    check_room(folder, sum(_size(p) * (p.element_size() + 4 * states) for p in model.parameters()), context.host)
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter, of which this rank may hold a part."""
+    layout = layout_of(parameter)
+    return parameter.numel() if layout is None else math.prod(layout.shape)
+
+
+def reporters(args: TrainingArguments) -> list[type[TrainerCallback]]:
+    """transformers' callbacks for the `report_to` names."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        return get_reporting_integration_callbacks(args.reporters)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"report_to: {error}") from error

@@ -1,0 +1,47 @@
+"""When a run logs, evaluates, saves and stops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers.trainer_callback import DefaultFlowCallback, TrainerControl, TrainerState
+
+from stepmark.config.training_arguments import TrainingArguments
+
+
+class StrategyCallback(DefaultFlowCallback):
+    """Sets the control's flags by the strategies of the arguments. `epoch` fires at every epoch's end, and where
+    `max_steps` ends the run inside an epoch; `steps` evaluates and saves at the run's end too, so that nothing trained
+    is lost."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+        step = state.global_step
+        first = step == 1 and args.logging_first_step
+        control.should_log |= first or _every(args.logging_strategy, step, state.logging_steps)
+        control.should_evaluate |= _every(args.eval_strategy, step, state.eval_steps)
+        control.should_save |= _every(args.save_strategy, step, state.save_steps)
+        if step >= state.max_steps:
+            control.should_training_stop = True
+            control.should_evaluate |= args.eval_strategy == "steps"
+            control.should_save |= args.save_strategy == "steps"
+        return control
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+        control.should_log |= args.logging_strategy == "epoch"
+        control.should_evaluate |= args.eval_strategy == "epoch"
+        control.should_save |= args.save_strategy == "epoch"
+        return control
+
+
+def _every(strategy: str, step: int, interval: float) -> bool:
+    return strategy == "steps" and step % int(interval) == 0
+
+
+def is_better(args: TrainingArguments, value: float, best: float | None) -> bool:
+    """Whether the metric for the best model improved; what is no number is never better."""
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return value > best if args.greater_is_better else value < best

@@ -1,0 +1,75 @@
+"""What a run keeps count of between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stepmark.runtime.base import Runtime
+from stepmark.training.step import StepStatistics
+
+HELD_STEPS = 512  # step statistics that may wait on the device
+
+
+class LossMeter:
+    """Losses since the last log and since the run began, weighted by tokens, as saved state.
+
+    Statistics wait on the device until they are asked for, so that a step never waits. A float32 loss times a token
+    count is exact in the host's float64, so the mean of one step is that step's loss to the last bit.
+    """
+
+    def __init__(self, runtime: Runtime, look: Callable[[int, float, float, float], None] | None = None) -> None:
+        """`look(step, loss, tokens, gradient norm)` is called for each step, counted from 1, once its numbers are on
+        the host."""
+        self._runtime = runtime
+        self._look = look
+        self._pending: list[StepStatistics] = []
+        self.since_log = {"loss": 0.0, "tokens": 0}
+        self.since_start = {"loss": 0.0, "tokens": 0}
+        self.grad_norm = 0.0
+        self.last_loss: float | None = None
+        self.timed_tokens = 0  # trained by this process since whoever times it set it to 0
+
+    def add(self, statistics: StepStatistics) -> None:
+        self._pending.append(statistics)
+        if len(self._pending) >= HELD_STEPS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Fetches what waits on the device."""
+        fetched = self._runtime.to_host([statistics.values for statistics in self._pending])
+        for statistics, values in zip(self._pending, fetched, strict=True):
+            loss, tokens, self.grad_norm = values.tolist()
+            if self._look is not None:
+                self._look(statistics.step + 1, loss, tokens, self.grad_norm)
+            for sums in (self.since_log, self.since_start):
+                sums["loss"] += loss * tokens
+                sums["tokens"] += int(tokens)
+            self.timed_tokens += int(tokens)
+            self.last_loss = loss
+        self._pending.clear()
+
+    def take_log(self) -> dict[str, Any] | None:
+        """Mean loss since the last log and the last gradient norm; None if there was no step since."""
+        self.settle()
+        tokens = self.since_log["tokens"]
+        if not tokens:
+            return None
+        log = {"loss": self.since_log["loss"] / tokens, "grad_norm": self.grad_norm}
+        self.since_log = {"loss": 0.0, "tokens": 0}
+        return log
+
+    def mean_loss(self) -> float:
+        """Mean over all tokens since the run began, resumptions included; 0 before the first step."""
+        self.settle()
+        return self.since_start["loss"] / self.since_start["tokens"] if self.since_start["tokens"] else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return {"since_log": {**self.since_log}, "since_start": {**self.since_start}, "grad_norm": self.grad_norm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pending.clear()
+        self.since_log = dict(state["since_log"])
+        self.since_start = dict(state["since_start"])
+        self.grad_norm = state["grad_norm"]

@@ -1,0 +1,100 @@
+"""Graphs that a lazy device compiles when it should have them all: at which step, and why, as far as can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from stepmark.data.batch import StepBatch
+from stepmark.runtime.base import Runtime
+
+WARM_UP = 3  # steps of a process that may compile
+Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+
+UNKNOWN = {
+    "step": "no input has a new shape; look for something between or in steps that makes a new graph: a callback that "
+    "computes on the device, a Python number that changes, a branch on a value",
+    "evaluation": "an evaluation before this one had other shapes, or computed something else",
+    "save": "saving compiles nothing by itself; look at the callbacks' on_save",
+}
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """`count` graphs compiled in `where` (step, evaluation or save) at `step`, when the device should have had all."""
+
+    step: int
+    where: str
+    count: int
+    reason: str
+
+
+class RecompilationMonitor:
+    """Counts compilations after every step, evaluation and save of this process; waits for nothing.
+
+    A step may compile until one has compiled nothing, or WARM_UP have passed; the first evaluation may as well.
+    """
+
+    def __init__(self, runtime: Runtime, tell: Callable[[Compilation], None]) -> None:
+        self._runtime = runtime
+        self._tell = tell
+        self._known = runtime.compilations()
+        self._steps = 0
+        self._warm: set[str] = {"save"}
+        self._seen: dict[tuple[int, Shapes], None] = {}
+        self._latest: tuple[int, Shapes] | None = None
+        self._change = ""
+
+    def begin(self, batch: StepBatch) -> None:
+        """A step with this batch begins."""
+        if self._known is None:
+            return
+        shapes = tuple(sorted({shape for micro_batch in batch for shape in _shapes(micro_batch.inputs)}))
+        signature = (len(batch), shapes)
+        self._change = ""
+        if signature not in self._seen:
+            self._seen[signature] = None
+            self._change = _difference(self._latest, signature) if self._latest is not None else ""
+        self._latest = signature
+
+    def ended(self, where: str, step: int) -> None:
+        """A step ("step"), an evaluation or a save has been dispatched; the training is at `step`."""
+        if self._known is None:
+            return
+        compiled = self._runtime.compilations() or 0
+        count, self._known = compiled - self._known, compiled
+        if count and where in self._warm:
+            reason = self._change if where == "step" and self._change else UNKNOWN[where]
+            self._tell(Compilation(step, where, count, reason))
+        if where == "step":
+            self._steps += 1
+        if where != "step" or not count or self._steps >= WARM_UP:
+            self._warm.add(where)
+
+
+def _shapes(inputs: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of every tensor in a nest of dicts, lists and tuples."""
+    if isinstance(inputs, Tensor):
+        yield name or "input", tuple(inputs.shape), str(inputs.dtype).removeprefix("torch.")
+    elif isinstance(inputs, dict):
+        for key, value in inputs.items():
+            yield from _shapes(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(inputs, (list, tuple)):
+        for index, value in enumerate(inputs):
+            yield from _shapes(value, f"{name}[{index}]")
+
+
+def _difference(before: tuple[int, Shapes], now: tuple[int, Shapes]) -> str:
+    """What is new, in words."""
+    changes = [] if before[0] == now[0] else [f"{now[0]} micro-batches instead of {before[0]}"]
+    for name, shape, dtype in now[1]:
+        if (name, shape, dtype) in before[1]:
+            continue
+        was = " or ".join(f"{list(old)} {kind}" for other, old, kind in before[1] if other == name)
+        changes.append(f"{name} is {list(shape)} {dtype}" + (f" instead of {was}" if was else ", and was not there"))
+    gone = {name for name, _, _ in before[1]} - {name for name, _, _ in now[1]}
+    changes += [f"{name} is not there any more" for name in sorted(gone)]
+    return "; ".join(changes)

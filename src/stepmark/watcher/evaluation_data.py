@@ -1,0 +1,147 @@
+"""Which texts an evaluation beside the run takes: the run's own validation data, or what --data names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.config.data_arguments import STDLIB, DataArguments
+from stepmark.config.recipe import Recipe
+from stepmark.errors import DataError, UsageError
+
+_NAMED = re.compile(r"([A-Za-z]\w*)=(.+)\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Blocks of tokens, and what names their content."""
+
+    blocks: Any
+    content: str
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """`sources` are --data's values, each `[NAME=]SOURCE`; the other fields win over the recipe's where given."""
+
+    sources: tuple[str, ...] = ()
+    block_size: int | None = None
+    max_samples: int | None = None
+
+    def check(self) -> None:
+        """Raises UsageError for values that cannot be meant, before anything is loaded."""
+        names = [name for name, _ in map(split_name, self.sources)]
+        if len(names) > 1 and (None in names or len(set(names)) < len(names)):
+            raise UsageError("--data: several sets need a name each: --data NAME=FILE --data OTHER=FILE")
+        for _, source in map(split_name, self.sources):
+            looks_like_path = source.startswith((".", "~", "/")) or Path(source).suffix in (".txt", ".jsonl", ".json")
+            if looks_like_path and not Path(source).expanduser().exists():
+                raise UsageError(f"--data: there is no {source}; name a file, a folder, or {STDLIB}")
+        for name, value, least in (("block_size", self.block_size, 2), ("max_samples", self.max_samples, 1)):
+            if value is not None and value < least:
+                raise UsageError(f"--{name}: should be at least {least}, and is {value}")
+
+
+def split_name(source: str) -> tuple[str | None, str]:
+    """`[NAME=]SOURCE` as its two parts."""
+    match = _NAMED.match(source)
+    if match is None or Path(source).exists():
+        return None, source
+    return match[1], match[2]
+
+
+def prepare_sets(
+    choice: DataChoice, recipe: Recipe | None, tokenizer: Any, longest: int | None
+) -> dict[str | None, EvaluationSet]:
+    """The evaluation sets by name; one without a name where --data gave none. `longest`: the model's positions.
+
+    Raises DataError where there is nothing to evaluate on.
+    """
+    from stepmark.data.prepared_data import prepare
+
+    configs = _configs(choice, recipe, _block_size(choice, recipe, tokenizer, longest))
+    sets: dict[str | None, EvaluationSet] = {}
+    for name, (config, whole) in configs.items():
+        try:
+            data = prepare(config, tokenizer, may_be_short=whole)
+        except (DataError, UsageError) as error:  # what is read whole was given under another name
+            given = "--data" if choice.sources else "validation_file"
+            raise type(error)(str(error).replace("train_file: ", f"{given}: ", 1) if whole else str(error)) from error
+        blocks = data.train if whole else data.validation
+        where = config.train_file or config.dataset_name
+        if blocks is None:
+            raise DataError(f"{where} has no validation data; name a file with --data, and all of it is taken")
+        if not len(blocks):
+            raise DataError(f"{where}: its validation data is empty; name other data with --data")
+        sets[name] = EvaluationSet(blocks, f"{data.fingerprint} {len(blocks)} {'all' if whole else 'validation'}")
+    return sets
+
+
+def _block_size(choice: DataChoice, recipe: Recipe | None, tokenizer: Any, longest: int | None) -> int:
+    from stepmark.data.prepared_data import DEFAULT_BLOCK_SIZE
+
+    wanted = choice.block_size or (recipe.data.block_size if recipe is not None else None)
+    if wanted is not None and longest is not None and wanted > longest:
+        raise DataError(f"--block_size: {wanted} tokens are more than the model's {longest} positions; lower it")
+    return wanted or min(DEFAULT_BLOCK_SIZE, tokenizer.model_max_length, longest or DEFAULT_BLOCK_SIZE)
+
+
+def _configs(
+    choice: DataChoice, recipe: Recipe | None, block_size: int
+) -> dict[str | None, tuple[DataArguments, bool]]:
+    """By name: which data, and whether all of it is meant or the validation part."""
+    if choice.sources:
+        return {
+            name: _of_source(source, choice, recipe, block_size) for name, source in map(split_name, choice.sources)
+        }
+    if recipe is None:
+        raise DataError("--data: the run has left no recipe that names its data; name a file, or python-stdlib")
+    data = recipe.data
+    samples = choice.max_samples or data.max_eval_samples
+    processes = data.preprocessing_num_workers
+    if data.validation_file:  # what is trained on need not be read
+        return {None: (_all_of(data.validation_file, block_size, samples, data.text_column, processes), True)}
+    config = DataArguments(
+        dataset_name=data.dataset_name,
+        dataset_config_name=data.dataset_config_name,
+        text_column=data.text_column,
+        train_file=data.train_file,
+        block_size=block_size,
+        validation_split_percentage=data.validation_split_percentage,
+        max_eval_samples=samples,
+        preprocessing_num_workers=processes,
+    )
+    return {None: (config, False)}
+
+
+def _of_source(source: str, choice: DataChoice, recipe: Recipe | None, block_size: int) -> tuple[DataArguments, bool]:
+    path = Path(source).expanduser()
+    column = recipe.data.text_column if recipe is not None else None
+    if path.is_file():
+        return _all_of(str(path), block_size, choice.max_samples, column, None), True
+    percentage = (
+        recipe.data.validation_split_percentage if recipe is not None else DataArguments.validation_split_percentage
+    )
+    config = DataArguments(
+        dataset_name=str(path) if path.is_dir() else source,
+        text_column=None if source == STDLIB else column,
+        block_size=block_size,
+        validation_split_percentage=percentage,
+        max_eval_samples=choice.max_samples,
+    )
+    return config, False
+
+
+def _all_of(
+    path: str, block_size: int, samples: int | None, column: str | None, processes: int | None
+) -> DataArguments:
+    return DataArguments(
+        train_file=path,
+        text_column=None if Path(path).suffix == ".txt" else column,
+        block_size=block_size,
+        validation_split_percentage=0,
+        max_train_samples=samples,
+        preprocessing_num_workers=processes,
+    )

@@ -1,0 +1,91 @@
+"""Writes down what was found: the line, the link to the best, TensorBoard, and when patience is lost. One rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.best_link import point_best
+from stepmark.checkpoint.format.directory import checkpoint_path
+from stepmark.trainer.interruption.stop_request import ask_to_stop
+from stepmark.watcher.best_tracker import BestTracker
+from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords
+from stepmark.watcher.run_state import RunState
+from stepmark.watcher.scheduler import WatchOptions
+from stepmark.watcher.tensorboard import Scalars
+
+
+@dataclass(frozen=True)
+class EvaluationListener:
+    """Whom to tell: `record` a line of evaluations.jsonl and whether it is the best, `say` other news."""
+
+    record: Callable[[dict[str, Any], bool], None]
+    say: Callable[[str], None]
+
+
+class EvaluationRecorder:
+    """Keeps the records of one setup. `failures` counts the evaluations that failed."""
+
+    def __init__(
+        self, run: Path, records: EvaluationRecords, wishes: WatchOptions, listener: EvaluationListener
+    ) -> None:
+        self._run = run
+        self._records = records
+        self._wishes = wishes
+        self._listener = listener
+        self._scalars = Scalars(run)
+        self._best: BestTracker | None = None
+        self._asked_to_stop = False
+        self.failures = 0
+        with records.locked():
+            for line in records.evaluated()[-1:]:  # of a watcher that was killed before it had pointed
+                self._point(line)
+
+    def record(self, found: EvaluationRecord, status: str, values: Mapping[str, Any]) -> None:
+        """Tells of a checkpoint, unless another watcher has. `values` are metrics, or the reason why there are none.
+
+        Raises UsageError where the metric that tells the best never appears.
+        """
+        self.failures += status == FAILED
+        with self._records.locked():  # so that nobody points at a best that is none any more
+            line = self._records.add(found, status, values)
+            best = self._point(values) if line is not None and status == EVALUATED else None
+        if line is None:
+            return
+        self._listener.record(line, best == found.step)
+        self._scalars.add(line)
+        if status == EVALUATED:
+            self._lose_patience()
+
+    def close(self) -> None:
+        """Ends the files that are open."""
+        self._scalars.close()
+
+    def _point(self, values: Mapping[str, Any]) -> int | None:
+        """Lets `best` point at the best of all that were evaluated and are there; returns its step."""
+        wishes = self._wishes
+        if self._best is None:
+            needed = wishes.patience is not None
+            self._best = BestTracker.choose(wishes.metric, wishes.greater_is_better, values, needed=needed)
+        if self._best is None:
+            return None
+        lines = self._records.evaluated()
+        best = self._best.step([line for line in lines if checkpoint_path(self._run, line["step"]).is_dir()])
+        if best is not None:
+            point_best(self._run, best)
+        return best
+
+    def _lose_patience(self) -> None:
+        if self._wishes.patience is None or self._asked_to_stop or self._best is None:
+            return
+        evaluated = self._records.evaluated()
+        since = self._best.since(evaluated)
+        if since < self._wishes.patience or RunState(self._run).ended() is not None:
+            return
+        best = self._best.step(evaluated)
+        reason = f"{self._best.metric} has not improved for {since} evaluations, since step {best}"
+        ask_to_stop(self._run, reason)
+        self._asked_to_stop = True
+        self._listener.say(f"asked the run to stop: {reason}")

@@ -1,0 +1,160 @@
+"""What a watcher does next. One rank decides it for all.
+
+Before a checkpoint is read it gets a lease, which keeps retention from deleting it, and tells other watchers of the
+same setup that it is taken; only then is it looked up whether one of them has done it already.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.checkpoint.coordination.leases import Lease, Leases
+from stepmark.checkpoint.format.directory import checkpoints, step_of
+from stepmark.checkpoint.format.manifest import read_manifest
+from stepmark.checkpoint.save.cleanup import read_deleted
+from stepmark.errors import CheckpointError, CheckpointNotFound
+from stepmark.watcher.evaluation_records import EvaluationRecord, EvaluationRecords
+from stepmark.watcher.run_state import RunState
+
+GIVE_WAY = 0.5  # seconds, at most, that each of two watchers waits who wanted the same at the same moment
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """What a watcher is asked for. `until`: it ends once this step, or a later one, is done. `patience`: after so many
+    evaluations without a better one the run is asked to stop. `metric` tells the best. `interval`: seconds between two
+    looks. Without `wait` it ends when all that is there is done."""
+
+    wait: bool = False
+    until: int | None = None
+    patience: int | None = None
+    metric: str | None = None
+    greater_is_better: bool | None = None
+    interval: float = 2.0
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """`kind`: "prepare" the setup with a checkpoint, "skip" or "evaluate" one, "wait", or "end"."""
+
+    kind: str
+    checkpoint: Path | None = None
+    found: EvaluationRecord | None = None
+
+
+class EvaluationScheduler:
+    """Looks at a run's folder and chooses; holds the lease on what was chosen until `release`."""
+
+    def __init__(self, run: Path, wishes: WatchOptions, say: Callable[[str], None]) -> None:
+        self._run = run
+        self._wishes = wishes
+        self._say = say
+        self._said: set[str] = set()
+        self._leases = Leases(run)
+        self._state = RunState(run)
+        self._lease: Lease | None = None
+        self._known: dict[Path, tuple[tuple[int, int], EvaluationRecord]] = {}  # by inode and time of change
+        self._records: EvaluationRecords | None = None
+        self._label = ""
+        self.deleted_before = len(read_deleted(run))  # which nobody expects to be evaluated
+
+    def begin(self, records: EvaluationRecords, setup: str, deleted_before: int) -> None:
+        """From now on checkpoints are chosen for this setup. What retention deleted after the first so many of its
+        deletions is told as skipped."""
+        self._records, self._label, self.deleted_before = records, setup, deleted_before
+
+    def release(self) -> None:
+        """Gives the checkpoint that was chosen free."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def look(self) -> EvaluationJob:
+        """The next job. Raises CheckpointNotFound where there is nothing to evaluate, and nothing to wait for."""
+        ended = self._state.ended()  # before looking for checkpoints: what a run commits last is there when it ends
+        there = checkpoints(self._run)[::-1]
+        if self._records is None:
+            return self._first(there, ended)
+        done = self._records.done()
+        deleted = {EvaluationRecord(each.step, each.save) for each in read_deleted(self._run)[self.deleted_before :]}
+        if skipped := sorted(deleted - done, key=lambda each: each.step):
+            return EvaluationJob("skip", None, skipped[0])
+        pending = [(path, found) for path in there if (found := self._find(path)) is not None and found not in done]
+        for path, found in pending:
+            if self._claim(path, found):
+                return EvaluationJob("evaluate", path, found)
+        return EvaluationJob("end" if self._finished(bool(pending), ended) else "wait")
+
+    def _first(self, there: list[Path], ended: str | None) -> EvaluationJob:
+        for path in there[::-1]:
+            self._lease = Lease.take(path, "setup")
+            if self._lease is not None:
+                return EvaluationJob("prepare", path)
+        if not self._wishes.wait:
+            raise CheckpointNotFound(f"{self._run} has no checkpoints; with --watch they are waited for")
+        if ended is not None:
+            raise CheckpointNotFound(f"{self._run} has no checkpoints, and its run has ended ({ended})")
+        self._say_once(f"waiting for the first checkpoint in {self._run}")
+        return EvaluationJob("wait")
+
+    def _find(self, path: Path) -> EvaluationRecord | None:
+        """Which checkpoint is there by that name now; None where it has just gone."""
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None
+        key = (status.st_ino, status.st_mtime_ns)
+        if path not in self._known or self._known[path][0] != key:
+            step = step_of(path)
+            assert step is not None
+            try:
+                save = read_manifest(path).save
+            except CheckpointError:
+                if not path.is_dir():
+                    return None
+                save = ""
+            self._known[path] = key, EvaluationRecord(step, save)
+        return self._known[path][1]
+
+    def _claim(self, path: Path, found: EvaluationRecord) -> bool:
+        """Takes the checkpoint for this watcher, unless another has it, it is gone, or done by now."""
+        assert self._records is not None
+        if self._leases.held(path, self._label):
+            self._say_once(f"{path.name} is being evaluated by another watcher")
+            return False
+        lease = Lease.take(path, self._label)
+        if lease is None:
+            return False
+        if self._leases.held(path, self._label, but=lease):  # both give way
+            lease.release()
+            time.sleep(random.uniform(0.0, GIVE_WAY))
+            return False
+        if found in self._records.done():
+            lease.release()
+            return False
+        self._lease = lease
+        return True
+
+    def _finished(self, pending: bool, ended: str | None) -> bool:
+        wishes = self._wishes
+        if not wishes.wait:
+            return True
+        if pending:  # another watcher has them; if it dies, this one takes them up
+            return False
+        assert self._records is not None
+        if wishes.until is not None:
+            if any(found.step >= wishes.until for found in self._records.done()):
+                return True
+            return ended in ("done", "failed")
+        if ended is not None:
+            self._say(f"the run has ended ({ended}), and all is evaluated")
+        return ended is not None
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
