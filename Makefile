@@ -27,7 +27,7 @@ check: $(INSTALLED)
 
 # Every call of a save that changes the file system fails once, in every way; prints how many points were tried.
 fault: $(INSTALLED)
-	$(BIN)/python tests/prove.py tests/fault/test_faults.py
+	$(BIN)/python tests/prove.py tests/system/fault/test_faults.py
 
 # The large matrices, whole; the results are kept in docs/proof.md. Takes hours: WHAT="tests/..." runs some of them.
 prove: $(INSTALLED)

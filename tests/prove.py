@@ -1,7 +1,7 @@
 """Runs the large test matrices whole, one file after another, and keeps in docs/proof.md what came out.
 
 make prove
-make prove WHAT="tests/fault/test_kills.py tests/fault/test_stopped.py"
+make prove WHAT="tests/system/fault/test_kills.py tests/system/fault/test_stopped.py"
 
 A file has large matrices where it marks tests with `prove`. Each has its line, with its own date and commit; the lines
 of files that are not run stay as they were.

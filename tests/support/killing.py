@@ -48,7 +48,7 @@ def _be_rank(env: Mapping[str, str], start_new_session: bool) -> None:
             signal.signal(number, signal.SIG_DFL)
         os.environ.update(env)
         supervisor.follow_supervisor()
-        from tests.support import cells
+        from tests.support import programs as cells
         from tests.support.zygote import leave_group
 
         cells.train(_OPTIONS)

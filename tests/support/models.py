@@ -13,7 +13,7 @@ from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
-from tests.support.cells import LENGTH, VOCABULARY, Blocks
+from tests.support.programs import LENGTH, VOCABULARY, Blocks
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -108,7 +108,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     return step, (batch for _ in count() for batch in DevicePrefetcher(loader, runtime))
 
 
-def cells(device: str, options: list[dict[str, Any]]) -> list[list[list[float]]]:
+def cases(device: str, options: list[dict[str, Any]]) -> list[list[list[float]]]:
     """Several trainings, one after the other, in one launch."""
     context = start(device)
     return [train_on(context, each) for each in options]

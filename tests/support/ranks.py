@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-EAGER_MODULES = ("torch", "transformers", "stepmark.trainer.trainer", "stepmark.recipe.model", "tests.support.cells")
+EAGER_MODULES = ("torch", "transformers", "stepmark.trainer.trainer", "stepmark.recipe.model", "tests.support.programs")
 
 
 @dataclass(frozen=True)

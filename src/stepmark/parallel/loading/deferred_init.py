@@ -1,8 +1,8 @@
 """Making a new model without holding it: each tensor is drawn when it is wanted, to the values it would have had.
 
-While a `DeferredInit` is active, a large tensor that a constructor makes on the host is a meta tensor instead, with a tape:
-the in-place operations that would have filled it. A random one also draws, into memory that is dropped at once, so
-that the generator advances as it would have, and the tape notes the generator's state before. Replaying a tape gives
+While a `DeferredInit` is active, a large tensor that a constructor makes on the host is a meta tensor instead, with a
+tape: the in-place operations that would have filled it. A random one also draws, into memory that is dropped at once,
+so that the generator advances as it would have, and the tape notes the generator's state before. Replaying a tape gives
 the tensor's values bit for bit, in any order and as often as wanted. An operation that overwrites the whole tensor
 starts its tape anew, so that what constructors draw, and models then draw again, is replayed once.
 

@@ -1,0 +1,323 @@
+"""Damage is found, named, and fallen back from; a step that exists is never in danger."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import host_memory as staging
+from stepmark.checkpoint.format.verify import verify
+from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
+from stepmark.filesystem import files
+from tests.support.checkpoint_states import net, same, snapshot, train
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    module = net(seed)
+    optimizer = torch.optim.AdamW(module.parameters())
+    return {"model": module, "optimizer": optimizer, "nest": {"tensor": torch.randn(5), "at": seed}}
+
+
+def values(state: dict[str, Any]) -> dict[str, Any]:
+    nest = state["nest"]
+    return {**snapshot(state["model"], state["optimizer"]), "t": nest["tensor"].clone(), "at": nest["at"]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
+    """A run with checkpoints 1 and 2, and what was in the state at each."""
+    folder = tmp_path_factory.mktemp("run")
+    state, known = state_of(), {}
+    with Checkpointer(folder) as checkpointer:
+        for step in (1, 2):
+            train(state["model"], state["optimizer"], 2)
+            state["nest"]["at"] = step
+            checkpointer.save(step, state, files=lambda path: (path / "config.json").write_text('{"a": "long enough"}'))
+            checkpointer.wait()
+            known[step] = values(state)
+    return folder, known
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << random.Random(position).randrange(8)
+    path.write_bytes(data)
+
+
+FILES = ["model.safetensors", "optimizer/optimizer.safetensors", "state/nest.safetensors", "state.json"]
+FILES += ["manifest.json", "config.json"]
+
+
+def places(name: str, size: int) -> list[int]:
+    generator = random.Random(name)
+    return sorted({0, 1, 7, 8, 9, size - 1, *(generator.randrange(size) for _ in range(12))})
+
+
+def falls_back(folder: Path, known: dict[int, dict[str, Any]], caplog: pytest.LogCaptureFixture, *words: str) -> None:
+    """Restoring takes checkpoint 1, says what is wrong with 2, and sets 2 aside whole."""
+    before = sorted(files.regular_files(folder / "checkpoint-2"))
+    state = state_of(5)
+    caplog.clear()
+    with caplog.at_level(logging.ERROR, logger="stepmark"), Checkpointer(folder) as checkpointer:
+        assert checkpointer.restore(state) == 1
+        assert same(values(state), known[1])
+        assert "checkpoint-2 is damaged" in caplog.text
+        assert all(word in caplog.text for word in words), caplog.text
+        assert sorted(files.regular_files(folder / "damaged-checkpoint-2")) == before
+        assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-1")
+        checkpointer.save(2, state)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_found_and_named(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    source, known = saved
+    for number, position in enumerate(places(name, (source / "checkpoint-2" / name).stat().st_size)):
+        folder = tmp_path / str(number)
+        shutil.copytree(source, folder)
+        flip(folder / "checkpoint-2" / name, position)
+        with pytest.raises(CheckpointDamaged, match=name), Checkpointer(folder) as checkpointer:
+            checkpointer.restore(state_of(5), 2)
+        falls_back(folder, known, caplog, name)
+
+
+@pytest.mark.parametrize("where", [b"saved_offsets", b"DCP_VERSION", b'"pt"', b"  "])
+def test_a_flipped_bit_that_only_other_readers_look_at_is_found(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, where: bytes
+) -> None:
+    """What transformers or torch.distributed.checkpoint read in a header, and the spaces that fill it."""
+    source, known = saved
+    shutil.copytree(source, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint-2" / "model.safetensors"
+    flip(path, path.read_bytes().index(where) + 1)
+    assert [fault.file for fault in verify(path.parent).faults] == [path.name]
+    falls_back(tmp_path / "run", known, caplog, path.name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_short_or_missing_is_found_and_named(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    source, known = saved
+    size = (source / "checkpoint-2" / name).stat().st_size
+    changes: list[Callable[[Path], Any]] = [Path.unlink, lambda path: path.write_bytes(path.read_bytes() + b" ")]
+    for length in {0, 1, 8, size // 2, size - 1}:
+        changes.append(lambda path, length=length: os.truncate(path, length))
+    for number, change in enumerate(changes):
+        folder = tmp_path / str(number)
+        shutil.copytree(source, folder)
+        change(folder / "checkpoint-2" / name)
+        falls_back(folder, known, caplog, name)
+
+
+@pytest.mark.parametrize("name", FILES[:4])
+def test_a_file_of_another_step_is_found(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    source, known = saved
+    folder = tmp_path / "run"
+    shutil.copytree(source, folder)
+    shutil.copy(folder / "checkpoint-1" / name, folder / "checkpoint-2" / name)
+    falls_back(folder, known, caplog, name)
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json"])
+def test_a_file_that_others_would_read_as_the_model_is_found(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    source, known = saved
+    folder = tmp_path / "run"
+    shutil.copytree(source, folder)
+    shutil.copy(folder / "checkpoint-1/model.safetensors", folder / "checkpoint-2" / name)
+    assert [fault.file for fault in verify(folder / "checkpoint-2").faults] == [name]
+    falls_back(folder, known, caplog, name, "does not belong")
+
+
+def test_what_a_callback_has_put_into_a_checkpoint_is_left_alone(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """As those do that save an adapter."""
+    source, known = saved
+    folder = tmp_path / "run"
+    shutil.copytree(source, folder)
+    (folder / "checkpoint-2/adapter_model").mkdir()
+    for name in ("adapter_model.safetensors", "adapter_model/model.safetensors"):
+        shutil.copy(folder / "checkpoint-1/model.safetensors", folder / "checkpoint-2" / name)
+    assert not verify(folder / "checkpoint-2").faults
+    state = state_of(5)
+    with Checkpointer(folder) as checkpointer:
+        assert checkpointer.restore(state) == 2
+    assert same(values(state), known[2])
+    assert (folder / "checkpoint-2/adapter_model.safetensors").exists()
+
+
+def test_nothing_is_set_aside_where_nothing_is_whole(
+    saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved[0], folder)
+    for step in (1, 2):
+        flip(folder / f"checkpoint-{step}" / "model.safetensors", 5000)
+    with Checkpointer(folder) as checkpointer:
+        for _ in range(2):
+            with pytest.raises(CheckpointDamaged, match="none of the 2 checkpoints"):
+                checkpointer.restore(state_of(5))
+        assert checkpointer.latest() == folder / "checkpoint-2"  # headers and sizes are right
+
+
+def test_the_names_of_damaged_tensors_and_writers(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {"a": torch.zeros(100), "b": torch.ones(100)}}, block=True)
+        path = tmp_path / "checkpoint-1" / "state" / "nest.safetensors"
+        flip(path, 4096 + 450)
+        with pytest.raises(CheckpointDamaged, match="tensor 'b' differs from its digest .* written by rank 0"):
+            checkpointer.restore({"nest": {}}, 1)
+
+
+CALLS = ["make_folder", "open_for_writing", "write_at", "sync", "close", "sync_folder", "rename", "exchange"]
+CALLS += ["remove_tree", "remove_file"]
+
+
+def failing_from(number: int, fail: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    """Makes `fail` happen instead of the call of that number, and instead of all after it."""
+    lock, left = threading.Lock(), [number]
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            with lock:
+                left[0] -= 1
+                if left[0] < 0:
+                    fail()
+            return call(*arguments, **options)
+
+        return wrapped
+
+    for name in CALLS:
+        patch.setattr(files, name, failing(getattr(files, name)))
+
+
+def full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def save_again(folder: Path, number: int, fail: Callable[[], None], patch: pytest.MonkeyPatch) -> bool:
+    """Saves step 2 with other values, failing from a call on; whether it was saved all the same."""
+    checkpointer = Checkpointer(folder, keep_last=1)
+    checkpointer.claim()
+    with patch.context() as calls:
+        failing_from(number, fail, calls)
+        try:
+            checkpointer.save(2, state_of(7), block=True)
+            checkpointer.close()  # where deleting old ones failed, this says so
+        except CheckpointError:
+            return False
+        finally:
+            with contextlib.suppress(CheckpointError):
+                checkpointer.close()
+    return True
+
+
+def save_and_die(folder: Path, number: int, fail: Callable[[], None], patch: pytest.MonkeyPatch) -> bool:
+    """The same, and the process dies at that call."""
+    process = os.fork()
+    if not process:
+        save_again(folder, number, lambda: os._exit(9), patch)
+        os._exit(0)
+    return os.waitpid(process, 0)[1] == 0
+
+
+@pytest.mark.parametrize("attempt", [save_and_die, save_again], ids=["killed", "full"])
+def test_saving_a_step_that_exists_never_endangers_it(
+    saved: tuple[Path, dict[int, dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attempt: Callable[..., bool],
+) -> None:
+    source, known = saved
+    expected = values(state_of(7))
+    outcomes, number, good = set(), 0, False
+    while not good:
+        folder = tmp_path / str(number)
+        shutil.copytree(source, folder)
+        good = attempt(folder, number, full, monkeypatch)
+        fresh = state_of(9)
+        with Checkpointer(folder) as again:
+            assert again.restore(fresh) == 2
+            found = "new" if same(values(fresh), expected) else "old"
+            assert found == "new" or same(values(fresh), known[2])
+            again.save(3, fresh)
+        assert not list(folder.glob(".*checkpoint*"))
+        outcomes.add((good, found))
+        number += 1
+    assert number > 20
+    assert outcomes == {(False, "old"), (False, "new"), (True, "new")}
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="0.00 GB are free"):
+        checkpointer.save(1, state_of())
+    assert not list(tmp_path.glob("*checkpoint*"))
+
+
+def test_a_host_without_memory_is_found_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepmark.checkpoint.checkpointer.free_host_memory", lambda: {staging.MACHINE: 70 << 20})
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointError, match="GiB are free"):
+            checkpointer.save(1, {"nest": {"t": torch.zeros(8 << 20)}})
+        checkpointer.save(1, {"nest": {"t": torch.zeros(1 << 20)}})
+
+
+def test_a_second_live_run_is_refused_and_a_dead_one_is_cleaned_up(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    process = os.fork()
+    if not process:
+        Checkpointer(tmp_path).claim()
+        (tmp_path / ".checkpoint-7.abc-000001").mkdir()
+        os.write(writing, b"x")
+        os.read(os.pipe()[0], 1)  # until it is killed
+    os.read(reading, 1)
+    try:
+        with pytest.raises(CheckpointBusy, match="another run that is alive"):
+            Checkpointer(tmp_path).save(1, {"nest": {}})
+    finally:
+        os.kill(process, 9)
+        os.waitpid(process, 0)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"nest": {}})
+        checkpointer.wait()
+        with pytest.raises(CheckpointBusy, match="in this process"):
+            Checkpointer(tmp_path).claim()
+        checkpointer.save(2, {"nest": {}})
+    assert sorted(path.name for path in tmp_path.iterdir() if "checkpoint" in path.name) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+
+
+def test_a_newer_version_is_said_to_be_one(saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
+    from stepmark.checkpoint.format.checksums import bytes_checksum
+
+    folder = tmp_path / "run"
+    shutil.copytree(saved[0], folder)
+    path = folder / "checkpoint-2" / "manifest.json"
+    text = path.read_text().replace('"version": 1', '"version": 9')
+    digest = json.loads(text)["digest"]
+    path.write_text(text.replace(digest, bytes_checksum(text.replace(digest, "0" * 32).encode())))
+    with Checkpointer(folder) as checkpointer, pytest.raises(CheckpointError, match="use a newer Stepmark"):
+        checkpointer.restore(state_of(5))
+    assert (folder / "checkpoint-2").is_dir()

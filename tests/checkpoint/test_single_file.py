@@ -1,0 +1,388 @@
+"""stepmark.save and stepmark.load: torch's files, atomic, checked, and safe on lazy devices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stepmark.checkpoint import single_file as plain
+from stepmark.checkpoint.coordination.heartbeat import boot_id
+from stepmark.checkpoint.single_file import load, save
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
+from stepmark.filesystem import files
+from tests.support.checkpoint_states import net, same, train
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(module.parameters())
+    train(module, optimizer, 1)
+    shared = torch.arange(5.0)
+    return {
+        "model": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "list": [1, 2.5, None, (True, "x", b"y")],
+        "ordered": OrderedDict(a=torch.zeros(0)),
+        "shared": [shared, shared],
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+
+
+def test_torch_reads_what_save_writes_and_the_reverse(tmp_path: Path) -> None:
+    state = state_of(net(0))
+    save(state, tmp_path / "ours.pt")
+    torch.save(state, tmp_path / "theirs.pt")
+    theirs = torch.load(tmp_path / "ours.pt", weights_only=True)
+    ours = load(tmp_path / "theirs.pt")
+    for found in (theirs, ours, load(tmp_path / "ours.pt", "cpu")):
+        assert same(found, state)
+        assert found["shared"][0].data_ptr() == found["shared"][1].data_ptr()
+        assert found["model"]._metadata == state["model"]._metadata
+        assert isinstance(found["parameter"], nn.Parameter)
+    assert os.listdir(tmp_path) == ["ours.pt", "theirs.pt"] or sorted(os.listdir(tmp_path)) == ["ours.pt", "theirs.pt"]
+
+
+def test_what_weights_only_refuses_is_not_written(tmp_path: Path) -> None:
+    save({"x": 1}, tmp_path / "a.pt")
+    for bad in ({"m": net(0)}, {"f": Path("x")}, {"n": np.float64(1.0)}):
+        with pytest.raises(UsageError, match="would refuse"):
+            save(bad, tmp_path / "a.pt")
+    assert load(tmp_path / "a.pt") == {"x": 1}
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"x": 1}, tmp_path / "a.pt")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for call in ("sync_file", "rename"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, call, full)
+            with pytest.raises(CheckpointError, match="No space left"):
+                save({"x": 2}, tmp_path / "a.pt")
+        assert load(tmp_path / "a.pt") == {"x": 1}
+    with pytest.raises(CheckpointError, match="was not saved"):
+        save({"x": 2}, tmp_path / "nowhere" / "a.pt")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+KILLED = """
+import os, signal, sys, torch
+from stepmark.checkpoint import files, plain
+from stepmark.checkpoint.heartbeat import boot_id
+
+def sync(path):
+    if sys.argv[2] == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.read()
+
+files.sync_file = sync
+plain.save({"x": torch.ones(1000)}, sys.argv[1])
+"""
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    def start(then: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "a[1].pt"), then]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+
+    living, dying = start("stays"), start("dies")
+    try:
+        dying.communicate(timeout=60)
+        assert dying.returncode == -9
+        deadline = time.monotonic() + 60
+        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        save({"x": 1}, tmp_path / "b.pt")
+        save({"x": 1}, tmp_path / "a[1].pt")
+        assert len(os.listdir(tmp_path)) == 3, "b.pt, a[1].pt, and what is still being written"
+        living.communicate(timeout=60)
+    finally:
+        living.kill()
+        living.wait()
+    assert living.returncode == 0
+    assert sorted(os.listdir(tmp_path)) == ["a[1].pt", "b.pt"]
+    assert load(tmp_path / "a[1].pt")["x"].shape == (1000,)
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    save({"t": torch.arange(1000.0)}, path)
+    good = path.read_bytes()
+    generator = random.Random(0)
+    position = good.index(torch.arange(1000.0).numpy().tobytes()) + 100
+    for place in [position, *(generator.randrange(len(good)) for _ in range(60))]:
+        data = bytearray(good)
+        data[place] ^= 1
+        path.write_bytes(data)
+        try:
+            found = load(path)
+        except CheckpointDamaged as error:
+            assert str(path) in str(error)
+        else:  # in the padding, or in a date: nothing that is read
+            assert place != position
+            assert same(found, {"t": torch.arange(1000.0)})
+    for length in (0, 1, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:length])
+        with pytest.raises(CheckpointDamaged):
+            load(path)
+    with pytest.raises(CheckpointNotFound):
+        load(tmp_path / "b.pt")
+
+
+@pytest.mark.xla
+def test_lazy_tensors_are_saved_as_they_will_be(tmp_path: Path) -> None:
+    import torch_xla
+
+    from stepmark.runtime.device import runtime_for
+
+    device = torch_xla.device()
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).to(device))
+    pending = weight * 2
+    state = {"w": weight, "again": weight, "pending": pending, "host": torch.ones(2)}
+    compiled = runtime_for(device).counters()
+    save(state, tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert compiled is not None
+    assert found["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found["pending"].tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert found["w"] is found["again"] or found["w"].data_ptr() == found["again"].data_ptr()
+    assert found["w"].device.type == "cpu"
+    on_device = load(tmp_path / "a.pt", "xla")
+    assert {tensor.device.type for tensor in on_device.values()} == {"xla"}
+    assert same(on_device["pending"], found["pending"])
+
+
+def test_a_save_that_hangs_ends(tmp_path: Path) -> None:
+    process = os.fork()
+    if not process:
+        log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 2)
+        import time
+
+        files.rename = lambda *_: time.sleep(60)  # type: ignore[assignment]
+        save({"x": 1}, tmp_path / "a.pt", timeout=0.5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+    assert "a.pt: rank 0 (writing) has not ended this within 0.5 s (timeout)" in (tmp_path / "log").read_text()
+
+
+def test_a_view_brings_no_more_of_its_storage_than_is_saved(tmp_path: Path) -> None:
+    large = torch.arange(1_000_000.0)
+    state = {"row": large[10:20], "again": large[10:20], "weight": nn.Parameter(large[5:7])}
+    save(state, tmp_path / "small.pt")
+    assert (tmp_path / "small.pt").stat().st_size < 10_000
+    loaded = load(tmp_path / "small.pt")
+    assert torch.equal(loaded["row"], large[10:20])
+    assert torch.equal(loaded["weight"], large[5:7])
+    assert loaded["row"].data_ptr() == loaded["again"].data_ptr()
+    tied = {"one": large, "other": large.detach(), "part": large[:3]}
+    save(tied, tmp_path / "tied.pt")
+    assert (tmp_path / "tied.pt").stat().st_size < 4_100_000
+
+
+@pytest.mark.xla
+def test_what_is_tied_on_a_lazy_device_is_written_once_and_loaded_tied(tmp_path: Path) -> None:
+    import torch_xla
+
+    device = torch_xla.device()
+    first, second = nn.Linear(300, 300).to(device), nn.Linear(300, 300).to(device)
+    second.weight = first.weight
+    flat = torch.zeros(400, device=device)
+    state = {
+        "first": first.state_dict(),  # torch detaches: other objects, the same memory
+        "second": second.state_dict(),
+        "parts": [flat[:200], flat[200:]],
+        "turned": first.weight.detach().t(),
+    }
+    save(state, tmp_path / "tied.pt")
+    assert (tmp_path / "tied.pt").stat().st_size < 3 * 300 * 300 * 4
+    for loaded in (load(tmp_path / "tied.pt"), load(tmp_path / "tied.pt", "xla")):
+        weights = [loaded[name]["weight"] for name in ("first", "second")]
+        assert same(weights[0].cpu(), first.weight.detach().cpu())
+        assert same(loaded["turned"].cpu(), first.weight.detach().cpu().t())
+        with torch.no_grad():
+            weights[0].fill_(7.0)
+            loaded["parts"][0].fill_(1.0)
+        assert bool((weights[1] == 7.0).all())
+        assert not bool((loaded["turned"] == 7.0).any())
+        assert not bool(loaded["parts"][1].any())
+
+
+def test_the_package_has_them() -> None:
+    import stepmark
+
+    assert (stepmark.save, stepmark.load) == (save, load)
+
+
+STUCK = """
+import sys, time
+from pathlib import Path
+from stepmark.checkpoint import plain
+with plain._deadline(Path("x.pt"), "writing", 0.2):
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("reader", ["gone", "asleep"])
+def test_a_deadline_holds_where_nobody_reads_the_errors(reader: str) -> None:
+    reading, writing = os.pipe()
+    if reader == "gone":
+        os.close(reading)
+    else:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(writing, b"x" * 4096):
+                pass
+        os.set_blocking(writing, True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK], stderr=writing, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert process.wait(40) == 1
+    finally:
+        process.kill()
+        process.wait()
+        os.close(writing)
+        if reader == "asleep":
+            os.close(reading)
+
+
+def test_no_deadline_is_too_far_away(tmp_path: Path) -> None:
+    save({"x": 1}, tmp_path / "a.pt", timeout=float("inf"))
+    assert load(tmp_path / "a.pt", timeout=float("inf")) == {"x": 1}
+
+
+def test_a_record_that_torch_takes_for_a_folder_is_damage(tmp_path: Path) -> None:
+    """torch reads nothing of such a record, and leaves the tensor what its memory was."""
+    path = tmp_path / "a.pt"
+    save({"t": torch.arange(1000.0)}, path)
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        (place,) = (number for number, name in enumerate(archive.namelist()) if name.endswith("data/0"))
+    entry = -1
+    for _ in range(place + 1):
+        entry = data.index(b"PK\x01\x02", entry + 1)
+    data[entry + 38] ^= 0x10
+    path.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="data/0"):
+        load(path)
+
+
+def test_every_flipped_bit_of_a_directory_is_damage_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    state = {"t": torch.arange(100.0), "u": torch.ones(3)}
+    save(state, path)
+    good = path.read_bytes()
+    start = good.index(b"PK\x01\x02")
+    for position in range(start, len(good)):
+        data = bytearray(good)
+        data[position] ^= 1 << position % 8
+        path.write_bytes(data)
+        with contextlib.suppress(CheckpointDamaged):
+            assert same(load(path), state), position
+
+
+def test_views_that_differ_in_a_sign_only_are_saved_as_they_are(tmp_path: Path) -> None:
+    x = torch.randn(20, dtype=torch.complex64)
+    for state in ({"a": x[:5], "b": x[:5].conj()}, {"b": x[:5].conj(), "a": x[:5]}):
+        save(state, tmp_path / "a.pt")
+        loaded = load(tmp_path / "a.pt")
+        assert loaded["a"].equal(x[:5])
+        assert loaded["b"].equal(x[:5].conj().resolve_conj())
+
+
+def test_a_file_of_something_else_is_not_damaged(tmp_path: Path) -> None:
+    torch.save({"module": net(0)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+        load(tmp_path / "a.pt")
+    assert not isinstance(caught.value, CheckpointDamaged)
+
+
+def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
+    for bad in ({"f": lambda: 0}, {"lock": threading.Lock()}):
+        with pytest.raises(UsageError, match="cannot be saved"):
+            save(bad, tmp_path / "a.pt")
+    assert not os.listdir(tmp_path)
+
+
+def test_who_writes_nothing_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_compact", None)
+    save({"x": torch.ones(10)[:2]}, tmp_path / "a.pt", write=False)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    target, link, second = tmp_path / "disk" / "real.pt", tmp_path / "a.pt", tmp_path / "b.pt"
+    link.symlink_to("disk/real.pt")
+    second.symlink_to(link)
+    left = target.with_name(f".{target.name}.{boot_id()[:8]}-0.part")
+    left.write_bytes(b"of a save that was killed")
+    for number, path in enumerate([link, second]):  # there is no file yet when the first one is saved
+        before = target.stat().st_ino if target.exists() else None
+        save({"x": number}, path)
+        assert load(target) == {"x": number}
+        assert target.stat().st_ino != before, "not replaced, but written over"
+    assert os.readlink(link) == "disk/real.pt"
+    assert os.readlink(second) == str(link)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "disk"]
+    assert os.listdir(tmp_path / "disk") == ["real.pt"]
+
+
+def test_a_link_that_leads_nowhere_stays(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").symlink_to("no/such/folder")
+    for name in ("loop", "gone"):
+        with pytest.raises(CheckpointError, match=f"{name} was not saved"):
+            save({"x": 1}, tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+
+
+@pytest.mark.parametrize("permissions", [0o600, 0o664, 0o440])
+def test_a_file_keeps_its_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, permissions: int) -> None:
+    path, seen = tmp_path / "a.pt", []
+    rename, sync = files.rename, files.sync_file
+
+    def mode(of: Path) -> int:
+        return of.stat().st_mode & 0o777
+
+    monkeypatch.setattr(files, "sync_file", lambda part: (seen.append(mode(part)), sync(part)))
+    monkeypatch.setattr(files, "rename", lambda part, target: (seen.append(mode(part)), rename(part, target)))
+    save({"x": 1}, path)
+    path.chmod(permissions)
+    seen.clear()
+    save({"x": 2}, path)
+    assert seen == [permissions | 0o600, permissions], "while it is written, and before it takes the name"
+    assert mode(path) == permissions
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    before = {entry.name: entry.lstat().st_ino for entry in tmp_path.iterdir()}
+    for name, words in (
+        ("pipe", "pipe is no regular file.* replaces files as a whole; torch.save can write there"),
+        ("link", "link is no regular file.* replaces files as a whole; torch.save can write there"),
+        ("folder", "folder is a folder"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            save({"x": 1}, tmp_path / name)
+    assert {entry.name: entry.lstat().st_ino for entry in tmp_path.iterdir()} == before

@@ -1,0 +1,254 @@
+"""Evaluation over exactly the samples there are, whatever the batch size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepmark import Trainer, TrainingArguments
+from stepmark.data.loader import DataLoader
+from stepmark.evaluation.evaluator import Evaluator, concatenate, perplexity
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.host_group import HostGroup
+from stepmark.training.loss import MicroBatchLoss
+from tests.support.programs import VOCABULARY, Blocks, tiny_model
+from tests.support.ranks import Ranks
+
+CPU = EagerRuntime(torch.device("cpu"))
+
+
+def evaluator(model: nn.Module, **options: Any) -> Evaluator:
+    smoothing = options.pop("label_smoothing", 0.0)
+    return Evaluator(model, MicroBatchLoss(model, label_smoothing=smoothing), CPU, HostGroup(), **options)
+
+
+def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader:
+    return DataLoader(dataset, batch_size, shuffle=False, **options)
+
+
+def loop_over_samples(model: nn.Module, dataset: Any, smoothing: float = 0.0) -> tuple[float, int]:
+    """Mean loss over all target tokens, one sample at a time, and their number."""
+    was_training = model.training
+    model.eval()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for sample in (dataset[index] for index in range(len(dataset))):
+            logits = model(input_ids=sample["input_ids"][None]).logits[0, :-1]
+            losses = F.cross_entropy(logits, sample["labels"][1:], reduction="none", label_smoothing=smoothing)
+            total += losses.double().sum().item()
+            tokens += int((sample["labels"][1:] != -100).sum())
+    model.train(was_training)
+    return total / tokens, tokens
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True])
+@pytest.mark.parametrize(("samples", "batch_size"), [(7, 3), (1, 4), (40, 1), (5, 5), (11, 8)])
+def test_the_loss_of_every_sample_once(samples: int, batch_size: int, fixed_shape: bool) -> None:
+    model, dataset = tiny_model().train(), Blocks(samples, seed=3)
+    found = evaluator(model)(loader(dataset, batch_size, fixed_shape=fixed_shape))
+    loss, tokens = loop_over_samples(model, dataset)
+    assert found.loss == pytest.approx(loss, rel=1e-6)
+    assert (found.tokens, found.samples, found.batches) == (tokens, samples, -(-samples // batch_size))
+    assert found.predictions is None
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_ranks_evaluate_every_sample_once_and_in_order(ranks: Ranks, nproc: int) -> None:
+    results = ranks.run("tests.evaluation.test_evaluator:on_ranks", nproc=nproc).check()
+    model, dataset = tiny_model(), Blocks(7, seed=3)
+    loss, tokens = loop_over_samples(model, dataset)
+    for result in results:
+        assert result["loss"] == pytest.approx(loss, rel=1e-6)
+        assert (result["tokens"], result["samples"]) == (tokens, 7)
+        assert result["labels"] == [dataset[index]["labels"].tolist() for index in range(7)]
+
+
+def on_ranks() -> dict[str, Any]:
+    from stepmark.runtime.context import start
+
+    context = start("cpu")
+    model, axis = tiny_model(), context.data_parallel
+    batches = loader(Blocks(7, seed=3), 2, rank=axis.rank, world_size=axis.size)
+    found = Evaluator(model, MicroBatchLoss(model), context.runtime, context.host)(batches, gather=True)
+    assert found.predictions.shape == (7, 16, VOCABULARY)
+    return {
+        "loss": found.loss,
+        "tokens": found.tokens,
+        "samples": found.samples,
+        "labels": found.labels.tolist(),
+    }
+
+
+def test_predictions_are_in_the_order_of_the_samples() -> None:
+    model, dataset = tiny_model().eval(), Blocks(7)
+    found = evaluator(model)(loader(dataset, 3, fixed_shape=True), gather=True)
+    assert found.predictions.shape == (7, 16, VOCABULARY)
+    with torch.no_grad():
+        for index in range(7):
+            expected = model(dataset[index]["input_ids"][None]).logits[0].numpy()
+            np.testing.assert_allclose(found.predictions[index], expected, rtol=1e-4, atol=1e-5)
+            assert (found.labels[index] == dataset[index]["labels"].numpy()).all()
+
+
+def test_only_what_the_user_keeps_of_the_logits_is_gathered() -> None:
+    def best(logits: Tensor, labels: Tensor | None) -> Tensor:
+        assert labels is not None
+        return logits.argmax(-1)
+
+    model = tiny_model()
+    found = evaluator(model, preprocess_logits=best)(loader(Blocks(5), 2), gather=True)
+    assert found.predictions.shape == (5, 16)
+    assert found.predictions.dtype == np.int64
+
+
+def test_modes_and_generators_are_left_as_they_were() -> None:
+    model = tiny_model(dropout=0.5).train()
+    model.transformer.h[0].attn.eval()
+    model.transformer.wte.eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    first = evaluator(model)(loader(Blocks(5), 2, num_workers=0)).loss
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert evaluator(model)(loader(Blocks(5), 2)).loss == first  # no dropout
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_modes_come_back_after_an_error() -> None:
+    model = tiny_model().train()
+
+    def fail() -> None:
+        assert not model.training
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        evaluator(model)(loader(Blocks(5), 2), after_batch=fail)
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+
+def test_autocast_and_smoothing_are_those_of_training() -> None:
+    model, dataset = tiny_model(), Blocks(6)
+    plain, _ = loop_over_samples(model, dataset)
+    bf16 = evaluator(model, autocast_dtype=torch.bfloat16)(loader(dataset, 2), gather=True)
+    assert bf16.loss != pytest.approx(plain, rel=1e-7)
+    assert bf16.loss == pytest.approx(plain, rel=1e-2)
+    assert bf16.predictions.dtype == np.float32
+    smoothed = evaluator(model, label_smoothing=0.3)(loader(dataset, 2))
+    expected, _ = loop_over_samples(model, dataset, smoothing=0.3)
+    assert smoothed.loss == pytest.approx(expected, rel=1e-6)
+    assert expected != pytest.approx(plain, rel=1e-5)
+
+
+def test_without_labels_there_are_predictions_and_no_loss() -> None:
+    rows = [{"input_ids": Blocks(5)[index]["input_ids"]} for index in range(5)]
+    found = evaluator(tiny_model())(loader(rows, 2), gather=True)
+    assert found.loss is None
+    assert found.labels is None
+    assert (found.samples, found.predictions.shape) == (5, (5, 16, VOCABULARY))
+
+
+def test_labels_of_which_none_counts_give_no_loss() -> None:
+    dataset = Blocks(5)
+    dataset.labels[:] = -100
+    found = evaluator(tiny_model())(loader(dataset, 2))
+    assert (found.loss, found.tokens, found.samples) == (None, 0, 5)
+
+
+class Classifier(nn.Module):
+    """Mean cross entropy of a batch, as most models' own loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.linear(features)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 8])
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_a_classifier_is_averaged_over_samples(batch_size: int, fixed_shape: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = [{"features": torch.randn(4, generator=generator), "labels": torch.tensor(i % 3)} for i in range(7)]
+    model = Classifier()
+    found = evaluator(model)(loader(rows, batch_size, fixed_shape=fixed_shape, causal_shift=False), gather=True)
+    features, labels = (torch.stack([row[name] for row in rows]) for name in ("features", "labels"))
+    expected = F.cross_entropy(model.linear(features), labels)
+    assert found.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert (found.labels == labels.numpy()).all()
+
+
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_a_regression_with_float_labels_is_averaged_over_samples(batch_size: int) -> None:
+    class Regression(nn.Module):
+        def forward(self, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.mse_loss(features.sum(-1), labels), "logits": features.sum(-1)}
+
+    rows = [{"features": torch.randn(3), "labels": torch.tensor(float(index))} for index in range(7)]
+    model = Regression()
+    for fixed_shape in (False, True):
+        if fixed_shape and len(rows) % batch_size:
+            continue  # filler rows cannot be told from samples within a mean; see MicroBatch
+        found = evaluator(model)(loader(rows, batch_size, fixed_shape=fixed_shape, causal_shift=False))
+        errors = [(row["features"].sum() - row["labels"]) ** 2 for row in rows]
+        assert found.loss == pytest.approx(torch.stack(errors).mean().item(), rel=1e-5)
+
+
+def test_arrays_of_different_widths_are_filled() -> None:
+    joined = concatenate([np.ones((2, 3)), np.ones((1, 5))])
+    assert joined.shape == (3, 5)
+    assert (joined[:2, 3:] == -100).all()
+    assert (joined[2] == 1).all()
+    assert concatenate([None, None]) is None
+    pair = concatenate([(np.ones((1, 2)), np.zeros(1)), (np.ones((2, 1)), np.zeros(2))])
+    assert [part.shape for part in pair] == [(3, 2), (3,)]
+
+
+def test_perplexity() -> None:
+    assert perplexity(0.0) == 1.0
+    assert perplexity(2.0) == pytest.approx(math.exp(2))
+    assert perplexity(1e6) == math.inf
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    args = TrainingArguments(output_dir=str(folder), device="cpu", per_device_eval_batch_size=3, disable_tqdm=True)
+    return Trainer(tiny_model(), args, train_dataset=Blocks(4), **options)
+
+
+def test_the_trainers_metrics(tmp_path: Path) -> None:
+    def compute(prediction: Any) -> dict[str, float]:
+        assert prediction.predictions.shape == (7, 16, VOCABULARY)
+        return {"count": float(len(prediction.label_ids)), "eval_given": 1.0}
+
+    made = trainer(tmp_path, eval_dataset=Blocks(7), compute_metrics=compute)
+    metrics = made.evaluate()
+    loss, _ = loop_over_samples(made.model, Blocks(7))
+    assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert (metrics["eval_count"], metrics["eval_given"]) == (7.0, 1.0)
+    assert {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"} <= metrics.keys()
+
+
+def test_several_sets_and_a_prefix_of_ones_own(tmp_path: Path) -> None:
+    made = trainer(tmp_path, eval_dataset={"a": Blocks(2), "b": Blocks(5, seed=2)})
+    metrics = made.evaluate()
+    assert metrics["eval_b_loss"] == pytest.approx(loop_over_samples(made.model, Blocks(5, seed=2))[0], rel=1e-6)
+    assert "eval_a_loss" in metrics
+    assert "other_loss" in made.evaluate(Blocks(2), metric_key_prefix="other")
+
+
+def test_prediction(tmp_path: Path) -> None:
+    output = trainer(tmp_path).predict(Blocks(5))
+    assert output.predictions.shape == (5, 16, VOCABULARY)
+    assert (output.label_ids == Blocks(5).labels.numpy()).all()
+    assert "test_loss" in output.metrics

@@ -1,0 +1,194 @@
+"""Numbers of evaluations and the user's functions that add to them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stepmark import Trainer, TrainingArguments, evaluate
+from stepmark.errors import CheckpointDamaged, CheckpointNotFound, DataError, MetricsError, UsageError
+from stepmark.evaluation.evaluator import Evaluation
+from stepmark.evaluation.metric_functions import load_function, load_metrics
+from stepmark.evaluation.metrics import plain_numbers, summarize
+from stepmark.trainer.strategies import is_better
+from tests.support.programs import VOCABULARY, Blocks, tiny_model
+
+
+def test_scalars_of_any_kind_become_numbers() -> None:
+    given = {
+        "plain": 1,
+        "numpy": np.float32(0.5),
+        "counted": np.int64(3),
+        "array": np.array([2.0]),
+        "tensor": torch.tensor(4.0),
+        "nan": float("nan"),
+    }
+    found = plain_numbers(given, "it")
+    assert {type(value) for value in found.values()} <= {int, float}
+    assert (found["numpy"], found["counted"], found["array"], found["tensor"]) == (0.5, 3, 2.0, 4.0)
+    json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (None, "returned None"),
+        (0.5, "returned a float"),
+        ({"accuracy": None}, "returned None for 'accuracy'"),
+        ({"accuracy": "good"}, "returned 'good' for 'accuracy'"),
+        ({"accuracy": np.zeros(3)}, r"a ndarray of shape \(3,\) for 'accuracy'"),
+        ({"accuracy": torch.zeros(2, 2)}, r"a Tensor of shape \(2, 2\) for 'accuracy'"),
+        ({"accuracy": [1.0]}, "a list for 'accuracy'"),
+        ({3: 1.0}, "for 3"),
+    ],
+)
+def test_what_is_no_number_is_named(given: Any, named: str) -> None:
+    with pytest.raises(MetricsError, match=f"my function .*{named}.*dict of names and numbers"):
+        plain_numbers(given, "my function")
+
+
+def test_the_users_metrics_stand_beside_ours() -> None:
+    evaluation = Evaluation(1.0, 10, 4, 2, 0.5, predictions=np.zeros((4, 2)), labels=np.zeros(4))
+    metrics = summarize(evaluation, "eval", causal=False, compute_metrics=lambda given: {"n": len(given.label_ids)})
+    assert metrics == {
+        "eval_loss": 1.0,
+        "eval_n": 4,
+        "eval_runtime": 0.5,
+        "eval_samples_per_second": 8.0,
+        "eval_steps_per_second": 4.0,
+    }
+    assert "eval_perplexity" in summarize(evaluation, "eval", causal=True)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "users_own.py").write_text(
+        "def preprocess_logits_for_metrics(logits, labels): return logits\n"
+        "def good(given): return {'n': 1}\n"
+        "def bad(given): raise ValueError('no\\nsuch thing')\n"
+    )
+    (tmp_path / "broken_one.py").write_text("import nothing_of_that_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "users_own"
+
+
+def test_functions_are_found_by_name(module: str) -> None:
+    loaded = load_metrics(f"{module}:good", "--metrics")
+    assert loaded.compute_metrics(None) == {"n": 1}
+    assert loaded.preprocess_logits_for_metrics is not None
+    with pytest.raises(MetricsError, match="users_own:bad raised ValueError: no$"):
+        load_function(f"{module}:bad", "--metrics")(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("users_own", "should be a module and a function"),
+        ("users_own:other", "no function 'other'"),
+        ("no_such_module:good", "no module 'no_such_module'"),
+        ("broken_one:good", "broken_one cannot be imported: No module named 'nothing_of_that_name'"),
+    ],
+)
+def test_functions_that_are_not_there(module: str, name: str, named: str) -> None:
+    with pytest.raises(UsageError, match=f"--metrics: .*{named}"):
+        load_function(name, "--metrics")
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    fields = {name: options.pop(name) for name in list(options) if name in TrainingArguments.__dataclass_fields__}
+    args = TrainingArguments(output_dir=str(folder), device="cpu", disable_tqdm=True, **fields)
+    return Trainer(tiny_model(), args, train_dataset=Blocks(8), **options)
+
+
+def test_numbers_of_numpy_can_be_logged(tmp_path: Path) -> None:
+    def compute(given: Any) -> dict[str, Any]:
+        return {"count": np.int64(given.label_ids.shape[0])}
+
+    made = trainer(tmp_path / "new", eval_dataset=Blocks(5), compute_metrics=compute)
+    (tmp_path / "new").mkdir()
+    assert made.evaluate()["eval_count"] == 5
+    (line,) = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["eval_count"] == 5
+    assert not (tmp_path / "new" / "status.json").exists()  # nothing is being trained
+
+
+RUN: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+
+
+@pytest.mark.parametrize("empty", [[], {"a": Blocks(2), "b": []}])
+def test_an_empty_set_is_told_before_training(tmp_path: Path, empty: Any) -> None:
+    made = trainer(tmp_path, eval_dataset=empty, **RUN)
+    with pytest.raises(DataError, match=r"eval_dataset: the evaluation set.* is empty"):
+        made.train()
+    assert made.state.global_step == 0
+
+
+def test_an_evaluation_without_a_set_is_told_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="eval_dataset"):
+        trainer(tmp_path, **RUN).train()
+
+
+def test_a_metric_that_never_appears_is_told_at_the_first_evaluation(tmp_path: Path) -> None:
+    made = trainer(tmp_path, eval_dataset=Blocks(3), **{**RUN, "max_steps": 6}, metric_for_best_model="accuracy")
+    with pytest.raises(UsageError, match=r"metric_for_best_model: .* has no eval_accuracy; it has eval_loss"):
+        made.train()
+    assert made.state.global_step == 2
+
+
+def test_a_function_without_numbers_is_named_in_the_run(tmp_path: Path) -> None:
+    def my_metrics(given: Any) -> None:
+        return None
+
+    with pytest.raises(MetricsError, match=r"compute_metrics \(.*my_metrics\) returned None"):
+        trainer(tmp_path, eval_dataset=Blocks(3), compute_metrics=my_metrics).evaluate()
+
+
+def test_an_evaluation_of_other_data_is_not_taken_for_the_runs_own(tmp_path: Path) -> None:
+    made = trainer(tmp_path, eval_dataset=Blocks(3))
+    own = made.evaluate()
+    made.evaluate(Blocks(4, seed=9), metric_key_prefix="other")
+    assert made.final_evaluation() == own
+
+
+def test_the_function_takes_modules_checkpoints_and_several_sets(tmp_path: Path) -> None:
+    made = trainer(tmp_path, max_steps=2, save_steps=2)
+    made.train()
+    live = evaluate(made.model, Blocks(5), device="cpu", batch_size=2)
+    assert live["eval_loss"] == pytest.approx(made.evaluate(Blocks(5))["eval_loss"], rel=1e-6)
+    stored = evaluate(tmp_path / "checkpoint-2", {"a": Blocks(5), "b": Blocks(3)}, device="cpu")
+    assert stored["eval_a_loss"] == pytest.approx(live["eval_loss"], rel=1e-6)
+    assert "eval_b_perplexity" in stored
+    made.save_model(str(tmp_path / "whole"))
+    assert evaluate(tmp_path / "whole", Blocks(5), device="cpu", metric_key_prefix="t")["t_loss"] == pytest.approx(
+        live["eval_loss"], rel=1e-6
+    )
+    generator = torch.get_rng_state()
+    evaluate(tmp_path / "checkpoint-2", Blocks(2), device="cpu")
+    assert torch.equal(torch.get_rng_state(), generator)
+    with pytest.raises(DataError, match="is empty"):
+        evaluate(made.model, [], device="cpu")
+    with pytest.raises(CheckpointNotFound, match="neither a checkpoint"):
+        evaluate(tmp_path / "nothing", Blocks(2), device="cpu")
+    (tmp_path / "checkpoint-2" / "config.json").unlink()
+    with pytest.raises(CheckpointDamaged, match=r"config\.json is missing"):
+        evaluate(tmp_path / "checkpoint-2", Blocks(2), device="cpu")
+
+
+def test_predictions_of_many_batches_travel_in_order(tmp_path: Path) -> None:
+    output = trainer(tmp_path, per_device_eval_batch_size=1).predict(Blocks(40))
+    assert output.predictions.shape == (40, 16, VOCABULARY)
+    assert (output.label_ids == Blocks(40).labels.numpy()).all()
+
+
+def test_no_number_is_never_the_best() -> None:
+    args, nan = TrainingArguments(metric_for_best_model="loss"), float("nan")
+    assert not is_better(args, nan, None)
+    assert not is_better(args, nan, 1.0)
+    assert is_better(args, 2.0, None)
+    assert is_better(args, 0.5, 1.0)
+    assert not is_better(args, 1.5, 1.0)

@@ -1,0 +1,81 @@
+"""Models that would train wrong without a word are refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stepmark.errors import UsageError
+from stepmark.parallel.tensor.architectures import PASSED
+from stepmark.parallel.tensor.plan_checks import check_plan
+from stepmark.parallel.tensor.plans import ADDED, PLANS, plan_of
+from tests.support.models import SHAPE, build
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "architectures.md"
+
+
+def check(model: Any, plan: dict[str, str] | None = None) -> None:
+    check_plan(model, plan_of(model, plan), [model.get_input_embeddings(), model.get_output_embeddings()])
+
+
+def of_type(model_type: str, **changes: Any) -> Any:
+    config = AutoConfig.for_model(model_type, **{**SHAPE, "vocab_size": 67, **changes})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+def test_known_models_are_sound(kind: str) -> None:
+    check(build(kind))
+
+
+def test_a_variant_whose_plan_leaves_a_norm_out() -> None:
+    check(of_type("cohere"))
+    with pytest.raises(UsageError, match=r"does not say what becomes of model\.layers\.0\.self_attn\.q_norm\.weight"):
+        check(of_type("cohere", use_qk_norm=True))
+
+
+def test_modules_and_parameters_that_somebody_added() -> None:
+    model = build("llama")
+    model.model.layers[1].mlp.scale = nn.LayerNorm(48)
+    with pytest.raises(UsageError, match=r"model\.layers\.1\.mlp\.scale\.weight"):
+        check(model)
+    model.model.layers[1].mlp.scale = None
+    model.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    with pytest.raises(UsageError, match=r"model\.layers\.0\.self_attn\.sinks"):
+        check(model)
+
+
+def test_a_plan_may_say_what_they_do() -> None:
+    model = build("llama")
+    model.model.layers[1].mlp.scale = nn.LayerNorm(48)
+    check(model, {**model.tp_plan, "model.layers.1.mlp.scale": "replicated_with_grad_allreduce"})
+
+
+def test_latent_attention_is_refused_under_any_plan() -> None:
+    model = of_type("deepseek_v3", first_k_dense_replace=2, num_key_value_heads=4)
+    with pytest.raises(UsageError, match="styles that are not supported"):
+        check(model)
+    plan = {"model.layers.*.self_attn.q_b_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
+    with pytest.raises(UsageError, match=r"kv_a_proj_with_mqa makes keys that all heads share"):
+        check(model, plan)
+
+
+def test_types_that_have_not_passed_need_a_plan_of_the_users() -> None:
+    model = build("llama")
+    model.config.model_type = "llama_like"
+    with pytest.raises(UsageError, match="llama_like is not among the architectures"):
+        check(model)
+    check(model, model.tp_plan)
+
+
+def test_the_documentation_lists_what_is_taken() -> None:
+    section = DOCUMENT.read_text().split("## Passed")[1].split("## ")[0]
+    assert set(re.findall(r"`([^`]+)`", section)) == PASSED
+    assert {*PLANS, *ADDED} <= PASSED

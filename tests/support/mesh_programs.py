@@ -1,0 +1,96 @@
+"""Trainer runs on meshes, told by plain values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, EvalPrediction, TrainerCallback
+
+from stepmark import Mesh, Trainer, TrainingArguments, parallelize
+from stepmark.errors import UsageError
+from tests.support.models import build
+from tests.support.programs import Blocks, logged
+
+SHIFT = 1  # a causal model's label is the next token
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    guesses = prediction.predictions.argmax(-1)[:, :-SHIFT]
+    labels = prediction.label_ids[:, SHIFT:]
+    counted = labels != -100
+    return {"accuracy": float((guesses == labels)[counted].mean())}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+def make_trainer(options: dict[str, Any]) -> Trainer:
+    """`options`: kind (of model), eval_samples, stop_at (a step before the last), and TrainingArguments."""
+    options = dict(options)
+    stop_at = options.pop("stop_at", None)
+    kind, eval_samples = options.pop("kind", "llama"), options.pop("eval_samples", 7)
+    defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3}
+    args = TrainingArguments(**{**defaults, "save_strategy": "no", "disable_tqdm": True, **options})
+    return Trainer(
+        build(kind),
+        args,
+        train_dataset=Blocks(30),
+        eval_dataset=Blocks(eval_samples, seed=1),
+        compute_metrics=accuracy,
+        callbacks=[StopAt(stop_at)],
+    )
+
+
+def train(options: dict[str, Any]) -> dict[str, Any]:
+    """Losses, evaluations, and the whole model's output for some tokens, read from the folder it was saved to."""
+    trainer = make_trainer(options)
+    trainer.train()
+    metrics = trainer.evaluate()
+    predicted = trainer.predict(Blocks(5, seed=2))
+    trainer.save_model()
+    model = AutoModelForCausalLM.from_pretrained(trainer.args.output_dir)
+    with torch.no_grad():
+        logits = model(input_ids=Blocks(2, seed=3).tokens).logits
+    return {
+        **logged(Path(trainer.args.output_dir)),
+        "loss": metrics["eval_loss"],
+        "accuracy": metrics["eval_accuracy"],
+        "predictions": list(predicted.predictions.shape),
+        "mean": float(np.abs(predicted.predictions).mean()),
+        "logits": logits[0, -1].tolist(),
+        "left": sorted(path.name for path in Path(trainer.args.output_dir).glob(".model*")),
+    }
+
+
+def refused(options: dict[str, Any]) -> str:
+    """The error that making the Trainer ends with."""
+    try:
+        make_trainer(options)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def given_cut(folder: str) -> list[str]:
+    """What a Trainer says of a model that was cut otherwise than its arguments say; and it takes one cut alike."""
+    model = parallelize(build("llama"), Mesh.create(tensor_parallel_size=2, device="cpu"))
+    found = []
+    for size, sequence in ((1, False), (2, True), (2, False)):
+        args = TrainingArguments(
+            output_dir=folder, tensor_parallel_size=size, sequence_parallel=sequence, device="cpu", max_steps=1,
+            save_strategy="no", disable_tqdm=True, per_device_train_batch_size=2,
+        )  # fmt: skip
+        try:
+            Trainer(model, args, train_dataset=Blocks(4)).train()
+            found.append("trained")
+        except UsageError as error:
+            found.append(str(error))
+    return found

@@ -1,0 +1,206 @@
+"""What ranks of a tensor parallel model do in tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import xxhash
+
+from stepmark.errors import UsageError
+from stepmark.parallel.tensor.parallelize import local_part, parallelize
+from stepmark.runtime.context import Context
+from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.module_placement import place_module
+from stepmark.sharding.layout import layout_of
+from tests.support.models import build
+from tests.support.programs import LENGTH, VOCABULARY
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Largest differences from the whole model: logits of an evaluation, of training without labels, and the loss in
+    training with labels; whether that gave logits; and of all parameters' slices."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    whole, cut = build(**model), parallelize(build(**model), mesh, **options)
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        expected = whole.eval()(input_ids=tokens()).logits
+        found["evaluation"] = float((cut.eval()(input_ids=tokens(), labels=tokens()).logits - expected).abs().max())
+        found["training"] = float((cut.train()(input_ids=tokens()).logits - expected).abs().max())
+    labels = tokens()
+    labels[:, 5] = -100
+    outputs = cut(input_ids=tokens(), labels=labels)
+    found["loss"] = float((outputs.loss - whole(input_ids=tokens(), labels=labels).loss).abs())
+    found["has_logits"] = outputs.logits is not None
+    differences = []
+    for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
+        layout = layout_of(ours)
+        part = theirs.detach() if layout is None else local_part(theirs.detach(), layout, tuple(ours.shape))
+        differences.append(float((ours.detach() - part).abs().max()))
+    found["parameters"] = max(differences)
+    return found
+
+
+def shapes_on_meta(model: dict[str, Any]) -> bool:
+    """Whether a model on the meta device is cut to the shapes, layouts and ties of one on the host."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    real = parallelize(build(**model), mesh)
+    with torch.device("meta"):
+        empty = build(**model)
+    meta = parallelize(empty, mesh)
+    pairs = list(zip(real.named_parameters(), meta.named_parameters(), strict=True))
+    return all(a == b and p.shape == q.shape and layout_of(p) == layout_of(q) and q.is_meta for (a, p), (b, q) in pairs)
+
+
+def refusal(model: dict[str, Any], options: dict[str, Any]) -> str:
+    """What `parallelize`, and then one forward pass, say against it; empty if nothing."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    made = build(**model)
+    length = options.pop("length", LENGTH)
+    before = [parameter.shape for parameter in made.parameters()]
+    try:
+        parallelize(made, mesh, **options)
+    except UsageError as error:
+        assert [parameter.shape for parameter in made.parameters()] == before
+        return str(error)
+    try:
+        made(input_ids=tokens()[:, :length])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def dropped(model: dict[str, Any], options: dict[str, Any]) -> dict[str, list[Any]]:
+    """Which units dropout keeps, by place: after the embedding, in the attention's probabilities and after its
+    projection, of two layers; and the gradients' digest."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    made = parallelize(build(**model), mesh, **options).train()
+    if options.get("checkpointing"):
+        made.gradient_checkpointing_enable()
+    made.config._attn_implementation = "eager"
+    kept: dict[str, list[Any]] = {}
+
+    def watch(name: str) -> Any:
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            kept.setdefault(name, []).append((output == 0).flatten()[:64].tolist())
+
+        return hook
+
+    made.transformer.drop.register_forward_hook(watch("embedding"))
+    for number, block in enumerate(made.transformer.h):
+        block.attn.resid_dropout.register_forward_hook(watch(f"attention {number}"))
+        block.mlp.dropout.register_forward_hook(watch(f"feed-forward {number}"))
+    functional = torch.nn.functional.dropout
+
+    def watched(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        output = functional(input, p, training, inplace)
+        if input.dim() == 4 and p:
+            kept.setdefault("probabilities", []).append((output[0, 0, -1] == 0).tolist())
+        return output
+
+    torch.nn.functional.dropout = watched
+    try:
+        mesh.runtime.seed(5)
+        made(input_ids=tokens(), labels=tokens()).loss.backward()
+    finally:
+        torch.nn.functional.dropout = functional
+    return kept
+
+
+def dropped_checkpointed(model: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
+    """The largest difference of gradients with and without gradient checkpointing, with dropout."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    gradients = []
+    for checkpointing in (False, True):
+        made = parallelize(build(**model), mesh, **options).train()
+        if checkpointing:
+            made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        mesh.runtime.seed(5)
+        made(input_ids=tokens(), labels=tokens()).loss.backward()
+        gradients.append([parameter.grad for parameter in made.parameters()])
+    return {"difference": max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))}
+
+
+def graph(replicas: int, model: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each replica thread, with sequence parallelism and dropout: the collectives in the graph of a micro-step, the
+    graph's digest, and compilations after each of four micro-steps."""
+    from stepmark.runtime.replica_threads import run_replicas
+
+    made = [build(**model) for _ in range(replicas)]
+
+    def replica(context: Context) -> dict[str, Any]:
+        import torch_xla
+
+        mesh = Mesh.create(tensor_parallel_size=replicas, context=context)
+        cut = parallelize(made[context.world.rank], mesh, sequence_parallel=True).train()
+        place_module(cut, mesh.runtime)
+        placed = mesh.runtime.place(tokens())
+        found: dict[str, Any] = {"compilations": []}
+        for number in range(4):
+            mesh.runtime.seed(1000 + number)
+            loss = cut(input_ids=placed, labels=placed, use_cache=False).loss
+            loss.backward()
+            gradients = [parameter.grad for parameter in cut.parameters()]
+            if not number:
+                text = torch_xla._XLAC._get_xla_tensors_hlo([loss, *gradients])
+                found["digest"] = xxhash.xxh3_64_hexdigest(text.encode())
+                found |= {kind: text.count(f"{kind}(") for kind in ("all-reduce", "all-gather", "reduce-scatter")}
+            mesh.runtime.step_boundary(wait=True)
+            counters = mesh.runtime.counters()
+            assert counters is not None
+            found["compilations"].append(counters.compilations)
+            cut.zero_grad()
+        return found
+
+    return run_replicas(replica, replicas)
+
+
+def zero_1_graphs(replicas: int) -> list[dict[str, Any]]:
+    """Of each replica thread, data parallel by 2 tensor parallel with ZeRO-1 and sequence parallelism: of every graph
+    that one step runs its collectives and its digest; and compilations after each of five steps, between the last of
+    which everything that is saved is copied to the host."""
+    from stepmark.checkpoint.sections import describe
+    from stepmark.runtime.replica_threads import run_replicas
+    from tests.support.models import training
+
+    made = [build(kind="llama") for _ in range(replicas)]
+
+    def replica(context: Context) -> dict[str, Any]:
+        graphs: list[dict[str, Any]] = []
+        found: dict[str, Any] = {"graphs": graphs, "compilations": []}
+        options = {"model": {}, "tp": 2, "zero_1": True, "sequence": True}
+        step, batches = training(context, options, made[context.world.rank])
+        dispatch = context.runtime._dispatch
+
+        def watched() -> None:
+            graphs.append(_pending(step))
+            dispatch()
+
+        for number, batch in zip(range(5), batches, strict=False):
+            context.runtime._dispatch = dispatch if number else watched
+            step(number, batch)
+            context.runtime._dispatch = dispatch
+            context.runtime.step_boundary(wait=True)
+            counters = context.runtime.counters()
+            found["compilations"].append(counters.compilations)
+            if number >= 2:
+                sections = describe({"model": step.model, "optimizer": step.optimizer})
+                context.runtime.to_host([entry.tensor for each in sections for entry in each.entries.values()])
+        return found
+
+    return run_replicas(replica, replicas)
+
+
+def _pending(step: Any) -> dict[str, Any]:
+    """Of the graph that is recorded for the parameters, their gradients and the optimizer's state."""
+    import torch_xla
+
+    parameters = list(step.model.parameters())
+    live = [*parameters, *step.optimizer._parts, *[each.grad for each in parameters if each.grad is not None]]
+    text = torch_xla._XLAC._get_xla_tensors_hlo(live)
+    kinds = {kind: text.count(f"{kind}(") for kind in ("all-reduce", "all-gather", "reduce-scatter")}
+    return {"digest": xxhash.xxh3_64_hexdigest(text.encode()), **kinds}

@@ -1,0 +1,216 @@
+"""Real jobs of several processes: --nproc, torchrun and Slurm's variables, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stepmark.trainer.telemetry.run_log import read_metrics
+from tests.support.interference import install
+from tests.support.recipes import write_recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPMARK = [sys.executable, "-m", "stepmark"]
+SOON = 20.0  # seconds in which what is to happen at once happens on a busy machine
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "STEPMARK_REPORTS")
+    kept = {name: value for name, value in os.environ.items() if name not in launchers and "SLURM" not in name}
+    return {**kept, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
+
+
+def recipe(folder: Path) -> str:
+    return str(write_recipe(folder, logging_steps=1, max_steps=2))
+
+
+def check_trained(folder: Path) -> None:
+    """Two ranks trained two steps of two rows each."""
+    lines = [line for line in read_metrics(folder / "out") if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    manifest = json.loads((folder / "out" / "checkpoint-2" / "manifest.json").read_text())
+    assert manifest["mesh"] == {"dp": 2, "tp": 1}
+    assert json.loads((folder / "out" / "status.json").read_text())["state"] == "done"
+
+
+def run(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=180)
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def torchrun(*arguments: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    return [*launcher, "-m", "stepmark", "train", *arguments]
+
+
+# --nproc
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_error_alone(environment: dict[str, str], tmp_path: Path) -> None:
+    environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="raise")
+    done = run([*STEPMARK, "train", recipe(tmp_path), "--nproc", "2"], environment, tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if "rror" in line]
+    assert errors == ["error: rank 1: ValueError: the second step is bad"]
+    assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(environment: dict[str, str], tmp_path: Path) -> None:
+    environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="kill")
+    done = run([*STEPMARK, "train", recipe(tmp_path), "--nproc", "2", "--traceback"], environment, tmp_path)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if "rror" in line]
+    assert errors == ["error: rank 1: was ended by SIGKILL (out of memory?)"]
+
+
+def test_a_wrong_call_is_told_before_any_rank_starts(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run([*STEPMARK, "train", recipe(tmp_path), "--nproc", "2", "--bf16", "3"], environment, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: bf16: should be true or false, and is 3\n"
+
+
+RANK = """
+import os, sys, time
+from stepmark.launch.supervisor import follow_supervisor
+follow_supervisor()
+open(f"{sys.argv[1]}/rank-{os.environ['RANK']}", "w").write(str(os.getpid()))
+if len(sys.argv) > 2 and os.environ["RANK"] == "0":
+    sys.exit(int(sys.argv[2]))
+time.sleep(600)
+"""
+
+SUPERVISOR = """
+import sys
+from stepmark.launch.supervisor import supervise
+sys.exit(supervise([sys.executable, *sys.argv[1:]], 2))
+"""
+
+
+@contextlib.contextmanager
+def supervised(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A supervisor and the process numbers of its two ranks, which do nothing but sleep."""
+    command = [sys.executable, "-c", SUPERVISOR, "-c", RANK, str(folder), *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    files = [folder / f"rank-{rank}" for rank in range(2)]
+    try:
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        yield process, [int(file.read_text()) for file in files]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def gone(process: int) -> bool:
+    """Whether it has ended; a zombie that nobody has waited for counts."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_ranks_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    with supervised(tmp_path) as (process, ranks):
+        assert not any(gone(rank) for rank in ranks)
+        process.kill()
+        wait_until(lambda: all(gone(rank) for rank in ranks))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_supervisor_reaches_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    with supervised(tmp_path) as (process, ranks):
+        process.send_signal(number)
+        told = process.communicate(timeout=SOON)[1]
+        assert process.returncode == 1
+        assert all(gone(rank) for rank in ranks)
+        errors = [line for line in told.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert number.name in errors[0]
+
+
+def test_the_others_are_ended_when_one_has_failed(tmp_path: Path) -> None:
+    with supervised(tmp_path, "3") as (process, ranks):
+        told = process.communicate(timeout=SOON)[1]
+        assert told == "error: rank 0: ended with exit code 3\n"
+        assert process.returncode == 1
+        assert all(gone(rank) for rank in ranks)
+
+
+# Other launchers
+
+
+def test_torchrun_trains(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(torchrun(recipe(tmp_path)), environment, tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_trained(tmp_path)
+    assert done.stderr.count("device: cpu, 2 ranks") == 1
+
+
+def test_a_failing_rank_under_torchrun_tells_once_and_first(environment: dict[str, str], tmp_path: Path) -> None:
+    environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="raise")
+    done = run(torchrun(recipe(tmp_path)), environment, tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    ours = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+    assert [lines[index] for index in ours] == ["error: ValueError: the second step is bad"]
+    theirs = [index for index, line in enumerate(lines) if "ChildFailedError" in line]
+    assert ours[0] < theirs[0]
+
+
+def test_a_missing_device_is_told_once_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(torchrun(recipe(tmp_path), "--device", "neuron"), environment, tmp_path)
+    assert done.returncode == 1
+    assert [line[:22] for line in done.stderr.splitlines() if line.startswith("error: ")] == ["error: device: neuron "]
+
+
+def test_slurm_trains(environment: dict[str, str], tmp_path: Path) -> None:
+    step = {
+        "MASTER_PORT": free_port(),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
+    path = recipe(tmp_path)
+    tasks = [
+        subprocess.Popen(
+            [*STEPMARK, "train", path],
+            env={**environment, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(2)
+    ]
+    told = [task.communicate(timeout=180)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], told
+    check_trained(tmp_path)
+    assert "device: cpu, 2 ranks" in told[0]
+    assert told[1] == ""

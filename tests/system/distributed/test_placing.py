@@ -1,0 +1,20 @@
+"""Values come to a lazy device as data.
+
+Where they come through a recorded operation, as with `tensor.to(device)`, a sync of another thread may take the tensor
+for a result of its own: a batch that is moved in the background would be lost.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.ranks import Ranks
+
+
+@pytest.mark.xla
+def test_placing_records_nothing(ranks: Ranks) -> None:
+    (found,) = ranks.run("tests.system.distributed.placing_programs:recorded").check()
+    assert found["operations"] == []
+    assert found["arrived"] == [True] * 4
+    assert found["written"]
+    assert found["types"] == ["torch.float32", "torch.int64", "torch.bool", "torch.bfloat16"]

@@ -1,0 +1,83 @@
+"""The Trainer on meshes: losses, evaluations and the saved model are those of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import Ranks
+
+PROGRAM = "tests.support.mesh_programs:train"
+TENSOR_PARALLEL = {"tensor_parallel_size": 2}
+EVERYTHING = {**TENSOR_PARALLEL, "sequence_parallel": True, "zero_1": True, "per_device_train_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One rank's run with an evaluation in the middle."""
+    options = {"output_dir": str(tmp_path_factory.mktemp("alone")), "eval_strategy": "steps", "eval_steps": 3}
+    (result,) = ranks.run(PROGRAM, {**options, "device": "cpu"}).check()
+    return result
+
+
+def same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert sorted(found["losses"]) == sorted(expected["losses"])
+    for step, values in expected["losses"].items():
+        assert found["losses"][step] == pytest.approx(values, rel=tolerance)
+    for step, value in expected["evaluations"].items():
+        assert found["evaluations"][step] == pytest.approx(value, rel=tolerance)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+    assert found["accuracy"] == expected["accuracy"]
+    assert found["predictions"] == expected["predictions"]
+    assert found["mean"] == pytest.approx(expected["mean"], rel=10 * tolerance)
+    assert found["logits"] == pytest.approx(expected["logits"], rel=1e-2, abs=10 * tolerance)
+    assert found["left"] == []
+
+
+@pytest.mark.parametrize(
+    ("nproc", "mesh"), [(2, TENSOR_PARALLEL), (4, EVERYTHING)], ids=["tp2", "dp2 x tp2, sequence, ZeRO-1"]
+)
+def test_a_mesh_trains_like_one_rank(
+    ranks: Ranks, tmp_path: Path, alone: dict[str, Any], nproc: int, mesh: dict[str, Any]
+) -> None:
+    options = {**mesh, "output_dir": str(tmp_path), "eval_strategy": "steps", "eval_steps": 3, "device": "cpu"}
+    found = ranks.run(PROGRAM, options, nproc=nproc).check()
+    for each in found:
+        same(each, alone, 1e-5)
+
+
+@pytest.mark.xla
+def test_a_lazy_mesh_trains_like_one_rank(ranks: Ranks, tmp_path: Path, alone: dict[str, Any]) -> None:
+    options = {**EVERYTHING, "eval_strategy": "steps", "eval_steps": 3, "per_device_train_batch_size": 4}
+    found = ranks.run(PROGRAM, {**options, "output_dir": str(tmp_path), "device": "xla"}, nproc=2, timeout=400).check()
+    for each in found:
+        same(each, alone, 1e-4)
+
+
+def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path, alone: dict[str, Any]) -> None:
+    options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "device": "cpu"}
+    options |= {"eval_strategy": "steps", "eval_steps": 3, "resume_from_checkpoint": True}
+    last: dict[str, Any] = {}
+    for steps, nproc, mesh in (
+        (2, 2, TENSOR_PARALLEL),
+        (4, 4, EVERYTHING),
+        (6, 2, {"per_device_train_batch_size": 2}),
+    ):
+        last = ranks.run(PROGRAM, {**options, **mesh, "stop_at": steps}, nproc=nproc).check()[0]
+    same(last, alone, 1e-5)
+    assert last["resumed"] == [2, 4]
+
+
+def test_a_model_that_was_cut_is_taken_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
+    for first, second, third in ranks.run("tests.support.mesh_programs:given_cut", str(tmp_path), nproc=2).check():
+        assert first.startswith("tensor_parallel_size: is 1, but the model was made with 2")
+        assert second.startswith("sequence_parallel: is True, but the model was made with False")
+        assert third == "trained"
+
+
+def test_ranks_that_do_not_divide_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    options = {"tensor_parallel_size": 3, "output_dir": str(tmp_path), "device": "cpu"}
+    for message in ranks.run("tests.support.mesh_programs:refused", options, nproc=2).check():
+        assert message.startswith("tensor_parallel_size: 3 does not divide the 2 ranks")

@@ -1,0 +1,295 @@
+"""A signal stops all ranks after the same step, with a checkpoint where there is time, and the run can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.save import operation as saving
+from tests.support import programs
+from tests.support.ranks import Ranks
+from tests.support.recipes import write_recipe
+
+PROGRAM = "tests.support.programs:train"
+TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
+UNDISTURBED: dict[tuple[str, int], Any] = {}
+
+
+def options(folder: Path, device: str, nproc: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "device": device,
+        "per_device_train_batch_size": 4 // nproc,
+        "samples": 25,
+        "max_steps": 12,
+        "logging_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "eval_strategy": "epoch",
+        "signal_grace": 60,
+        "resume_from_checkpoint": True,
+    }
+
+
+def undisturbed(ranks: Ranks, folder: Path, device: str, nproc: int) -> Any:
+    if (device, nproc) not in UNDISTURBED:
+        UNDISTURBED[device, nproc] = ranks.run(PROGRAM, options(folder / "whole", device, nproc), nproc=nproc).check()
+    return UNDISTURBED[device, nproc]
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "status.json").read_text()))
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*"))
+
+
+def case(device: str, nproc: int, *marks: Any, prove: bool = False, **signalled: Any) -> Any:
+    marks = (*marks, *([pytest.mark.xla] if device == "xla" else []), *([pytest.mark.prove] if prove else []))
+    return pytest.param(device, nproc, signalled, marks=marks, id=f"{device}-{nproc}-{signalled}")
+
+
+@pytest.mark.parametrize(
+    ("device", "nproc", "signalled"),
+    [
+        case("cpu", 1, event="on_step_begin", step=5, ranks=[0], prove=True),
+        case("cpu", 2, event="on_step_begin", step=5, ranks=[0]),
+        case("cpu", 2, event="on_step_end", step=6, ranks=[1], numbers=[USR1]),
+        case("cpu", 2, event="on_step_end", step=7, ranks=[1], prove=True),  # the epoch's last step
+        case("cpu", 2, event="on_pre_optimizer_step", step=5, ranks=[0, 1], numbers=[TERM, TERM, USR1]),
+        case("cpu", 2, event="on_save", step=4, ranks=[0], prove=True),
+        case("cpu", 2, event="on_save", step=4, ranks=[1], numbers=[TERM, TERM]),
+        case("xla", 1, event="on_step_end", step=5, ranks=[0], prove=True),
+        case("xla", 2, event="on_step_begin", step=5, ranks=[1], prove=True),
+        case("xla", 2, event="on_save", step=4, ranks=[0], prove=True),
+        case("xla", 2, event="on_pre_optimizer_step", step=6, ranks=[0, 1], prove=True),
+    ],
+)
+def test_a_signal_saves_and_the_resumed_run_is_the_undisturbed_one(
+    ranks: Ranks, tmp_path: Path, device: str, nproc: int, signalled: dict[str, Any]
+) -> None:
+    folder = tmp_path / "signalled"
+    stopped = ranks.run(PROGRAM, {**options(folder, device, nproc), "signal_at": signalled}, nproc=nproc)
+    assert stopped.codes == [75] * nproc, stopped.logs
+    told = status(folder)
+    name = signal.Signals(signalled.get("numbers", [TERM])[0]).name
+    assert (told["state"], told["reason"].split(":")[0]) == ("interrupted", name), told
+    assert signalled["step"] <= told["step"] <= signalled["step"] + 2
+    assert steps_saved(folder)[-1] == told["step"]
+    resumed = ranks.run(PROGRAM, options(folder, device, nproc), nproc=nproc).check()
+    whole = undisturbed(ranks, tmp_path, device, nproc)
+    assert resumed[0]["resumed"] == [told["step"]]
+    assert resumed[0]["losses"] == whole[0]["losses"]
+    assert resumed[0]["evaluations"] == whole[0]["evaluations"]
+    assert [each["weights"] for each in resumed] == [each["weights"] for each in whole]
+    assert status(folder)["state"] == "done"
+
+
+def evaluating(folder: Path, device: str, strategy: str) -> dict[str, Any]:
+    """Two sets of five batches each, evaluated every third step or epoch; the metric decides on what is saved."""
+    return {
+        **options(folder, device, 2),
+        "max_steps": 9,
+        "eval_strategy": strategy,
+        "eval_steps": 3,
+        "save_strategy": "best",
+        "metric_for_best_model": "eval_b_loss",
+        "load_best_model_at_end": True,
+        "per_device_eval_batch_size": 2,
+        "eval_samples": 17,
+        "eval_sets": ["a", "b"],
+    }
+
+
+def evaluations(folder: Path) -> list[list[Any]]:
+    """Of the history, with what was saved for them."""
+    state = json.loads((folder / "trainer_state.json").read_text())
+    history = [
+        [log["step"], key, value] for log in state["log_history"] for key, value in log.items() if key.endswith("_loss")
+    ]
+    return [*history, [state["best_global_step"], state["best_metric"], steps_saved(folder)]]
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "event", "step"),
+    [
+        pytest.param("cpu", "steps", "on_prediction_step", 6, id="in a set"),
+        pytest.param("cpu", "steps", "on_evaluate", 6, id="between sets", marks=pytest.mark.prove),
+        pytest.param("cpu", "epoch", "on_evaluate", 7, id="at an epoch's end"),
+        pytest.param("cpu", "steps", "on_prediction_step", 9, id="at the end", marks=pytest.mark.prove),
+        pytest.param("xla", "steps", "on_evaluate", 6, id="xla", marks=[pytest.mark.xla, pytest.mark.prove]),
+    ],
+)
+def test_a_signal_in_an_evaluation_stops_it_and_the_resumed_run_takes_it_up(
+    ranks: Ranks, tmp_path: Path, device: str, strategy: str, event: str, step: int
+) -> None:
+    settings = evaluating(tmp_path / "signalled", device, strategy)
+    signalled = {"event": event, "step": step, "ranks": [0, 1], "block": 1.0}  # in which all hear of it
+    stopped = ranks.run(PROGRAM, {**settings, "signal_at": signalled}, nproc=2)
+    assert stopped.codes == [75, 75], stopped.logs
+    told = status(tmp_path / "signalled")
+    assert told["step"] == step
+    assert f"stopped in the evaluation after step {step}" in told["reason"]
+    assert step in steps_saved(tmp_path / "signalled")
+    resumed = ranks.run(PROGRAM, settings, nproc=2).check()
+    whole = ranks.run(PROGRAM, evaluating(tmp_path / "whole", device, strategy), nproc=2).check()
+    assert resumed[0]["losses"] == whole[0]["losses"]
+    assert [each["weights"] for each in resumed] == [each["weights"] for each in whole]
+    found, wanted = evaluations(tmp_path / "signalled"), evaluations(tmp_path / "whole")
+    assert found[:-1] == wanted[:-1]
+    assert found[-1][:2] == wanted[-1][:2]
+    assert set(found[-1][2]) == {*wanted[-1][2], step}
+
+
+def train_with_slow_saves(seconds: float, settings: dict[str, Any]) -> Any:
+    write = saving.write_extents
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return write(*arguments, **named)
+
+    saving.write_extents = slow
+    return programs.train(settings)
+
+
+def test_a_save_that_cannot_fit_is_not_begun(ranks: Ranks, tmp_path: Path) -> None:
+    """A save takes longer than the grace, as the first one has shown."""
+    settings = {**options(tmp_path, "cpu", 2), "signal_grace": 3, "async_save": False}
+    settings["signal_at"] = {"event": "on_step_begin", "step": 5, "ranks": [1]}
+    stopped = ranks.run("tests.system.fault.test_signals:train_with_slow_saves", 4.0, settings, nproc=2)
+    assert stopped.codes == [75, 75], stopped.logs
+    assert steps_saved(tmp_path) == [4]
+    assert status(tmp_path)["state"] == "interrupted"
+    assert "no time for a save; the last checkpoint stands" in stopped.logs[0]
+
+
+def test_a_save_that_is_on_its_way_may_end(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {**options(tmp_path, "cpu", 2), "signal_at": {"event": "on_save", "step": 4, "ranks": [0]}}
+    stopped = ranks.run("tests.system.fault.test_signals:train_with_slow_saves", 1.5, settings, nproc=2)
+    assert stopped.codes == [75, 75], stopped.logs
+    assert 4 in steps_saved(tmp_path)
+
+
+def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """One rank is where no signal handler of Python's can run, and the other waits for it in a collective."""
+    settings = {**options(tmp_path, "cpu", 2), "signal_grace": 2}
+    settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 5, "ranks": [0], "block": 60}
+    began = time.monotonic()
+    stopped = ranks.run(PROGRAM, settings, nproc=2)
+    assert time.monotonic() - began < 40
+    assert stopped.codes == [75, 75], stopped.logs
+    assert steps_saved(tmp_path) == [4]
+    assert status(tmp_path)["state"] == "interrupted"
+    assert "the last checkpoint stands" in stopped.logs[0]
+
+
+@pytest.mark.xla
+def test_a_signal_during_the_first_compilation(ranks: Ranks, tmp_path: Path) -> None:
+    first = {**options(tmp_path / "run", "xla", 2), "kill_at": 5}
+    assert -9 in ranks.run(PROGRAM, first, nproc=2).codes
+    settings = {**options(tmp_path / "run", "xla", 2), "signal_grace": 0.2}
+    settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 4, "ranks": [0]}
+    assert ranks.run(PROGRAM, settings, nproc=2).codes == [75, 75]
+    assert steps_saved(tmp_path / "run") == [4]
+    assert status(tmp_path / "run")["state"] == "interrupted"
+    resumed = ranks.run(PROGRAM, options(tmp_path / "run", "xla", 2), nproc=2).check()
+    assert resumed[0]["losses"] == undisturbed(ranks, tmp_path, "xla", 2)[0]["losses"]
+
+
+def test_without_save_on_signal_a_signal_is_a_signal(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {**options(tmp_path, "cpu", 1), "save_on_signal": False, "async_save": False}
+    settings["signal_at"] = {"event": "on_step_begin", "step": 5, "ranks": [0]}
+    assert ranks.run(PROGRAM, settings).codes == [-TERM]
+    assert steps_saved(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
+def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
+    """Both pass it on. torchrun has an exit code of its own; the word is in status.json."""
+    out = tmp_path / "out"
+    recipe = write_recipe(tmp_path, max_steps=100000, save_steps=100000, logging_steps=1)
+    train = ["-m", "stepmark", "train", str(recipe)]
+    command = [sys.executable, *train, "--nproc", "2"]
+    if launcher == "torchrun":
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, *torchrun, *train]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(TERM)
+        told = process.communicate(timeout=120)[1]
+    assert process.returncode == 75 if launcher == "nproc" else process.returncode != 0, told
+    assert status(out)["state"] == "interrupted", told
+    assert steps_saved(out) == [status(out)["step"]], told
+    assert launcher == "torchrun" or "error" not in told
+
+
+# Before training
+
+
+def train_slowly(settings: dict[str, Any]) -> Any:
+    """The command line's own way into training; a signal finds it before it has begun."""
+    from stepmark.cli.train import ending_at_signals
+
+    with ending_at_signals(Path(settings["output_dir"])):
+        if settings.pop("signalled"):
+            os.kill(os.getpid(), TERM)
+            time.sleep(60)
+        return programs.train(settings)
+
+
+@pytest.mark.parametrize("state", [None, "running", "failed"])
+def test_a_signal_before_training_is_told_in_the_status(ranks: Ranks, tmp_path: Path, state: str | None) -> None:
+    folder = tmp_path / "run"
+    if state is not None:
+        folder.mkdir()
+        (folder / "status.json").write_text(json.dumps({"state": state, "step": 4, "time": 1.0, "reason": "before"}))
+    stopped = ranks.run("tests.system.fault.test_signals:train_slowly", {"output_dir": str(folder), "signalled": True})
+    assert stopped.codes == [75], stopped.logs
+    told = status(folder)
+    assert (told["state"], told["step"]) == ("interrupted", 0 if state is None else 4)
+    assert told["reason"] == "SIGTERM: not training"
+
+
+def test_a_signal_to_a_second_start_leaves_the_status_of_the_live_run(ranks: Ranks, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as live:
+        live.claim()
+        (tmp_path / "status.json").write_text(json.dumps({"state": "running", "step": 4, "time": 1.0, "reason": None}))
+        stopped = ranks.run(
+            "tests.system.fault.test_signals:train_slowly", {"output_dir": str(tmp_path), "signalled": True}
+        )
+    assert stopped.codes == [75], stopped.logs
+    assert status(tmp_path)["state"] == "running"
+
+
+RANK = "import os, time; os.write(1, b'up\\n'); time.sleep(60)"  # in one write, so that two ranks' lines stay apart
+SUPERVISE = (
+    "import sys; from stepmark.launch.supervisor import supervise; "
+    "sys.exit(supervise([sys.executable, '-c', sys.argv[1]], 2, resumable=sys.argv[2] == 'True'))"
+)
+
+
+@pytest.mark.parametrize(("resumable", "code"), [(True, 75), (False, 1)])
+def test_a_signal_before_the_ranks_can_hear_it(resumable: bool, code: int) -> None:
+    """They are ended by it; the run can be started again all the same, where `save_on_signal` is set."""
+    command = [sys.executable, "-c", SUPERVISE, RANK, str(resumable)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline() == "up\n"
+        process.send_signal(TERM)
+        told = process.communicate(timeout=60)[1]
+    assert process.returncode == code, told
+    assert ("was ended by SIGTERM" in told) == (not resumable)

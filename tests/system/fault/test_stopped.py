@@ -1,0 +1,74 @@
+"""A rank is stopped with SIGSTOP, in a save, a restore or training: the job ends after the deadline, and names it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.recipes import write_recipe
+
+TIMEOUT = {"cpu": 4.0, "xla": 8.0}  # seconds: save_timeout; XLA's has room for a compilation
+MORE = {"nproc": 10, "torchrun": 45}  # seconds beyond it that the job may take to end
+SAVE_PHASES = ["joining", "planning", "copying", "writing", "sealing"]
+SUPERVISE = "import sys; from stepmark.launch.supervisor import supervise; sys.exit(supervise(sys.argv[1:], 2))"
+TRAINING = ["training", "evaluating"]  # no phase of a save waits for the rank there
+SAMPLE = [("cpu", "nproc", 0, "writing")]
+
+
+def cases() -> list[Any]:
+    """Every case, those beyond the sample in `make prove`. Rank 0 commits, and deletes, without asking the others."""
+    each = [
+        *product(["cpu"], MORE, (0, 1), [*SAVE_PHASES, "saved", "looking", *TRAINING]),
+        *product(["cpu"], MORE, [0], ["committing", "deleting"]),
+        *product(["xla"], ["nproc"], (0, 1), ["joining", "copying", "writing", "looking", *TRAINING]),
+    ]
+    marks = {"cpu": [], "xla": [pytest.mark.xla]}
+    return [pytest.param(*case, marks=marks[case[0]] + [pytest.mark.prove] * (case not in SAMPLE)) for case in each]
+
+
+def command(launcher: str, rank_command: list[str]) -> list[str]:
+    if launcher == "nproc":
+        return [sys.executable, "-c", SUPERVISE, sys.executable, *rank_command]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    return [*torchrun, *rank_command]
+
+
+@pytest.mark.parametrize(("device", "launcher", "stopped", "phase"), cases())
+def test_a_stopped_rank_ends_the_job_and_is_named(
+    tmp_path: Path, device: str, launcher: str, stopped: int, phase: str
+) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        device=device,
+        max_steps=40,
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_timeout=TIMEOUT[device],
+        async_save=phase not in TRAINING,
+        resume_from_checkpoint=True,
+    )
+    note = tmp_path / "stopped-at"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
+    if phase == "looking":
+        first = [sys.executable, "-m", "stepmark", "train", str(recipe), "--max_steps", "2"]
+        subprocess.run(first, env=environment, check=True, capture_output=True, timeout=180)
+    script = str(Path(__file__).parents[2] / "support" / "stopping_rank.py")
+    ranks = command(launcher, [script, str(stopped), phase, str(note), "train", str(recipe)])
+    done = subprocess.run(ranks, env=environment, capture_output=True, text=True, timeout=240)
+    took = time.time() - float(note.read_text())
+    assert done.returncode == 1, done.stderr
+    assert took < TIMEOUT[device] + MORE[launcher], done.stderr
+    assert f"rank {stopped}" in done.stderr
+    assert ("no sign of life" if phase in TRAINING else "save_timeout") in done.stderr
+    assert "the stacks of all threads" in done.stderr

@@ -1,0 +1,124 @@
+"""Checkpoints of any mesh restore on any other, bit for bit, and become one plain model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from stepmark.interchange.consolidate import ConsolidationListener, consolidate
+from tests.support.mesh_checkpoints import STEPS, digests
+from tests.support.ranks import Ranks
+from tests.system.parity.test_tensor_parallel import MODELS
+
+CASES = "tests.support.mesh_checkpoints:"
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp1": (1, {}),
+    "dp4": (4, {}),
+    "dp4-zero": (4, {"zero_1": True}),
+    "tp2": (2, {"tp": 2}),
+    "tp4": (4, {"tp": 4, "sequence": True}),
+    "dp2-tp2": (4, {"tp": 2}),
+    "dp2-tp2-zero": (4, {"tp": 2, "zero_1": True, "sequence": True}),
+}
+
+
+def save(ranks: Ranks, folder: Path, mesh: str, model: dict[str, Any], **more: Any) -> dict[str, int]:
+    """Saves under the mesh's name."""
+    nproc, options = MESHES[mesh]
+    found = ranks.run(CASES + "save", str(folder / mesh), {**options, "model": model, **more}, nproc=nproc)
+    return found.check()[0]
+
+
+def check_pairs(
+    ranks: Ranks, folder: Path, sources: list[str], targets: list[str], tolerance: float = 1e-5, **options: Any
+) -> None:
+    """Every checkpoint restored on every mesh and saved there again is the same, and training goes on alike."""
+    stored = {source: digests(folder / source / "checkpoint-1") for source in sources}
+    expected: list[Any] = []
+    for target in targets:
+        nproc, mesh = MESHES[target]
+        again = folder / "again" / target
+        arguments = [[str(folder / source) for source in sources], str(again), {**mesh, **options}]
+        found = ranks.run(CASES + "restore", *arguments, nproc=nproc, timeout=900).check()
+        assert all(each == found[0] for each in found)
+        for number, source in enumerate(sources):
+            assert digests(again / source / "checkpoint-1") == stored[source], (source, target)
+            assert len(found[0][number]) == STEPS
+            for ours, theirs in zip(found[0][number], (expected or found[0])[number], strict=True):
+                assert ours == pytest.approx(theirs, rel=tolerance), (source, target)
+        expected = expected or found[0]
+
+
+def test_sample(ranks: Ranks, tmp_path: Path) -> None:
+    """GPT-2's fused projections are cut one by one, and a part of them under ZeRO-1 stays a few pieces."""
+    model = MODELS["gpt2"]
+    told = save(ranks, tmp_path, "dp2-tp2-zero", model)
+    assert told["pieces"] <= 4 * 3
+    save(ranks, tmp_path, "dp1", model)
+    check_pairs(ranks, tmp_path, ["dp1", "dp2-tp2-zero"], ["dp1", "dp2-tp2-zero", "tp4"], model=model)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["gpt2", "llama-one-kv-head", "qwen3-tied"])
+def test_all_pairs(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    for mesh in MESHES:
+        save(ranks, tmp_path, mesh, MODELS[name])
+    check_pairs(ranks, tmp_path, list(MESHES), list(MESHES), model=MODELS[name])
+
+
+@pytest.mark.prove
+def test_all_pairs_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
+    """With the fp32 masters, which are what is trained."""
+    options = {"model": MODELS["gpt2"], "bf16": True}
+    for mesh in MESHES:
+        save(ranks, tmp_path, mesh, bf16=True, model=MODELS["gpt2"])
+    check_pairs(ranks, tmp_path, list(MESHES), list(MESHES), tolerance=2e-2, **options)
+
+
+@pytest.mark.prove
+@pytest.mark.xla
+def test_lazy_meshes(ranks: Ranks, tmp_path: Path) -> None:
+    """Saved on lazy ranks, restored on eager ones, and the other way round."""
+    meshes = ["tp2", "dp2-tp2-zero"]
+    for mesh in meshes:
+        save(ranks, tmp_path, mesh, MODELS["gpt2"], device="xla")
+    check_pairs(ranks, tmp_path, meshes, ["dp1", *meshes], model=MODELS["gpt2"])
+    check_pairs(ranks, tmp_path, meshes, meshes, tolerance=1e-4, model=MODELS["gpt2"], device="xla")
+
+
+SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda problem: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt2", "dp2-tp2-zero"),
+        ("llama-one-kv-head", "tp4"),
+        *(
+            pytest.param(name, mesh, marks=pytest.mark.prove)
+            for name in ("gpt2", "gpt2-untied", "llama", "llama-tied", "qwen3-tied")
+            for mesh in ("tp2", "tp4")
+        ),
+    ],
+)
+def test_consolidated_it_is_the_whole_model(ranks: Ranks, tmp_path: Path, name: str, mesh: str) -> None:
+    """The weights of one rank, restored and saved on the mesh, come back bit for bit."""
+    model = MODELS[name]
+    save(ranks, tmp_path, "dp1", model)
+    nproc, options = MESHES[mesh]
+    arguments = [[str(tmp_path / "dp1")], str(tmp_path / mesh), {**options, "model": model}]
+    ranks.run(CASES + "restore", *arguments, nproc=nproc).check()
+    consolidate(tmp_path / mesh / "dp1", tmp_path / "out", "safetensors", 20_000, SILENT)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "dp1" / "checkpoint-1").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    tied = model.get("tie_word_embeddings", name == "gpt2")
+    embeddings = ("transformer.wte.weight", "model.embed_tokens.weight")
+    embedding = next(found[key] for key in embeddings if key in found)
+    assert (embedding.data_ptr() == found["lm_head.weight"].data_ptr()) == tied

@@ -1,0 +1,122 @@
+"""ZeRO-1 together with tensor and sequence parallelism, on 2 data parallel by 2 tensor parallel ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from stepmark.runtime.replica_threads import replica_environment
+from tests.support.ranks import Ranks
+from tests.system.parity.test_tensor_parallel import MODELS, SAMPLE, alone, check, in_threads
+
+PROGRAM = "tests.support.models:cases"
+MESH = {"tp": 2, "zero_1": True}
+
+# What is combined with the mesh.
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"sequence": True},
+    {"accumulation": 2},
+    {"sequence": True, "accumulation": 2, "checkpointing": True, "clip": 0.1},
+    {"sequence": True, "embedding": False},
+    {"smoothing": 0.1},
+]
+
+
+def cases(names: list[str], steps: int, combined: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"model": MODELS[name], "steps": steps, **MESH, **more} for name, more in product(names, combined)]
+
+
+def on_cpu(ranks: Ranks, options: list[dict[str, Any]]) -> None:
+    found = ranks.run(PROGRAM, "cpu", options, nproc=4, timeout=2000).check()
+    check(found, alone(ranks, options), options, 1e-5)
+
+
+def test_sample(ranks: Ranks) -> None:
+    """Clipping at a tenth is at work in every step: a replicated tensor that counted twice would show."""
+    options = cases(["llama-one-kv-head"], 6, PLAIN[3:4]) + cases(["gpt2"], 6, PLAIN[5:])
+    on_cpu(ranks, options)
+
+
+@pytest.mark.prove
+def test_whole_matrix(ranks: Ranks) -> None:
+    on_cpu(ranks, cases(list(MODELS), 20, PLAIN))
+
+
+@pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.prove)])
+def test_beside_the_same_mesh_without_zero_1(ranks: Ranks, steps: int) -> None:
+    """With dropout, whose random numbers belong to the mesh, and with bf16 parameters, whose fp32 masters are cut."""
+    dropout = {"kind": "gpt2", "dropout": 0.1}
+    combined = [{"model": dropout}, {"model": dropout, "sequence": True, "accumulation": 2}]
+    combined += [{"model": dropout, "sequence": True, "checkpointing": True}, {"model": dropout, "tp": 1}]
+    whole = [{"steps": steps, "tp": 2, **more} for more in combined]
+    rounded = [{"model": MODELS["llama"], "steps": steps, "tp": 2, "bf16": True, "sequence": True}]
+    cut = [{**each, "zero_1": True} for each in whole + rounded]
+    found = ranks.run(PROGRAM, "cpu", [*whole, *rounded, *cut, *cut[:2]], nproc=4, timeout=1200).check()
+    half = len(cut)
+    for each in found:
+        for options, ours, theirs in zip(cut, each[half : 2 * half], each[:half], strict=True):
+            tolerance = 1e-2 if options.get("bf16") else 1e-5
+            for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+                assert one == pytest.approx(other, rel=tolerance), (options, step)
+        assert each[2 * half :] == each[half : half + 2]  # the same numbers are drawn again
+
+
+def test_dropout_of_replicated_activations_is_that_of_any_tensor_parallel_size(ranks: Ranks) -> None:
+    options = [{"model": {"kind": "gpt2", "dropout": 0.1, "attn_pdrop": 0.0}, "steps": 6}]
+    two = ranks.run(PROGRAM, "cpu", [{**each, "tp": 2} for each in options], nproc=2).check()
+    four = ranks.run(PROGRAM, "cpu", [{**each, "tp": 4} for each in options], nproc=4).check()
+    for ours, theirs in zip(four[0][0], two[0][0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_every_rank_has_its_share_of_the_state(ranks: Ranks, bf16: bool) -> None:
+    """Within one percent, of a model whose sizes divide by nothing; masters included."""
+    options = {"model": MODELS["gpt2"], "zero_1": True, "bf16": bf16}
+    case = "tests.support.models:state_bytes"
+    (whole,) = ranks.run(case, options).check()
+    for found in ranks.run(case, options, nproc=4).check():
+        assert found == pytest.approx(whole / 4, rel=0.01)
+    (first, second) = ranks.run(case, {**options, "tp": 2}, nproc=2).check()
+    for rank, found in enumerate(ranks.run(case, {**options, "tp": 2}, nproc=4).check()):
+        assert found == pytest.approx((first, second)[rank % 2] / 2, rel=0.01)
+
+
+@pytest.mark.xla
+def test_in_the_graph(ranks: Ranks) -> None:
+    in_threads(ranks, 4, cases(["llama-one-kv-head"], 3, [{"sequence": True, "accumulation": 2}]))
+
+
+@pytest.mark.prove
+@pytest.mark.xla
+@pytest.mark.parametrize("name", SAMPLE)
+def test_whole_matrix_in_the_graph(ranks: Ranks, name: str) -> None:
+    in_threads(ranks, 4, cases([name], 20, PLAIN[:4]))
+
+
+@pytest.mark.prove
+@pytest.mark.xla
+def test_over_the_host(ranks: Ranks) -> None:
+    options = cases(["gpt2", "qwen3-tied"], 20, PLAIN[3:4])
+    found = ranks.run(PROGRAM, "xla", options, nproc=4, timeout=1200).check()
+    check(found, alone(ranks, options), options, 1e-4)
+
+
+@pytest.mark.xla
+def test_the_graphs_of_all_ranks_are_one_and_saving_adds_none(ranks: Ranks) -> None:
+    """Sequence parallelism has 10 all-gathers, 9 reduce-scatters and 3 all-reduces (see distributed/test_parallel.py).
+    ZeRO-1 adds one of each of the first two for its two buckets: tensors that are cut, and such that are not. The
+    latter's gradients are summed over the tensor parallel ranks, and so is the norm, which comes from all ranks."""
+    program = "tests.system.distributed.parallel_programs:zero_1_graphs"
+    (found,) = ranks.run(program, 4, environment=replica_environment(4), timeout=400).check()
+    assert all(each == found[0] for each in found)
+    (step,) = found[0]["graphs"]
+    assert {kind: step[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")} == {
+        "all-gather": 10 + 2,
+        "reduce-scatter": 9 + 2,
+        "all-reduce": 3 + 1 + 2,
+    }
+    assert found[0]["compilations"] == [1] * 5

@@ -1,0 +1,160 @@
+"""The report of a real run that was killed, whose newest checkpoint was damaged, and that went on: in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.main import run as stepmark
+from stepmark.trainer.telemetry.run_log import read_lines, read_metrics
+from tests.support.browser import dump_dom
+from tests.support.ranks import Ranks
+
+PROGRAM = "tests.support.programs:train"
+KILLED_AT, STEPS = 18, 30
+
+
+def options(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "device": "cpu",
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "async_save": False,  # so that it is certain which checkpoint a kill finds
+        "save_total_limit": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "resume_from_checkpoint": True,
+    }
+
+
+@pytest.fixture(scope="module")
+def broken_run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, killed in step 18; a byte of checkpoint-15 flips; the run goes on from checkpoint-10 to its end."""
+    folder = tmp_path_factory.mktemp("runs") / "broken"
+    killed = ranks.run(PROGRAM, {**options(folder), "kill_at": KILLED_AT}, nproc=2)
+    assert -9 in killed.codes
+    weights = folder / "checkpoint-15" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 1
+    weights.write_bytes(content)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 18, "lo')
+    ranks.run(PROGRAM, options(folder), nproc=2).check()
+    return folder
+
+
+def marks(dom: str, kind: str) -> list[tuple[str, ...]]:
+    return re.findall(rf'class="mark" data-kind="{kind}" data-step="(\d+)"(?: data-until="(\d+)")?', dom)
+
+
+def test_the_journal_tells_what_happened(broken_run: Path) -> None:
+    events = read_lines(broken_run / "events.jsonl")
+    told = [(event["event"], event["step"]) for event in events if not event["event"].startswith("save")]
+    assert told == [
+        ("started", 0),
+        ("set_aside", 15),
+        ("started", 10),
+        ("resumed", 10),
+        ("done", STEPS),
+    ]
+    aside = next(event for event in events if event["event"] == "set_aside")
+    assert aside["checkpoint"] == "checkpoint-15"
+    assert re.match(r"model\.safetensors: tensor '.*' differs from its digest", aside["reason"])
+    saved = [event for event in events if event["event"] == "saved"]
+    assert [event["step"] for event in saved] == [5, 10, 15, 15, 20, 25, 30]
+    for event in saved:
+        assert event["bytes"] > 1000
+        assert 0 < event["durable_seconds"] <= event["stall_seconds"] + 0.5  # the saves were waited for
+
+
+def test_logs_tell_of_the_machine(broken_run: Path) -> None:
+    logs = [line for line in read_metrics(broken_run) if "loss" in line]
+    for line in logs:
+        parts = [line[f"seconds_{part}"] for part in ("data", "step", "save", "evaluation")]
+        assert all(part >= 0 for part in parts)
+        assert line["samples_per_second"] > 0
+        assert line["model_flops_per_second"] > 0
+        assert line["host_memory_peak"] >= line["host_memory"] > 1e6
+        assert "model_flops_utilization" not in line  # nobody states the peak of this CPU
+    by_step = {line["step"]: line for line in logs}
+    assert by_step[21]["seconds_save"] > 0
+    assert by_step[21]["seconds_evaluation"] > 0
+    assert by_step[22]["seconds_save"] == by_step[22]["seconds_evaluation"] == 0
+    history = json.loads((broken_run / "trainer_state.json").read_text())["log_history"]
+    assert not any("host_memory" in entry for entry in history)
+
+
+def test_the_page_in_a_browser(broken_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert stepmark(["report", str(broken_run), "--out", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    dom = dump_dom(page)
+    charts = re.findall(r'<figure id="figure-([\w]+)"', dom)
+    assert charts == ["loss", "eval_perplexity", "grad_norm", "learning_rate", "throughput", "time", "memory"]
+    assert dom.count("<svg") == len(charts)
+    assert dom.count('class="series lost" data-name="training, trained again"') == 1
+    assert ("10", "") in marks(dom, "resumed")
+    assert ("10", str(KILLED_AT - 1)) in marks(dom, "lost")
+    assert marks(dom, "trouble") == marks(dom, "compilation") == []
+    assert re.search(r'class="best" data-step="\d+"', dom)
+    states = dict(re.findall(r'data-checkpoint="([\w.-]+)" data-state="(\w+)"', dom))
+    assert states == {
+        "checkpoint-5": "deleted",
+        "checkpoint-10": "deleted",
+        "checkpoint-15": "deleted",
+        "damaged-checkpoint-15": "aside",
+        "checkpoint-20": "whole",
+        "checkpoint-25": "whole",
+        "checkpoint-30": "whole",
+    }
+    assert "verified: resumed from" in dom
+    assert 'li data-kind="damaged">checkpoint-15 was damaged, and is set aside: model.safetensors' in dom
+    assert "ended without a word" in dom
+    assert ">done<" in dom
+    assert "NaN" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
+
+
+POINT = """<script>
+document.querySelector('[data-axis="AXIS"]').click();
+const plot = document.querySelector("#figure-loss svg"), box = plot.getBoundingClientRect();
+const at = { clientX: box.left + box.width * 0.999, clientY: box.top + 50, bubbles: true };
+plot.dispatchEvent(new PointerEvent("pointermove", at));
+</script></body>"""
+
+
+@pytest.mark.parametrize("axis", ["step", "time"])
+def test_values_under_the_pointer(broken_run: Path, tmp_path: Path, axis: str) -> None:
+    page = tmp_path / "page.html"
+    assert stepmark(["report", str(broken_run), "--out", str(page)]) == 0
+    page.write_text(page.read_text().replace("</body>", POINT.replace("AXIS", axis)))
+    dom = dump_dom(page)
+    tip = re.search(r'<div class="tip"[^>]*>(.*?)</div>', dom, flags=re.DOTALL)
+    assert tip is not None
+    loss = [line for line in read_metrics(broken_run) if "loss" in line][-1]["loss"]
+    assert f"<b>step {STEPS} " in tip[1]
+    assert f"training</td><td>{loss:.5g}".rstrip("0") in tip[1]
+    assert "evaluation" in tip[1]
+
+
+def test_another_run_over_it(broken_run: Path, ranks: Ranks, tmp_path: Path) -> None:
+    other = {**options(tmp_path / "other"), "learning_rate": 5e-3, "max_steps": 12}
+    without_saves = {"save_strategy": "no", "save_on_signal": False, "resume_from_checkpoint": None}
+    ranks.run(PROGRAM, {**other, **without_saves}).check()
+    page = tmp_path / "both.html"
+    assert stepmark(["report", str(broken_run), "--compare", other["output_dir"], "--out", str(page), "--png"]) == 0
+    dom = dump_dom(page)
+    assert dom.count('class="series line" data-name="training"') == 2
+    assert "broken: training" in dom
+    assert "other: evaluation" in dom
+    assert {path.name for path in tmp_path.glob("both-*.png")} >= {"both-loss.png", "both-throughput.png"}
+
+
+def test_a_wrong_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stepmark(["report", str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err == f"error: there is no folder {tmp_path}/nothing; name a run's output_dir\n"

@@ -1,0 +1,153 @@
+"""Real runs in which something goes wrong, and ones in which nothing does: what is said of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepmark import Trainer, TrainingArguments
+from stepmark.trainer.telemetry.run_log import read_lines, read_metrics
+from tests.support.programs import Blocks, tiny_model
+from tests.support.ranks import Ranks
+
+
+def train(folder: Path, *, samples: int = 20, model: Any = None, **given: Any) -> list[dict[str, Any]]:
+    """Twelve steps, saved every four; the events."""
+    fields = given.pop("fields", {})
+    args = TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "device": "cpu",
+            "max_steps": 12,
+            "per_device_train_batch_size": 2,
+            "logging_steps": 5,
+            "learning_rate": 1e-3,
+            "save_strategy": "steps",
+            "save_steps": 4,
+            "async_save": False,
+            "disable_tqdm": True,
+            **fields,
+        }
+    )
+    Trainer(model or tiny_model(), args, train_dataset=Blocks(samples), **given).train()
+    return read_lines(folder / "events.jsonl")
+
+
+def troubles(events: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(event["kind"], event["step"]) for event in events if event["event"] == "trouble"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"warmup_steps": 6, "logging_steps": 1},
+        {"max_steps": 24, "lr_scheduler_type": "constant"},
+        {"lr_scheduler_type": "cosine", "dtype": "bfloat16", "learning_rate": 1e-6},
+        {"save_only_model": True, "save_on_signal": False, "save_steps": 1},
+        {"learning_rate": 0.0},
+    ],
+)
+def test_nothing_is_said_of_a_healthy_run(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert troubles(train(tmp_path, fields=fields)) == []
+
+
+def test_one_batch_forever_is_healthy_while_it_learns(tmp_path: Path) -> None:
+    fields = {"max_steps": 40, "per_device_train_batch_size": 1}
+    assert troubles(train(tmp_path, samples=1, model=tiny_model(dropout=0.0), fields=fields)) == []
+
+
+def explode(step: int) -> Any:
+    """A loss that is nan from this step, counted from 1, on."""
+    calls = [0]
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        calls[0] += 1
+        return outputs.logits.float().square().mean() * (math.nan if calls[0] >= step else 1.0)
+
+    return loss
+
+
+def test_a_loss_that_becomes_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "stepmark"):
+        events = train(tmp_path, compute_loss_func=explode(7))
+    assert troubles(events) == [("loss_not_finite", 7)]
+    told = [record.message for record in caplog.records if record.name == "stepmark"]
+    assert told == ["the loss of step 7 is nan; the last checkpoint from before it is checkpoint-4"]
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    assert math.isnan([line for line in read_metrics(tmp_path) if "loss" in line][-1]["loss"])
+
+
+def test_a_loss_that_reaches_no_parameter(tmp_path: Path) -> None:
+    def constant(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs.logits.float().mean() * 0.0 + 2.0
+
+    assert troubles(train(tmp_path, compute_loss_func=constant)) == [("grad_norm_zero", 1)]
+
+
+class Idle(torch.optim.SGD):
+    """An optimizer that updates something else, as one does that holds parameters which were replaced in a save."""
+
+    idle_from = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls <= self.idle_from:
+            super().step(closure)
+
+
+def test_learning_that_stops_after_a_save(tmp_path: Path) -> None:
+    model = tiny_model()
+    optimizer = Idle(model.parameters(), lr=0.1)
+    optimizer.idle_from = 4
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    events = train(tmp_path, model=model, optimizers=(optimizer, schedule))
+    assert troubles(events) == [("weights_stuck", 8)]
+    (message,) = [event["message"] for event in events if event["event"] == "trouble"]
+    assert message.startswith("checkpoint-8 holds the same weights as checkpoint-4, bit for bit, though 4 steps")
+
+
+def test_learning_that_does_not_go_on_after_a_resumption(tmp_path: Path) -> None:
+    for steps, moving in ((4, 4), (12, 0)):
+        model = tiny_model()
+        optimizer = Idle(model.parameters(), lr=0.1)
+        optimizer.idle_from = moving
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        fields = {"max_steps": steps, "resume_from_checkpoint": True}
+        events = train(tmp_path, model=model, optimizers=(optimizer, schedule), fields=fields)
+    assert troubles(events) == [("weights_stuck", 8)]
+
+
+def test_one_batch_forever_with_an_idle_optimizer(tmp_path: Path) -> None:
+    model = tiny_model(dropout=0.0)
+    optimizer = Idle(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    events = train(
+        tmp_path,
+        samples=1,
+        model=model,
+        optimizers=(optimizer, schedule),
+        fields={"save_strategy": "no", "save_on_signal": False, "per_device_train_batch_size": 1},
+    )
+    assert troubles(events) == [("repeated", 1)]
+
+
+@pytest.mark.xla
+def test_a_late_compilation_is_placed_and_explained(ranks: Ranks, tmp_path: Path) -> None:
+    (events,) = ranks.run("tests.support.watched_programs:compile_late", str(tmp_path)).check()
+    found = [event for event in events if event["event"] == "compilation"]
+    assert [(event["step"], event["where"]) for event in found] == [(5, "step"), (8, "step")]
+    assert "input_ids is [1, 16] int64 instead of [1, 8] int64" in found[0]["reason"]
+    assert found[1]["reason"].startswith("no input has a new shape")
+    assert troubles(events) == []

@@ -1,0 +1,209 @@
+"""When a run logs, evaluates, saves and stops; told by a callback of real runs of a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from stepmark import Trainer, TrainingArguments
+from tests.support.programs import Blocks, tiny_model
+
+SAMPLES = 10  # 5 steps an epoch
+NEVER = {"logging_strategy": "no", "save_strategy": "no", "eval_strategy": "no"}
+
+
+class Recorder(TrainerCallback):
+    """The steps at which things happened."""
+
+    def __init__(self) -> None:
+        self.logs: list[int] = []
+        self.evaluations: list[int] = []
+        self.saves: list[int] = []
+        self.epochs: list[int] = []
+        self.order: list[str] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            self.logs.append(state.global_step)
+            self.order.append(f"log {state.global_step}")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.evaluations.append(state.global_step)
+        self.order.append(f"evaluate {state.global_step}")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.saves.append(state.global_step)
+        self.order.append(f"save {state.global_step}")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epochs.append(state.global_step)
+
+
+class Losses(TrainerCallback):
+    """Replaces what evaluations find by losses of a script, before anything follows them."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = iter(losses)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        metrics["eval_loss"] = next(self.losses)
+
+
+def trainer(folder: Path, *callbacks: TrainerCallback, **options: Any) -> tuple[Trainer, Recorder]:
+    recorder = Recorder()
+    args = TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "max_steps": 12,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-3,
+            "disable_tqdm": True,
+            "device": "cpu",
+            **NEVER,
+            **options,
+        }
+    )
+    made = Trainer(
+        tiny_model(),
+        args,
+        train_dataset=Blocks(SAMPLES),
+        eval_dataset=Blocks(3, seed=1),
+        callbacks=[*callbacks, recorder],
+    )
+    return made, recorder
+
+
+def run(folder: Path, *callbacks: TrainerCallback, **options: Any) -> Recorder:
+    made, recorder = trainer(folder, *callbacks, **options)
+    made.train()
+    return recorder
+
+
+def steps(name: str, interval: float) -> dict[str, Any]:
+    return {f"{name}_strategy": "steps", f"{name}_steps": interval}
+
+
+def test_never(tmp_path: Path) -> None:
+    recorder = run(tmp_path)
+    assert (recorder.logs, recorder.evaluations, recorder.saves) == ([], [], [])
+    assert recorder.epochs == [5, 10, 12]
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
+
+
+def test_steps_and_the_runs_end(tmp_path: Path) -> None:
+    recorder = run(tmp_path, **steps("logging", 3), **steps("eval", 5), **steps("save", 5))
+    assert recorder.logs == [3, 6, 9, 12]
+    assert recorder.evaluations == [5, 10, 12]
+    assert recorder.saves == [5, 10, 12]
+
+
+def test_the_last_step_counts_once(tmp_path: Path) -> None:
+    recorder = run(tmp_path, max_steps=6, **steps("eval", 3), **steps("save", 3))
+    assert (recorder.evaluations, recorder.saves) == ([3, 6], [3, 6])
+
+
+def test_epochs_also_where_max_steps_ends_the_run_inside_one(tmp_path: Path) -> None:
+    epoch = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "epoch")
+    recorder = run(tmp_path, **epoch)
+    assert recorder.logs == recorder.evaluations == recorder.saves == [5, 10, 12]
+
+
+def test_epochs_where_max_steps_is_the_end_of_one(tmp_path: Path) -> None:
+    epoch = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "epoch")
+    recorder = run(tmp_path, max_steps=10, **epoch)
+    assert recorder.logs == recorder.evaluations == recorder.saves == [5, 10]
+
+
+def test_fractions_of_all_steps_rounded_up(tmp_path: Path) -> None:
+    recorder = run(tmp_path, **steps("logging", 0.3), **steps("eval", 0.5), **steps("save", 0.9))
+    assert recorder.logs == [4, 8, 12]  # 0.3 * 12 = 3.6
+    assert recorder.evaluations == [6, 12]
+    assert recorder.saves == [11, 12]
+
+
+def test_the_first_step_is_logged_on_request(tmp_path: Path) -> None:
+    assert run(tmp_path, logging_first_step=True, **steps("logging", 5)).logs == [1, 5, 10]
+
+
+def test_log_then_evaluation_then_save(tmp_path: Path) -> None:
+    recorder = run(tmp_path, max_steps=2, **steps("logging", 2), **steps("eval", 2), **steps("save", 2))
+    assert recorder.order == ["log 2", "evaluate 2", "save 2"]
+
+
+def test_evaluation_at_the_start(tmp_path: Path) -> None:
+    recorder = run(tmp_path, eval_on_start=True, max_steps=2, eval_strategy="epoch")
+    assert recorder.evaluations == [0, 2]
+
+
+@pytest.mark.parametrize(("epochs", "total"), [(2.0, 10), (0.5, 3), (1.3, 7)])
+def test_epochs_in_place_of_steps(tmp_path: Path, epochs: float, total: int) -> None:
+    made, recorder = trainer(tmp_path, max_steps=-1, num_train_epochs=epochs)
+    assert made.train().global_step == total
+    assert recorder.epochs[-1] == total
+    assert made.state.max_steps == total
+
+
+def test_max_steps_wins_over_epochs(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path, max_steps=7, num_train_epochs=1.0)
+    assert made.train().global_step == 7
+
+
+def test_a_callback_may_ask_for_anything_and_stop_the_run(tmp_path: Path) -> None:
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            control.should_log = control.should_evaluate = control.should_save = state.global_step == 3
+            control.should_training_stop |= state.global_step == 4
+            return control
+
+    recorder = run(tmp_path, Asks())
+    assert (recorder.logs, recorder.evaluations, recorder.saves, recorder.epochs) == ([3], [3], [3], [4])
+
+
+def test_only_better_models_are_saved(tmp_path: Path) -> None:
+    script = Losses([5.0, 4.0, 4.5, 3.0, 3.0, 3.5])
+    recorder = run(tmp_path, script, save_strategy="best", **steps("eval", 2))
+    assert recorder.evaluations == [2, 4, 6, 8, 10, 12]
+    assert recorder.saves == [2, 4, 8]
+
+
+def test_greater_may_be_better(tmp_path: Path) -> None:
+    script = Losses([5.0, 4.0, 6.0])
+    recorder = run(tmp_path, script, save_strategy="best", greater_is_better=True, **steps("eval", 4))
+    assert recorder.saves == [4, 12]
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    script = Losses([5.0, 3.0, 4.0])
+    options = {**steps("eval", 4), **steps("save", 4), "load_best_model_at_end": True, "save_total_limit": 1}
+    made, recorder = trainer(tmp_path, script, **options)
+    made.train()
+    assert recorder.saves == [4, 8, 12]
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-8")
+    assert (made.state.best_metric, made.state.best_global_step) == (3.0, 8)
+    kept = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert kept == ["checkpoint-12", "checkpoint-8"]  # the best stays, whatever the limit
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
+    state = made.model.state_dict()
+    assert all((state[name] == value).all() for name, value in weights.items())
+
+
+def test_early_stopping(tmp_path: Path) -> None:
+    script = Losses([5.0, 4.0, 4.5, 4.6, 1.0, 1.0])
+    options = {**steps("eval", 2), **steps("save", 2), "load_best_model_at_end": True}
+    recorder = run(tmp_path, script, EarlyStoppingCallback(early_stopping_patience=2), **options)
+    assert recorder.evaluations == [2, 4, 6, 8]
+
+
+def test_a_learning_rate_that_follows_the_metric(tmp_path: Path) -> None:
+    script = Losses([5.0, 6.0, 6.0, 6.0])
+    options = {"lr_scheduler_kwargs": {"patience": 0, "factor": 0.1}, **steps("eval", 3), **steps("logging", 1)}
+    run(tmp_path, script, lr_scheduler_type="reduce_lr_on_plateau", **options)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["learning_rate"] for line in lines if "loss" in line}
+    assert [rates[step] for step in (3, 6, 7, 9, 10, 12)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])

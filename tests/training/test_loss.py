@@ -1,0 +1,220 @@
+"""The loss of a step: a mean over its target tokens, however they are spread over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from stepmark.training.loss import MicroBatchLoss, Weight, accepts_num_items, shifts_labels, smoothed_cross_entropy
+from tests.support.programs import VOCABULARY, tiny_model
+
+# Micro-batches with few and many target tokens: a mean of their means would be far from the mean over tokens.
+SHAPES = [(1, 4), (2, 16), (3, 9)]
+
+
+def micro_batches(seed: int = 0) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for rows, length in SHAPES:
+        tokens = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+        labels = tokens.clone()
+        labels[-1, length // 2 :] = -100
+        batches.append({"input_ids": tokens, "labels": labels})
+    return batches
+
+
+def shifted_targets(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def step_loss(loss: MicroBatchLoss, model: nn.Module, batches: list[dict[str, Tensor]], counts: list[int]) -> Tensor:
+    total = torch.tensor(max(float(sum(counts)), 1.0))
+    shares = [
+        loss(model, batch, Weight(torch.tensor(float(count)), total))[0]
+        for batch, count in zip(batches, counts, strict=True)
+    ]
+    return torch.stack(shares).sum()
+
+
+def mean_over_tokens(model: nn.Module, batches: list[dict[str, Tensor]], smoothing: float = 0.0) -> Tensor:
+    """By hand: all tokens' losses in one heap."""
+    losses = []
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1].reshape(-1, VOCABULARY)
+        labels = batch["labels"][:, 1:].reshape(-1)
+        kept = labels != -100
+        losses.append(F.cross_entropy(logits[kept], labels[kept], reduction="none", label_smoothing=smoothing))
+    return torch.cat(losses).mean()
+
+
+class OwnMean(nn.Module):
+    """A model that knows nothing of transformers: its loss is the mean over its own micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_model(dropout=0.0).eval()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = self.inner(input_ids).logits
+        if labels is None:
+            return {"logits": logits}
+        flat, targets = logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1)
+        losses = F.cross_entropy(flat, targets.clamp(min=0), reduction="none")
+        counts = (targets != -100).float()
+        return {"loss": (losses * counts).sum() / counts.sum(), "logits": logits}
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_model(dropout=0.0).eval()
+
+
+def test_models_that_count_items_give_the_mean_over_tokens(model: nn.Module) -> None:
+    batches = micro_batches()
+    counts = [shifted_targets(batch) for batch in batches]
+    assert accepts_num_items(model)
+    found = step_loss(MicroBatchLoss(model), model, batches, counts)
+    torch.testing.assert_close(found, mean_over_tokens(model, batches))
+
+
+def test_models_that_do_not_count_are_weighted_by_their_tokens() -> None:
+    model = OwnMean()
+    batches = micro_batches()
+    counts = [shifted_targets(batch) for batch in batches]
+    assert not accepts_num_items(model)
+    found = step_loss(MicroBatchLoss(model), model, batches, counts)
+    torch.testing.assert_close(found, mean_over_tokens(model.inner, batches))
+
+
+def test_a_micro_batch_of_padding_alone_adds_nothing_and_no_nan() -> None:
+    for model in (OwnMean(), tiny_model(dropout=0.0).eval()):
+        batches = micro_batches()[:2]
+        batches[1]["labels"][:] = -100
+        counts = [shifted_targets(batch) for batch in batches]
+        assert counts[1] == 0
+        alone = gradients(model, batches[:1], counts[:1])
+        together = gradients(model, batches, counts)
+        assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+        nothing = gradients(model, batches[1:], counts[1:])
+        assert not any(gradient.any() for gradient in nothing)
+
+
+def gradients(model: nn.Module, batches: list[dict[str, Tensor]], counts: list[int]) -> list[Tensor]:
+    """The step's loss, and after it all parameters' gradients."""
+    model.zero_grad()
+    loss = step_loss(MicroBatchLoss(model), model, batches, counts)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+def test_label_smoothing_is_that_of_torch_over_all_tokens(model: nn.Module, smoothing: float) -> None:
+    batches = micro_batches()
+    counts = [shifted_targets(batch) for batch in batches]
+    found = step_loss(MicroBatchLoss(model, label_smoothing=smoothing), model, batches, counts)
+    torch.testing.assert_close(found, mean_over_tokens(model, batches, smoothing))
+
+
+def test_label_smoothing_is_that_of_transformers(model: nn.Module) -> None:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    (batch,) = micro_batches()[1:2]
+    outputs = model(input_ids=batch["input_ids"])
+    theirs = LabelSmoother(0.2)(outputs, batch["labels"], shift_labels=True)
+    ours = smoothed_cross_entropy(outputs.logits, batch["labels"], 0.2, causal_shift=True) / shifted_targets(batch)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_label_smoothing_without_shift_for_classes() -> None:
+    logits, labels = torch.randn(5, 3), torch.tensor([0, 2, -100, 1, 1])
+    found = smoothed_cross_entropy(logits.bfloat16(), labels, 0.1, causal_shift=False)
+    assert found.dtype == torch.float32
+    kept = labels != -100
+    expected = F.cross_entropy(logits.bfloat16().float()[kept], labels[kept], reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_users_function_gets_outputs_labels_and_the_steps_tokens(model: nn.Module) -> None:
+    batches = micro_batches()
+    counts = [shifted_targets(batch) for batch in batches]
+    seen: list[float] = []
+
+    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        seen.append(num_items_in_batch.item())
+        assert "loss" not in outputs
+        flat = outputs.logits[:, :-1].reshape(-1, VOCABULARY)
+        return F.cross_entropy(flat, labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
+
+    loss = MicroBatchLoss(model, compute_loss_func=compute, label_smoothing=0.3)  # the function wins over smoothing
+    found = step_loss(loss, model, batches, counts)
+    torch.testing.assert_close(found, mean_over_tokens(model, batches))
+    assert seen == [float(sum(counts))] * len(batches)
+    assert all("labels" in batch for batch in batches)
+
+
+def test_outputs_come_with_the_loss(model: nn.Module) -> None:
+    (batch,) = micro_batches()[:1]
+    one = torch.tensor(1.0)
+    for loss in (MicroBatchLoss(model), MicroBatchLoss(model, label_smoothing=0.1)):
+        outputs = loss(model, batch, Weight(one, one))[1]
+        assert outputs.logits.shape == (1, 4, VOCABULARY)
+        assert outputs.past_key_values is None  # generation's cache is not kept
+
+
+def test_which_models_shift() -> None:
+    classifier = BertForSequenceClassification(
+        BertConfig(
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+            vocab_size=20,
+            max_position_embeddings=8,
+        )
+    )
+    assert shifts_labels(tiny_model())
+    assert not shifts_labels(classifier)
+    assert not shifts_labels(nn.Linear(2, 2))
+
+
+def test_models_may_say_that_they_count_items() -> None:
+    class Says(nn.Linear):
+        accepts_loss_kwargs = True
+
+    class Names(nn.Linear):
+        def forward(self, input: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+            return super().forward(input)
+
+    class Swallows(nn.Linear):
+        def forward(self, input: Tensor, **_: Any) -> Tensor:
+            return super().forward(input)
+
+    assert accepts_num_items(Says(1, 1))
+    assert accepts_num_items(Names(1, 1))
+    assert not accepts_num_items(Swallows(1, 1))
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_gradients_of_a_step_do_not_depend_on_how_it_is_cut(accepts: bool) -> None:
+    model = tiny_model(dropout=0.0).eval() if accepts else OwnMean()
+    whole = {name: torch.cat([each[name] for each in padded()]) for name in ("input_ids", "labels")}
+    ways = [gradients(model, batches, [shifted_targets(each) for each in batches]) for batches in ([whole], padded())]
+    for at_once, cut in zip(*ways, strict=True):
+        torch.testing.assert_close(at_once, cut, rtol=1e-4, atol=1e-6)
+
+
+def padded() -> list[dict[str, Tensor]]:
+    """The micro-batches at one length, so that they can be joined."""
+    width = max(length for _, length in SHAPES)
+    return [
+        {
+            "input_ids": F.pad(batch["input_ids"], (0, width - batch["input_ids"].shape[1])),
+            "labels": F.pad(batch["labels"], (0, width - batch["labels"].shape[1]), value=-100),
+        }
+        for batch in micro_batches()
+    ]
