@@ -83,8 +83,9 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
 
 KILLED = """
 import os, signal, sys, torch
-from stepmark.checkpoint import files, plain
-from stepmark.checkpoint.heartbeat import boot_id
+from stepmark.checkpoint import single_file as plain
+from stepmark.filesystem import files
+from stepmark.checkpoint.coordination.heartbeat import boot_id
 
 def sync(path):
     if sys.argv[2] == "dies":
@@ -234,7 +235,7 @@ def test_the_package_has_them() -> None:
 STUCK = """
 import sys, time
 from pathlib import Path
-from stepmark.checkpoint import plain
+from stepmark.checkpoint import single_file as plain
 with plain._deadline(Path("x.pt"), "writing", 0.2):
     time.sleep(60)
 """
