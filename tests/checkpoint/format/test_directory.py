@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.coordination import folder_lock as owner
+from stepmark.checkpoint.coordination import heartbeat
 from stepmark.checkpoint.save import operation as saving
 from stepmark.errors import CheckpointBusy, CheckpointError
 from stepmark.filesystem import files
@@ -95,7 +95,7 @@ def test_a_run_that_was_taken_for_dead_commits_nothing(tmp_path: Path, monkeypat
 
     def sleep(self: saving.SaveOperation, sealed: dict[int, str]) -> None:
         write_manifest(self, sealed)
-        shutil.rmtree(next((tmp_path / ".stepmark").iterdir()))
+        shutil.rmtree(next((tmp_path / ".stepmark").glob("[!.]*")))
         other.claim()
 
     monkeypatch.setattr(saving.SaveOperation, "_write_manifest", sleep)
@@ -109,7 +109,7 @@ def test_a_run_that_was_taken_for_dead_commits_nothing(tmp_path: Path, monkeypat
 def test_a_dead_run_whose_clock_was_ahead_does_not_hold_the_folder_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "STALE", 1.0)
+    monkeypatch.setattr(heartbeat, "STALE", 1.0)
     dead = tmp_path / ".stepmark" / "dead"
     dead.mkdir(parents=True)
     (dead / "claimed").touch()
