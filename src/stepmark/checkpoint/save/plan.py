@@ -59,7 +59,7 @@ class PlannedFile:
         return self.header_size + self.data_size
 
     @property
-    def sealer(self) -> int:
+    def finalizer(self) -> int:
         """The rank that writes the header."""
         return self.shares[0].rank
 
