@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.coordination import folder_lock as owner
+from stepmark.checkpoint.coordination import heartbeat
 from stepmark.checkpoint.format.directory import checkpoints, step_of
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointError
@@ -188,7 +188,7 @@ def run_point(point: Point, prepared: Path, folder: Path) -> tuple[bool, str]:
     shutil.copytree(prepared, world)
     disk = Disk(world) if point.kind == "power-loss" else None
     if disk:
-        owner.STALE = 2.0  # a machine that lost its power takes longer than a minute to come back
+        heartbeat.STALE = 2.0  # a machine that lost its power takes longer than a minute to come back
     endings = _run_ranks(point, scenario, world / "run", journal if disk else None, folder)
     reached = (folder / "reached").exists() or any(ending == "killed" for ending in endings)
     wrong = [

@@ -34,6 +34,7 @@ from stepmark.checkpoint.restore.restore import Accept, Restorer
 from stepmark.checkpoint.retention import KeepLast, Retention
 from stepmark.checkpoint.save.background import Background
 from stepmark.checkpoint.save.cleanup import CheckpointCleaner
+from stepmark.checkpoint.save.commit import Commit
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.request import (
@@ -235,16 +236,20 @@ class Checkpointer:
         kinds = {name: section["kind"] for name, section in values.items()}
         saving = SaveOperation(
             rank=self._group.rank,
+            step=drafted.step,
+            save=drafted.save,
             temporary=drafted.temporary,
             plan=plan,
             extents=extents,
-            manifest=drafted.manifest(self._group.size, self._mesh, kinds),
             phases=phases,
             threads=self._threads,
-            lost=self._member.lost,
-            clock=self._clock,
-            values=values_to_bytes(values) if self._group.rank == 0 else b"",
-            extra=drafted.extra,
+            commit=Commit(
+                values=values_to_bytes(values) if self._group.rank == 0 else b"",
+                extra=drafted.extra,
+                manifest=drafted.manifest(self._group.size, self._mesh, kinds),
+                lost=self._member.lost,
+                clock=self._clock,
+            ),
         )
         return saving, memory.numpy().data
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.coordination.folder_claim import heartbeat_files
 from stepmark.checkpoint.coordination.heartbeat import STALE
 from stepmark.checkpoint.coordination.leases import Leases
-from stepmark.checkpoint.format.directory import COORDINATION
 
 STATUS = "status.json"
 ENDED = ("done", "failed", "interrupted")
@@ -27,7 +27,7 @@ class RunState:
 
     def alive(self) -> bool:
         """Whether a process shows that it owns the folder."""
-        return any(self._signs.alive(path) for path in (self._run / COORDINATION).glob("*/alive.*"))
+        return any(self._signs.alive(path) for path in heartbeat_files(self._run))
 
     def ended(self) -> str | None:
         """How the run has ended, in words; None while it goes on, or has not begun."""

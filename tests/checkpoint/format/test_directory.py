@@ -9,13 +9,14 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.coordination import folder_lock as owner
-from stepmark.checkpoint.save import operation as saving
+from stepmark.checkpoint.coordination import heartbeat
+from stepmark.checkpoint.save.commit import Commit
 from stepmark.errors import CheckpointBusy, CheckpointError
 from stepmark.filesystem import files
 from tests.support.faults import Faults
@@ -88,17 +89,18 @@ def test_a_folder_that_is_removed_under_a_run_is_said_to_be_gone(tmp_path: Path)
 def test_a_run_that_was_taken_for_dead_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It slept in the middle of a save for so long that another run has taken the folder over."""
     write_manifest, sleeper, other = (
-        saving.SaveOperation._write_manifest,
+        Commit.write_manifest,
         Checkpointer(tmp_path),
         Checkpointer(tmp_path),
     )
 
-    def sleep(self: saving.SaveOperation, sealed: dict[int, str]) -> None:
-        write_manifest(self, sealed)
-        shutil.rmtree(next((tmp_path / ".stepmark").iterdir()))
+    def sleep(self: Commit, *arguments: Any) -> int:
+        size = write_manifest(self, *arguments)
+        shutil.rmtree(next((tmp_path / ".stepmark").glob("[!.]*")))
         other.claim()
+        return size
 
-    monkeypatch.setattr(saving.SaveOperation, "_write_manifest", sleep)
+    monkeypatch.setattr(Commit, "write_manifest", sleep)
     with pytest.raises(CheckpointBusy, match="taken over by another run"):
         save(sleeper, 1)
     sleeper.close()
@@ -109,7 +111,7 @@ def test_a_run_that_was_taken_for_dead_commits_nothing(tmp_path: Path, monkeypat
 def test_a_dead_run_whose_clock_was_ahead_does_not_hold_the_folder_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "STALE", 1.0)
+    monkeypatch.setattr(heartbeat, "STALE", 1.0)
     dead = tmp_path / ".stepmark" / "dead"
     dead.mkdir(parents=True)
     (dead / "claimed").touch()

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, checksum_blocks, covering_blocks
 from stepmark.checkpoint.format.manifest import Manifest, parse_manifest
 from stepmark.checkpoint.format.tensor_file import PAGE, Header, parse_header
-from stepmark.checkpoint.save.operation import tensor_entries
-from stepmark.checkpoint.save.plan import Holding, Row, SavePlan, largest_header, plan_save
+from stepmark.checkpoint.save.commit import tensor_entries
+from stepmark.checkpoint.save.plan import Holding, SavePlan, largest_header, plan_save
+from stepmark.checkpoint.sections import Row
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Box, Piece
 from stepmark.sharding.overlap import disjoint
@@ -122,7 +123,7 @@ def test_pieces_go_to_files_of_their_own_replicas() -> None:
         held.append(Holding(tuple(rows), (half, half + 2)))
     plan = plan_save(held, [0] * 4, SAVE)
     check_every_byte_once(plan, 4)
-    files = {(file.group, tuple(t.name for t in file.tensors), file.sealer) for file in plan.files}
+    files = {(file.group, tuple(t.name for t in file.tensors), file.finalizer) for file in plan.files}
     assert len(files) == 5
     assert {names for group, names, _ in files if group == "model"} == {("w",), ("norm",)}
 

@@ -1,12 +1,13 @@
-"""Signs of life: a file that a process touches and locks for as long as it lives, and how others read it.
+"""Heartbeats: a file that a process touches and locks for as long as it lives, and how others judge it.
 
-Process numbers say nothing on another machine, and files alone nothing of a process that was killed. So:
+Process numbers say nothing on another machine, and files alone say nothing of a process that was killed. So:
 
 - on the same machine (same boot id) and the same mounted file system, the kernel's lock on the file says at once
-  whether the process still exists; two containers of a machine that each mount a file system for themselves may not see
+  whether the process still exists. Two containers of a machine that each mount a file system for themselves may not see
   each other's locks, so there only a lock that is held says something;
-- else its time of change, by the file system's own clock: older than STALE seconds means dead, and so does a time that
-  has not changed for STALE seconds while one looks, whatever it is, since a clock may have been set back.
+- else a process is alive if the file's time changes, and dead if it has not changed for STALE seconds of the observer's
+  monotonic time. What the time is does not matter: some file systems take it from the clock of the machine that
+  touches the file, which may be wrong.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import logging
 import os
 import socket
 import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stepmark.filesystem import files
 from stepmark.filesystem.locks import try_lock, unlock
 
-BEAT = 5.0  # seconds between two signs of life
-STALE = 60.0  # seconds without one, after which a process on another machine is taken for dead
+BEAT = 5.0  # seconds between two heartbeats
+STALE = 60.0  # seconds without one, after which a process on another machine is considered dead
 
 logger = logging.getLogger("stepmark")
 
@@ -93,6 +95,46 @@ class Heartbeat:
             self._thread.join()
         unlock(self._descriptor)
         files.close(self._descriptor)
+
+
+@dataclass
+class _Sighting:
+    """The time of a file as it was last seen, since when it has been that, and whether it has ever changed."""
+
+    time: int
+    since: float
+    changed: bool = False
+
+
+class HeartbeatMonitor:
+    """Judges heartbeat files of other processes, and remembers what it saw when.
+
+    Times in files are compared with earlier times of the same file only, and durations are those of this process's
+    monotonic clock: clocks of two machines are never compared.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, _Sighting] = {}
+
+    def state(self, path: Path) -> bool | None:
+        """Whether the process behind the file is alive. None: unknown as yet, ask again; it is known STALE seconds
+        after the first call at the latest."""
+        verdict = lock_verdict(path)
+        if verdict is not None:
+            return verdict
+        try:
+            time_of_file = os.stat(path).st_mtime_ns  # up to date on NFS too, since the file has just been opened
+        except (FileNotFoundError, NotADirectoryError):
+            self._seen.pop(path, None)
+            return False
+        now = time.monotonic()
+        seen = self._seen.setdefault(path, _Sighting(time_of_file, now))
+        if seen.time != time_of_file:
+            self._seen[path] = _Sighting(time_of_file, now, changed=True)
+            return True
+        if now - seen.since >= STALE:
+            return False
+        return True if seen.changed else None
 
 
 def lock_verdict(path: Path) -> bool | None:

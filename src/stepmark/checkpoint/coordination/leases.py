@@ -11,15 +11,13 @@ for leases then, and gives the name back where it finds one. So one of the two s
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stepmark.checkpoint.coordination.folder_lock import held_by_another
-from stepmark.checkpoint.coordination.heartbeat import STALE, Heartbeat, lock_verdict
+from stepmark.checkpoint.coordination.folder_claim import held_by_another
+from stepmark.checkpoint.coordination.heartbeat import Heartbeat, HeartbeatMonitor
 from stepmark.checkpoint.format.directory import COORDINATION
 from stepmark.filesystem import files
 
@@ -87,11 +85,11 @@ def _remove(path: Path) -> None:
 
 
 class Leases:
-    """The leases on a run's checkpoints, as one process sees them: it remembers what it saw when."""
+    """The leases on a run's checkpoints, as one process sees them."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / COORDINATION
-        self._seen: dict[Path, tuple[float, float]] = {}  # the file's time at first sight, and when that was here
+        self._monitor = HeartbeatMonitor()
 
     def held(self, checkpoint: Path, label: str | None = None, but: Lease | None = None) -> bool:
         """Whether a live reader has a lease on the checkpoint: any, or one with this label; `but` does not count.
@@ -109,26 +107,6 @@ class Leases:
         return found
 
     def alive(self, path: Path) -> bool:
-        """Whether the process behind a heartbeat file lives, as far as can be told by now: of another machine, silence
-        counts from the file's own time, or from the first look at it."""
-        verdict = lock_verdict(path)
-        if verdict is not None:
-            return verdict
-        try:
-            sign = path.stat().st_mtime
-        except FileNotFoundError:
-            return False
-        first, since = self._seen.setdefault(path, (sign, time.monotonic()))
-        if sign != first:
-            self._seen[path] = (sign, time.monotonic())
-            return True
-        return time.monotonic() - since < STALE and self._now() - sign < STALE
-
-    def _now(self) -> float:
-        """The time by the file system's clock."""
-        descriptor = files.open_for_writing(self._folder / "clock")
-        try:
-            os.utime(descriptor)
-            return os.fstat(descriptor).st_mtime
-        finally:
-            files.close(descriptor)
+        """Whether the process behind a heartbeat file is alive. One on another machine counts as alive until its file
+        has not changed for STALE seconds since the first call."""
+        return self._monitor.state(path) is not False

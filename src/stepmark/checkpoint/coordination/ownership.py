@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.file_store import StatusStore
-from stepmark.checkpoint.coordination.folder_lock import FolderLock
+from stepmark.checkpoint.coordination.folder_claim import FolderClaim
 from stepmark.checkpoint.coordination.heartbeat import STALE, boot_id
 from stepmark.checkpoint.coordination.messages import describe_error
 from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
@@ -14,13 +14,13 @@ from stepmark.checkpoint.format.directory import check_writable
 
 logger = logging.getLogger("stepmark")
 
-CLAIMING = 2 * STALE  # seconds that rank 0 may take to find out whether another run lives
+CLAIMING = 3 * STALE  # seconds that rank 0 may take to find out whether another run is alive
 
 
 class RunOwnership:
     """One rank's part in a claim: `nodes[rank]` is the node that a rank is on, `identity` the run's random name."""
 
-    def __init__(self, owner: FolderLock, meeting: TimedGroup, nodes: list[int]) -> None:
+    def __init__(self, owner: FolderClaim, meeting: TimedGroup, nodes: list[int]) -> None:
         self.identity = owner.identity
         self.nodes = nodes
         self._owner = owner
@@ -32,19 +32,19 @@ class RunOwnership:
 
         Raises CheckpointBusy where another live run has it, and CheckpointError where it cannot be written to.
         """
-        own: FolderLock | None = None
+        own: FolderClaim | None = None
 
         def claim() -> str:
             nonlocal own
             check_writable(folder)
-            own = FolderLock.claim(folder)
+            own = FolderClaim.claim(folder)
             return own.identity
 
         identity = meeting.ask_first(claim, f"claiming {folder}", max(timeout, CLAIMING))
         places = meeting.all_gather(boot_id(), f"claiming {folder}")
         nodes = [places.index(place) for place in places]
         if own is None:
-            own = FolderLock.join(folder, identity, meeting.rank, beat=nodes[meeting.rank] == meeting.rank)
+            own = FolderClaim.join(folder, identity, meeting.rank, beat=nodes[meeting.rank] == meeting.rank)
         return cls(own, meeting, nodes)
 
     def board(self, name: str) -> StatusStore:

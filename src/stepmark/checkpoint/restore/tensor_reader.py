@@ -19,11 +19,11 @@ from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool
-from stepmark.checkpoint.save.snapshot import block_views, is_plain, narrow
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Box, Layout, Part, Piece, Shape
 from stepmark.sharding.overlap import Overlap, disjoint, overlaps
+from stepmark.sharding.views import block_views, is_row_major, narrow
 
 Bytes = NDArray[np.uint8]
 LARGE = 4 << 20  # bytes from which a tensor's memory on the host is a mapping of its own
@@ -104,7 +104,7 @@ class TensorReader:
     def _prepare(self, group: list[ReadTarget], runtime: Runtime, memory: BufferPool) -> int:
         """Gives the targets, which share one live tensor, their host memory; returns the bytes that takes."""
         live = group[0].live
-        if live is not None and live.device.type == "cpu" and is_plain(live):
+        if live is not None and live.device.type == "cpu" and is_row_major(live):
             host, size = live.detach(), 0
         elif live is not None:
             parts = {(part.at, part.piece) for target in group for part in target.layout.parts}

@@ -143,12 +143,12 @@ class Background:
 
     def _retain(self, newest: Path, saving: SaveOperation) -> None:
         """Deletes what need not stay, now that `newest` is committed; an error surfaces at the next call."""
-        handle = SaveHandle(saving.manifest.step)
+        handle = SaveHandle(saving.step)
         self._aftermaths.append(handle)
         phases = self.phases(f"deleting old checkpoints after step {handle.step}", saving.board, handle)
         try:
             phases.enter("deleting")
-            self._keeper.after(newest, saving.manifest.save)
+            self._keeper.after(newest, saving.save)
             phases.leave()
             handle.succeed(newest)
         except OSError as error:

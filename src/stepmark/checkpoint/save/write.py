@@ -1,4 +1,4 @@
-"""Writes this rank's share of the files from staging memory, with the digests on the way."""
+"""Writes this rank's share of the files from staging memory, with the checksums on the way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stepmark.filesystem import files
 
 BLOCK = 8 * CHECKSUM_BLOCK
 
-# file index -> tensor name -> number of the tensor's cell -> digest
-Digests = dict[int, dict[str, dict[int, str]]]
+# file index -> tensor name -> number of the tensor's cell -> checksum
+Checksums = dict[int, dict[str, dict[int, str]]]
 
 
 class _Output:
@@ -54,9 +54,9 @@ class _Output:
 
 def write_extents(
     folder: Path, plan: SavePlan, extents: Sequence[Extent], memory: memoryview, *, threads: int
-) -> Digests:
-    """Writes and syncs the extents; returns the digests of the cells in them."""
-    digests: Digests = {}
+) -> Checksums:
+    """Writes and syncs the extents; returns the checksums of the cells in them."""
+    checksums: Checksums = {}
     for extent in extents:
         file = plan.files[extent.file]
         path = folder / file.name
@@ -65,12 +65,12 @@ def write_extents(
         try:
             write = _block_writer(output, file, extent, memory)
             for found in in_parallel(write, range(extent.begin, extent.end, BLOCK), threads):
-                for name, number, digest in found:
-                    digests.setdefault(extent.file, {}).setdefault(name, {})[number] = digest
+                for name, number, checksum in found:
+                    checksums.setdefault(extent.file, {}).setdefault(name, {})[number] = checksum
             output.sync()
         finally:
             output.close()
-    return digests
+    return checksums
 
 
 def _block_writer(
@@ -101,13 +101,13 @@ def _cells_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tuple[i
     return blocks
 
 
-def write_header(folder: Path, file: PlannedFile, step: int, save: str, digests: dict[str, dict[int, str]]) -> bytes:
+def write_header(folder: Path, file: PlannedFile, step: int, save: str, checksums: dict[str, dict[int, str]]) -> bytes:
     """Adds the header once all of the file's data is there; returns its bytes.
 
-    `digests` is by tensor name and number of the cell, complete. Raises OSError where the file has not its size.
+    `checksums` is by tensor name and number of the cell, complete. Raises OSError where the file has not its size.
     """
     listed = {
-        tensor.name: [digests[tensor.name][number] for number in range(len(tensor.checksum_blocks()))]
+        tensor.name: [checksums[tensor.name][number] for number in range(len(tensor.checksum_blocks()))]
         if tensor.checksum_blocks()
         else []
         for tensor in file.tensors

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.coordination.folder_lock import held_by_another
+from stepmark.checkpoint.coordination.folder_claim import held_by_another
+from stepmark.checkpoint.coordination.heartbeat import BEAT
 from stepmark.launch.world import World
 from stepmark.trainer.telemetry.run_log import STATUS, RunLog
 
@@ -26,7 +27,7 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
     try:
         told = _status(folder)
         ended = told.get("state") != "running" and told.get("time", 0.0) >= began
-        if ended or held_by_another(folder):
+        if ended or held_by_another(folder, watch=1.5 * BEAT):
             return
         folder.mkdir(parents=True, exist_ok=True)
         RunLog(folder, writes=True).status("interrupted", int(told.get("step", 0)), reason)

@@ -1,0 +1,101 @@
+"""The commit of a save, which rank 0 makes once all ranks have finished their files: the other files, the manifest, and
+the rename that gives the checkpoint its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.checksums import file_checksum
+from stepmark.checkpoint.format.directory import publish
+from stepmark.checkpoint.format.manifest import (
+    MANIFEST,
+    MODEL,
+    VALUES,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    parse_manifest,
+)
+from stepmark.checkpoint.save.plan import SavePlan
+from stepmark.checkpoint.timestamps import TimestampSource
+from stepmark.errors import CheckpointBusy
+from stepmark.filesystem import files
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What rank 0 adds to the tensor files.
+
+    `values` are the bytes of state.json, `extra` the names of the user's files, which are in the temporary folder
+    already. `manifest` has neither files nor tensors yet. `lost` says whether another run has taken the folder over.
+    """
+
+    values: bytes
+    extra: Sequence[str]
+    manifest: Manifest
+    lost: Callable[[], bool]
+    clock: TimestampSource
+
+    def run(self, temporary: Path, plan: SavePlan, headers: Mapping[int, str]) -> tuple[Path, int]:
+        """Returns the checkpoint's path and the bytes of its files. `headers` are the checksums of the tensor files'
+        headers, by index in the plan.
+
+        Raises CheckpointBusy where another run owns the folder by now.
+        """
+        size = self.write_manifest(temporary, plan, headers)
+        if self.lost():
+            raise CheckpointBusy(f"{temporary.parent} was taken over by another run; stop one of the two")
+        return publish(temporary, self.manifest.save), size
+
+    def write_manifest(self, temporary: Path, plan: SavePlan, headers: Mapping[int, str]) -> int:
+        """Writes all files that hold no tensors; returns the bytes of all files."""
+        entries = []
+        for number, file in enumerate(plan.files):
+            writers = tuple((share.rank, share.end) for share in file.shares)
+            entries.append(FileEntry(file.name, file.size, headers[number], file.header_size, writers))
+        for name in self._write_other_files(temporary, plan):
+            size, checksum = file_checksum(temporary / name)
+            entries.append(FileEntry(name, size, checksum))
+        data = self.manifest.with_contents(tuple(entries), tensor_entries(plan), self.clock.now()).to_bytes()
+        parse_manifest(data)  # nothing is committed that a restore would refuse
+        files.write_file(temporary / MANIFEST, data)
+        return sum(entry.size for entry in entries) + len(data)
+
+    def _write_other_files(self, temporary: Path, plan: SavePlan) -> list[str]:
+        """Their names; all of them are synced."""
+        files.make_folder(temporary)
+        files.write_file(temporary / VALUES, self.values)
+        index = model_index(plan)
+        if index is not None:
+            files.write_file(temporary / INDEX, index)
+        for name in self.extra:
+            files.sync_file(temporary / name)
+        return [VALUES, *([INDEX] if index is not None else []), *self.extra]
+
+
+def model_index(plan: SavePlan) -> bytes | None:
+    """transformers' index of the model's files; None where there is one file, or tensors are sharded."""
+    model_files = [file for file in plan.files if file.group == MODEL]
+    tensors = [(tensor, file.name) for file in model_files for tensor in file.tensors]
+    if len(model_files) < 2 or not all(tensor.piece.is_whole(tensor.shape) for tensor, _ in tensors):
+        return None
+    weight_map = {tensor.name: name for tensor, name in tensors}
+    size = sum(file.data_size for file in model_files)
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2).encode()
+
+
+def tensor_entries(plan: SavePlan) -> dict[str, dict[str, TensorEntry]]:
+    """All tensors with the files that hold their shards, as the manifest lists them."""
+    groups: dict[str, dict[str, TensorEntry]] = {}
+    for index, file in enumerate(plan.files):
+        tensors = groups.setdefault(file.group, {})
+        for tensor in file.tensors:
+            known: Any = tensors[tensor.name].pieces if tensor.name in tensors else ()
+            tensors[tensor.name] = TensorEntry(tensor.dtype, tensor.shape, (*known, (index, tensor.piece)))
+    return groups
