@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import stepmark
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.best_link import point_best
 from stepmark.checkpoint.format.directory import checkpoint_path
@@ -199,6 +200,28 @@ def save_large(rank: int, folder: str, tensors: dict[str, Tensor]) -> None:
         checkpointer.save(1, {"model": model}, block=True)
 
 
+def test_a_pytorch_file_has_the_sums_that_torch_writes(saved: Path, tmp_path: Path) -> None:
+    """So that stepmark.load can verify it, and a flipped bit does not pass."""
+    go(saved, tmp_path / "out", "pytorch")
+    path = tmp_path / "out" / "pytorch_model.bin"
+    assert_same(stepmark.load(path), whole_tensors())
+    data = bytearray(path.read_bytes())
+    data[data.index(bits(whole_tensors()["row"])) + 100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="data/"):
+        stepmark.load(path)
+
+
+def test_a_full_disk_while_torch_writes(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(state: Any, path: Path) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file data/0")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be written: .*failed writing"):
+        go(saved, tmp_path / "out", "pytorch")
+    assert nothing_left(tmp_path)
+
+
 @pytest.mark.parametrize("model_only", [False, True])
 def test_a_model_that_is_not_sharded(tmp_path: Path, model_only: bool) -> None:
     """Tied weights once, other types, an empty buffer, a strided one; no config is no error."""
@@ -233,12 +256,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind: str) -> None:
+def test_a_damaged_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind: str, form: str) -> None:
     damage, words = DAMAGES[kind]
     damage(run_folder / "checkpoint-5")
     with pytest.raises(CheckpointDamaged, match=words):
-        go(run_folder / "checkpoint-5", tmp_path / "out")
+        go(run_folder / "checkpoint-5", tmp_path / "out", form)
     assert nothing_left(tmp_path)
 
 

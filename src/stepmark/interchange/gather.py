@@ -22,7 +22,6 @@ from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
 from stepmark.errors import CheckpointDamaged
 from stepmark.filesystem import files
-from stepmark.interchange.sums import Sums
 from stepmark.sharding.layout import Block, Box, Piece, Shape
 from stepmark.sharding.overlap import disjoint
 
@@ -42,19 +41,16 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class GatherTarget:
-    """A tensor's place: it begins at byte `begin` of an open file. `sums` hears of every block, if there is one."""
+    """A tensor's place: it begins at byte `begin` of an open file."""
 
     name: str
     tensor: TensorEntry
     descriptor: int
     begin: int
-    sums: Sums | None = None
 
     def write(self, data: memoryview, begin: int) -> None:
         """Writes a block at byte `begin` of the file."""
         files.write_at(self.descriptor, data, begin)
-        if self.sums is not None:
-            self.sums.add(begin, data)
 
 
 def jobs(target: GatherTarget, sources: Sequence[StoredShard]) -> Iterator[Job]:
