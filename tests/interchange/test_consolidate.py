@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import stepmark
 from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.format import shard_reader
 from stepmark.checkpoint.format.best_link import point_best
 from stepmark.checkpoint.format.directory import checkpoint_path
 from stepmark.checkpoint.format.integrity import check_integrity
@@ -181,7 +182,7 @@ def test_every_cut_comes_out_whole(
 def test_large_tensors_go_in_blocks_and_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger than a block, a window and several cells, beginning anywhere in a cell."""
     monkeypatch.setattr(gather, "WINDOW", 3 << 20)
-    monkeypatch.setattr(gather, "BLOCK", 1 << 20)
+    monkeypatch.setattr(shard_reader, "BLOCK", 1 << 20)
     torch.manual_seed(1)
     wanted = {"a": torch.randn(1001), "b": torch.randn(1500, 1601), "c": torch.randn(2100, 1003)}
     run_ranks(2, save_large, str(tmp_path / "run"), wanted)
@@ -338,7 +339,7 @@ def test_pieces_that_overlap_are_no_tensor(
         return manifest
 
     monkeypatch.setattr(module, "read_manifest", overlapping)
-    with pytest.raises(CheckpointDamaged, match=f"tensor '{name}' overlap"):
+    with pytest.raises(CheckpointDamaged, match=f"shards of tensor '{name}' overlap"):
         go(run_folder / "checkpoint-5", tmp_path / "out")
     assert nothing_left(tmp_path)
 
