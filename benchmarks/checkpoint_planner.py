@@ -32,9 +32,10 @@ from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, parse_manifest
 from stepmark.checkpoint.save.exchange import RankTables, encode_rows
 from stepmark.checkpoint.save.operation import tensor_entries
-from stepmark.checkpoint.save.plan import Row, SavePlan
+from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.request import RankReport, SavePlanner, SaveRequest
 from stepmark.checkpoint.save.snapshot import extents_of
+from stepmark.checkpoint.sections import Row
 from stepmark.sharding.layout import Piece
 from stepmark.sharding.overlap import overlaps
 

@@ -1,4 +1,4 @@
-"""The folders are the stages that data passes through, and a folder imports from earlier ones only."""
+"""The order of the packages: what a package may import, and that no two modules import each other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,30 @@ ORDER = [
     "report",
     "cli",
 ]
+# Inside checkpoint/. What stands in one line does not import each other; sub-packages are save, restore and so on.
+CHECKPOINT_ORDER = [
+    {"format"},
+    {"threads", "timestamps", "retention"},
+    {"coordination"},
+    {"host_memory", "sections", "save_handle"},
+    {"save", "restore", "single_file"},
+    {"checkpointer"},
+]
+FORMAT_MAY_IMPORT = ("stepmark.errors", "stepmark.filesystem", "stepmark.sharding", "stepmark.checkpoint.format")
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem == "errors")
+CHECKPOINT_FILES = sorted((SOURCE / "checkpoint").glob("*/*.py")) + sorted((SOURCE / "checkpoint").glob("[!_]*.py"))
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Names of the modules that a file imports, in full, but for those that only a type checker reads."""
+def module_of(path: Path) -> str:
+    parts = ["stepmark", *path.relative_to(SOURCE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imported(path: Path, *, typing: bool = True) -> Iterator[str]:
+    """Full names of what a file imports, at any place in it; without `typing`, not what only a type checker reads."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = {
         id(node)
@@ -47,7 +67,7 @@ def imported(path: Path) -> Iterator[str]:
     }
     package = ["stepmark", *path.relative_to(SOURCE).with_suffix("").parts][:-1]
     for node in ast.walk(tree):
-        if id(node) in for_types:
+        if not typing and id(node) in for_types:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -55,6 +75,16 @@ def imported(path: Path) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def imported_modules(path: Path, *, typing: bool) -> set[str]:
+    """The modules of ours that a file imports from."""
+    found = set()
+    for name in imported(path, typing=typing):
+        module = name if name in MODULES else name.rpartition(".")[0]
+        if module in MODULES and module != module_of(path):
+            found.add(module)
+    return found
 
 
 def stage(module: str) -> str | None:
@@ -69,11 +99,44 @@ def test_imports_come_from_earlier_stages(path: Path) -> None:
     assert not later
 
 
+def room(module: str) -> str | None:
+    """The sub-package or module of checkpoint/ that a name is in."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["stepmark", "checkpoint"] and len(parts) > 2 else None
+
+
+def level(name: str) -> int:
+    return next(index for index, rooms in enumerate(CHECKPOINT_ORDER) if name in rooms)
+
+
+@pytest.mark.parametrize("path", CHECKPOINT_FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_rooms_of_checkpoint_have_an_order(path: Path) -> None:
+    """A sub-package imports from lower levels and from itself: save and restore do not know each other."""
+    mine = room(module_of(path))
+    assert mine is not None
+    others = {found for name in imported_modules(path, typing=True) if (found := room(name)) not in (None, mine)}
+    assert not {other for other in others if level(other) >= level(mine)}
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "checkpoint/format").glob("*.py")), ids=lambda path: path.stem)
+def test_the_format_knows_neither_ranks_nor_devices(path: Path) -> None:
+    ours = {name for name in imported(path) if name.startswith("stepmark.")}
+    assert not {name for name in ours if not name.startswith(FORMAT_MAY_IMPORT)}
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {module: imported_modules(path, typing=False) for module, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a cycle of imports: {' -> '.join(reversed(error.args[1]))}")
+
+
 def test_torch_xla_has_one_door() -> None:
     users = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
-        if any(name.split(".")[0] == "torch_xla" for name in imported(path))
+        if any(name.split(".")[0] == "torch_xla" for name in imported(path, typing=False))
     }
     assert users == {"runtime/xla.py"}
 

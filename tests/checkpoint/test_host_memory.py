@@ -22,11 +22,12 @@ from stepmark.checkpoint.format import verified_file as checked
 from stepmark.checkpoint.format.manifest import TensorEntry
 from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.restore import tensor_reader as reader
-from stepmark.checkpoint.save.snapshot import Copy, copy_to_host, narrow
+from stepmark.checkpoint.save.snapshot import Copy, copy_to_host
 from stepmark.checkpoint.sections import Entry
 from stepmark.errors import CheckpointError
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Box, Layout, Part, Piece, Shard
+from stepmark.sharding.views import narrow
 from tests.sharding.test_layout import elements_of, numbers, pieces, shapes
 from tests.support.checkpoint_states import bits
 

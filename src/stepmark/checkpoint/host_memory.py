@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stepmark.errors import CheckpointError
 
+GROUP_BYTES = 64 << 20  # bytes of tensors that come from a lazy device to the host together
 MACHINE = "machine"  # all of a node's memory, as a limit
 _RESERVE = 64 << 20  # bytes that are left to everything else
 _CGROUP = Path("/sys/fs/cgroup")

@@ -33,7 +33,7 @@ from stepmark.checkpoint.coordination.messages import describe_error, late
 from stepmark.checkpoint.coordination.watchdog import end_unless, watchdog
 from stepmark.checkpoint.format.directory import resolve_link
 from stepmark.checkpoint.format.read_errors import cannot_read
-from stepmark.checkpoint.save.snapshot import GROUP_BYTES
+from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.locks import try_lock

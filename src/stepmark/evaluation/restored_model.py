@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.json_values import decode_plain
-from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.restore.compare import StateComparison
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
-from stepmark.checkpoint.save.plan import MODEL
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
 from stepmark.runtime.base import Runtime

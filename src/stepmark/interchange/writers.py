@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.checkpoint.format.manifest import TensorEntry
+from stepmark.checkpoint.format.manifest import MODEL, TensorEntry
 from stepmark.checkpoint.format.tensor_file import PAGE
-from stepmark.checkpoint.save.plan import MODEL
 from stepmark.errors import CheckpointError
 from stepmark.filesystem import files
 from stepmark.interchange.gather import GatherTarget, Job, StoredShard, jobs

@@ -96,7 +96,7 @@ def test_something_else_of_that_name_is_left(tmp_path: Path) -> None:
 READER = """
 import sys, time
 from pathlib import Path
-from stepmark.checkpoint.lease import Lease
+from stepmark.checkpoint.coordination.leases import Lease
 Lease.take(Path(sys.argv[1]), "test")
 print("held", flush=True)
 time.sleep(600)

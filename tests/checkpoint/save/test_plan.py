@@ -15,7 +15,8 @@ from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, checksum_blocks
 from stepmark.checkpoint.format.manifest import Manifest, parse_manifest
 from stepmark.checkpoint.format.tensor_file import PAGE, Header, parse_header
 from stepmark.checkpoint.save.operation import tensor_entries
-from stepmark.checkpoint.save.plan import Holding, Row, SavePlan, largest_header, plan_save
+from stepmark.checkpoint.save.plan import Holding, SavePlan, largest_header, plan_save
+from stepmark.checkpoint.sections import Row
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Box, Piece
 from stepmark.sharding.overlap import disjoint
@@ -72,7 +73,7 @@ def test_every_byte_is_written_once(
         assert len({node_of[share.rank] for share in file.shares}) == 1
         assert file.data_size <= max_file_size or len(file.tensors) == 1
         sizes = {tensor.name: tensor.piece.numel for tensor in file.tensors}
-        digests = {tensor.name: ["0" * 16] * len(tensor.cells()) for tensor in file.tensors}
+        digests = {tensor.name: ["0" * 16] * len(tensor.checksum_blocks()) for tensor in file.tensors}
         header = Header(file.header_size, 10**15, SAVE, file.tensors, digests)
         assert {t.name: t.piece.numel for t in parse_header(header.to_bytes(), file.size).tensors} == sizes
 

@@ -9,7 +9,8 @@ import pytest
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.tensor_file import header_size
 from stepmark.checkpoint.save import plan as planning
-from stepmark.checkpoint.save.plan import Holding, Row, plan_save
+from stepmark.checkpoint.save.plan import Holding, plan_save
+from stepmark.checkpoint.sections import Row
 from stepmark.sharding.layout import Piece
 
 

@@ -22,6 +22,11 @@ VALUES = "state.json"
 FORMAT = "stepmark-checkpoint"
 VERSION = 1
 
+# Groups of tensors, and the beginnings of their names: model, optimizer/<section>, state/<section>.
+MODEL = "model"
+OPTIMIZER = "optimizer"
+STATE = "state"
+
 _LATEST = 253370764800.0  # seconds since the Unix epoch: the beginning of the year 9999, up to which calendars go
 _BLANK = "0" * FILE_CHECKSUM_LENGTH
 _DIGEST_FIELD = re.compile(rb'"digest": "([0-9a-f]{32})"\n\}\n\Z')

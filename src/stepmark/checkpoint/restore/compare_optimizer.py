@@ -16,11 +16,11 @@ from torch import Tensor
 from stepmark.checkpoint.format.json_values import decode
 from stepmark.checkpoint.restore.read_plan import ReadPlan, tensor_names
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget
-from stepmark.checkpoint.save.snapshot import block_views
 from stepmark.checkpoint.sections import MASTER, Entry, Section, optimizer_state
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Layout, layout_of
+from stepmark.sharding.views import block_views
 
 # What stays as it is here: how an optimizer computes, which is a matter of its device, and what it calls parameters.
 _OWN = frozenset({"foreach", "fused", "capturable", "param_names"})

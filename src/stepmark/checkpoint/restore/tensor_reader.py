@@ -20,11 +20,9 @@ from stepmark.checkpoint.format.shard_reader import byte_blocks, copy_block, ele
 from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool
-from stepmark.checkpoint.save.snapshot import block_views, is_plain
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Box, Layout, Part, Shape
 from stepmark.sharding.overlap import disjoint, overlaps
+from stepmark.sharding.views import block_views
 
 Bytes = NDArray[np.uint8]
 LARGE = 4 << 20  # bytes from which a tensor's memory on the host is a mapping of its own
@@ -106,7 +104,7 @@ class TensorReader:
     def _prepare(self, group: list[ReadTarget], runtime: Runtime, memory: BufferPool) -> int:
         """Gives the targets, which share one live tensor, their host memory; returns the bytes that takes."""
         live = group[0].live
-        if live is not None and live.device.type == "cpu" and is_plain(live):
+        if live is not None and live.device.type == "cpu" and is_row_major(live):
             host, size = live.detach(), 0
         elif live is not None:
             parts = {(part.at, part.piece) for target in group for part in target.layout.parts}

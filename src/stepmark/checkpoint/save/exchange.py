@@ -12,8 +12,8 @@ from stepmark.checkpoint.coordination.file_store import StatusStore
 from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.json_values import TAG
-from stepmark.checkpoint.save.plan import Holding, Row
-from stepmark.checkpoint.sections import Section
+from stepmark.checkpoint.save.plan import Holding
+from stepmark.checkpoint.sections import Row, Section
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Box, Piece
 

@@ -18,8 +18,16 @@ from stepmark.checkpoint.coordination.file_store import RankFailed, StatusStore
 from stepmark.checkpoint.coordination.messages import describe_error
 from stepmark.checkpoint.format.checksums import bytes_checksum, file_checksum
 from stepmark.checkpoint.format.directory import publish
-from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest, TensorEntry, parse_manifest
-from stepmark.checkpoint.save.plan import MODEL, SavePlan
+from stepmark.checkpoint.format.manifest import (
+    MANIFEST,
+    MODEL,
+    VALUES,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    parse_manifest,
+)
+from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.snapshot import Extent
 from stepmark.checkpoint.save.write import Digests, write_extents, write_header
 from stepmark.checkpoint.timestamps import TimestampSource

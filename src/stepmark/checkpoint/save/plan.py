@@ -16,37 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
-from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.tensor_file import PAGE, StoredTensor, header_size, order
+from stepmark.checkpoint.sections import Row
 from stepmark.errors import UsageError
-from stepmark.sharding.layout import Piece, Shape
+from stepmark.sharding.layout import Shape
 
 MAX_HEADER = 50_000_000  # bytes; safetensors refuses more than 100 million
-
-MODEL = "model"
-OPTIMIZER = "optimizer"
-STATE = "state"
-
-
-class Row(NamedTuple):
-    """A piece that a rank holds. `group` is the file it goes to, without number and suffix: model, state/loader.
-
-    `first`: of ranks that hold the same piece the first writes all of it, since the others' may differ.
-    """
-
-    group: str
-    name: str
-    dtype: str
-    shape: Shape
-    piece: Piece
-    first: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.piece.numel * item_size(self.dtype)
 
 
 @dataclass(frozen=True)

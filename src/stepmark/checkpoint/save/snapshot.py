@@ -18,13 +18,14 @@ from torch import Tensor
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.tensor_file import PAGE
+from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.sections import Entry
 from stepmark.checkpoint.threads import in_parallel
 from stepmark.runtime.base import Runtime
-from stepmark.sharding.layout import Block, Box, Part, Piece
+from stepmark.sharding.layout import Part, Piece
+from stepmark.sharding.views import block_views, flattened, is_row_major
 
-GROUP_BYTES = 64 << 20
 _CHUNK = 8 << 20  # bytes that a thread copies at a time
 
 
@@ -130,7 +131,7 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
     target = memory.numpy()
     runs: list[tuple[int, NDArray[np.uint8]]] = []
     for copy, source in found:
-        if isinstance(copy.part.at, int) and source.device.type == "cpu" and is_plain(source):
+        if isinstance(copy.part.at, int) and source.device.type == "cpu" and is_row_major(source):
             data = _run(copy, copy.part.at, source)
             runs += [(copy.at + begin, data[begin : begin + _CHUNK]) for begin in range(0, len(data), _CHUNK)]
         else:
@@ -147,17 +148,12 @@ def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
     return source.view(-1)[at + copy.start : at + copy.stop].view(torch.uint8).numpy()
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether its memory holds its values in row-major order."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
 def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:
     size = item_size(copy.entry.dtype)
     target = memory[copy.at : copy.at + (copy.stop - copy.start) * size].view(torch_dtype(copy.entry.dtype))
     part = _by_boxes(copy.part, source)
     if isinstance(part.at, int):
-        target.copy_(_flat(source)[part.at + copy.start : part.at + copy.stop], non_blocking=True)
+        target.copy_(flattened(source)[part.at + copy.start : part.at + copy.stop], non_blocking=True)
         return
     for block, view in block_views(source, part, copy.start, copy.stop):
         begin = block.start - copy.start
@@ -173,32 +169,3 @@ def _by_boxes(part: Part, source: Tensor) -> Part:
     if part.at != piece.start or piece.box.lengths != tuple(source.shape):
         return part
     return Part(piece, (0,) * source.dim())
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
-
-
-def block_views(tensor: Tensor, part: Part, start: int, stop: int) -> list[tuple[Block, Tensor]]:
-    """Elements [start, stop) of a part's piece as blocks, each with the view of the local tensor that holds it.
-
-    The tensor is contiguous where the part lies in one run of it.
-    """
-    views = []
-    for block in part.piece.blocks(start, stop):
-        if isinstance(part.at, int):
-            begin = part.at + block.start
-            view = _flat(tensor)[begin : begin + block.box.numel].view(block.box.lengths)
-        else:
-            inside = block.box.relative_to(part.piece.box.offsets)
-            at = tuple(a + b for a, b in zip(part.at, inside.offsets, strict=True))
-            view = narrow(tensor, Box(at, inside.lengths))
-        views.append((block, view))
-    return views
-
-
-def narrow(tensor: Tensor, box: Box) -> Tensor:
-    """The view of the elements in a box."""
-    for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
