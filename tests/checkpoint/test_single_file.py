@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepmark.checkpoint import single_file as plain
+from stepmark.checkpoint import single_file
 from stepmark.checkpoint.coordination.heartbeat import boot_id
 from stepmark.checkpoint.single_file import load, save
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
@@ -83,9 +84,8 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
 
 KILLED = """
 import os, signal, sys, torch
-from stepmark.checkpoint import single_file as plain
+from stepmark.checkpoint import single_file
 from stepmark.filesystem import files
-from stepmark.checkpoint.coordination.heartbeat import boot_id
 
 def sync(path):
     if sys.argv[2] == "dies":
@@ -93,7 +93,7 @@ def sync(path):
     sys.stdin.read()
 
 files.sync_file = sync
-plain.save({"x": torch.ones(1000)}, sys.argv[1])
+single_file.save({"x": torch.ones(1000)}, sys.argv[1])
 """
 
 
@@ -235,8 +235,8 @@ def test_the_package_has_them() -> None:
 STUCK = """
 import sys, time
 from pathlib import Path
-from stepmark.checkpoint import single_file as plain
-with plain._deadline(Path("x.pt"), "writing", 0.2):
+from stepmark.checkpoint import single_file
+with single_file._deadline(Path("x.pt"), "writing", 0.2):
     time.sleep(60)
 """
 
@@ -324,7 +324,7 @@ def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
 
 
 def test_who_writes_nothing_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_compact", None)
+    monkeypatch.setattr(single_file, "_compact", None)
     save({"x": torch.ones(10)[:2]}, tmp_path / "a.pt", write=False)
     assert not os.listdir(tmp_path)
 
@@ -387,3 +387,46 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=words):
             save({"x": 1}, tmp_path / name)
     assert {entry.name: entry.lstat().st_ino for entry in tmp_path.iterdir()} == before
+
+
+def test_files_without_sums_load(tmp_path: Path) -> None:
+    state, path = {"a": torch.arange(999.0), "b": torch.ones(3)}, tmp_path / "a.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert load(path)["a"].equal(state["a"])
+    with torch.serialization.skip_data():  # as consolidation once left them: sums of all but the tensors
+        torch.save(state, path)
+    assert set(load(path)) == {"a", "b"}
+    with path.open("r+b") as file:
+        file.truncate(3000)
+    with pytest.raises(CheckpointDamaged):
+        load(path)
+
+
+def test_a_wrong_sum_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"t": torch.arange(1000.0)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.arange(1000.0).numpy().tobytes()) + 100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="data/0"):
+        load(path)
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EACCES, errno.EIO])
+def test_what_cannot_be_read_for_the_moment_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"t": torch.zeros(9)}, path)
+
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(single_file.zipfile.ZipFile, "open", fail)
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+        load(path)
+    assert isinstance(caught.value, CheckpointDamaged) == (number == errno.EIO)

@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import stepmark
 from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.format import shard_reader
 from stepmark.checkpoint.format.best_link import point_best
 from stepmark.checkpoint.format.directory import checkpoint_path
 from stepmark.checkpoint.format.integrity import check_integrity
@@ -180,7 +182,7 @@ def test_every_cut_comes_out_whole(
 def test_large_tensors_go_in_blocks_and_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger than a block, a window and several cells, beginning anywhere in a cell."""
     monkeypatch.setattr(gather, "WINDOW", 3 << 20)
-    monkeypatch.setattr(gather, "BLOCK", 1 << 20)
+    monkeypatch.setattr(shard_reader, "BLOCK", 1 << 20)
     torch.manual_seed(1)
     wanted = {"a": torch.randn(1001), "b": torch.randn(1500, 1601), "c": torch.randn(2100, 1003)}
     run_ranks(2, save_large, str(tmp_path / "run"), wanted)
@@ -197,6 +199,28 @@ def save_large(rank: int, folder: str, tensors: dict[str, Tensor]) -> None:
     annotate(model.c, Layout.box((2100, 1003), (rank * 1050, 0), (1050, 1003)))
     with Checkpointer(folder, group=HostGroup.of_processes()) as checkpointer:
         checkpointer.save(1, {"model": model}, block=True)
+
+
+def test_a_pytorch_file_has_the_sums_that_torch_writes(saved: Path, tmp_path: Path) -> None:
+    """So that stepmark.load can verify it, and a flipped bit does not pass."""
+    go(saved, tmp_path / "out", "pytorch")
+    path = tmp_path / "out" / "pytorch_model.bin"
+    assert_same(stepmark.load(path), whole_tensors())
+    data = bytearray(path.read_bytes())
+    data[data.index(bits(whole_tensors()["row"])) + 100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="data/"):
+        stepmark.load(path)
+
+
+def test_a_full_disk_while_torch_writes(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(state: Any, path: Path) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file data/0")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be written: .*failed writing"):
+        go(saved, tmp_path / "out", "pytorch")
+    assert nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize("model_only", [False, True])
@@ -233,12 +257,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind: str) -> None:
+def test_a_damaged_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind: str, form: str) -> None:
     damage, words = DAMAGES[kind]
     damage(run_folder / "checkpoint-5")
     with pytest.raises(CheckpointDamaged, match=words):
-        go(run_folder / "checkpoint-5", tmp_path / "out")
+        go(run_folder / "checkpoint-5", tmp_path / "out", form)
     assert nothing_left(tmp_path)
 
 
@@ -314,7 +339,7 @@ def test_pieces_that_overlap_are_no_tensor(
         return manifest
 
     monkeypatch.setattr(module, "read_manifest", overlapping)
-    with pytest.raises(CheckpointDamaged, match=f"tensor '{name}' overlap"):
+    with pytest.raises(CheckpointDamaged, match=f"shards of tensor '{name}' overlap"):
         go(run_folder / "checkpoint-5", tmp_path / "out")
     assert nothing_left(tmp_path)
 

@@ -1,7 +1,8 @@
 """The model of a checkpoint, however it is cut, as a plain Hugging Face model folder.
 
 The folder is written under a hidden name beside the final one, synced, and renamed: it is there whole or not at all.
-Memory is bounded by the threads, not by the model.
+Safetensors are streamed: memory is bounded by the number of threads, not by the model. For torch.save, the tensors of
+one output file are in memory at a time.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +24,12 @@ from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, VALUES, FileEnt
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
-from stepmark.interchange.containers import MAKERS
-from stepmark.interchange.gather import GatherTarget, Job, StoredShard, jobs
-from stepmark.interchange.model_files import ModelFile, cut, index_of, tensor_bytes
-from stepmark.interchange.sums import Sums, write_sums
+from stepmark.interchange.gather import StoredShard
+from stepmark.interchange.model_files import ModelFile, cut, index_of
+from stepmark.interchange.writers import THREADS, write_pytorch, write_safetensors
 
-THREADS = 4
-AHEAD = 4 * THREADS  # jobs that are given to the threads at a time
+Sources = dict[str, list[StoredShard]]
+
 _OF_A_RUN = {VALUES, "trainer_state.json"}  # files that say how training went on, and nothing of the model
 
 
@@ -132,7 +132,10 @@ def _consolidate_one(
         listener.begin(size)
         for entry in others:
             _copy_file(checkpoint, entry, temporary)
-        _write_shards(temporary, shards, form, sources, listener)
+        if form == "pytorch":
+            _write_pytorch(temporary, shards, checkpoint, manifest, listener)
+        else:
+            _write_safetensors(temporary, shards, sources, listener)
         if len(shards) > 1:
             name, data = index_of(shards, form)
             files.write_file(temporary / name, data)
@@ -145,13 +148,13 @@ def _consolidate_one(
     return Consolidated(checkpoint, final, tuple(shard.name for shard in shards), size)
 
 
-def _sources(checkpoint: Path, manifest: Manifest) -> dict[str, list[StoredShard]]:
+def _sources(checkpoint: Path, manifest: Manifest) -> Sources:
     """Where the pieces of each tensor are. Raises CheckpointDamaged, naming file and tensor.
 
     Files are read through the page cache: the system reads ahead there, which is quicker than our threads' own reads.
     """
     opened: dict[int, VerifiedFile] = {}
-    found: dict[str, list[StoredShard]] = {}
+    found: Sources = {}
     for name, tensor in manifest.tensors[MODEL].items():
         found[name] = []
         for number, piece in tensor.pieces:
@@ -193,48 +196,26 @@ def _copy_file(checkpoint: Path, entry: FileEntry, folder: Path) -> None:
         raise CheckpointDamaged(f"{path} differs from its digest")
 
 
-def _write_shards(
-    folder: Path,
-    shards: list[ModelFile],
-    form: str,
-    sources: dict[str, list[StoredShard]],
-    listener: ConsolidationListener,
+def _write_safetensors(
+    folder: Path, shards: Sequence[ModelFile], sources: Sources, listener: ConsolidationListener
 ) -> None:
-    """Fills the files one after the other, while those before are brought to the disk."""
-    open_files: list[int] = []
-    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-consolidate")
-    syncs: list[Future[None]] = []
-    try:
+    """Writes the files one after the other, while those before are synced."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-consolidate") as pool:
+        syncs = []
         for shard in shards:
-            places = MAKERS[form](folder / shard.name, shard.tensors)
-            descriptor = files.open_for_writing(folder / shard.name)
-            open_files.append(descriptor)
-            sums = Sums() if form == "pytorch" else None
-            targets = [
-                GatherTarget(name, tensor, descriptor, places[name], sums) for name, tensor in shard.tensors.items()
-            ]
-            _do(pool, (job for target in targets for job in jobs(target, sources[target.name])), listener)
-            if sums is not None:
-                ends = {target.begin: target.begin + tensor_bytes(target.tensor) for target in targets}
-                write_sums(folder / shard.name, descriptor, ends, sums)
-            syncs.append(pool.submit(files.sync, descriptor))
+            write_safetensors(folder / shard.name, shard.tensors, sources, pool, listener.advance)
+            syncs.append(pool.submit(files.sync_file, folder / shard.name))
         for sync in syncs:
             sync.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        for descriptor in open_files:
-            files.close(descriptor)
 
 
-def _do(pool: ThreadPoolExecutor, work: Iterable[Job], listener: ConsolidationListener) -> None:
-    """Does all jobs, a few ahead of those that are done."""
-    remaining: Iterator[Job] = iter(work)
-    pending: set[Future[int]] = set()
-    while True:
-        while len(pending) < AHEAD and (job := next(remaining, None)) is not None:
-            pending.add(pool.submit(job))
-        if not pending:
-            return
-        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        for future in done:
-            listener.advance(future.result())
+def _write_pytorch(
+    folder: Path, shards: Sequence[ModelFile], checkpoint: Path, manifest: Manifest, listener: ConsolidationListener
+) -> None:
+    """Writes the files one after the other; the tensors of one are in memory at a time."""
+    from stepmark.checkpoint.restore.tensor_reader import TensorReader
+
+    with TensorReader(checkpoint, manifest, threads=THREADS, alone=False) as reader:
+        for shard in shards:
+            write_pytorch(folder / shard.name, shard.tensors, reader, listener.advance)
+            files.sync_file(folder / shard.name)

@@ -12,19 +12,20 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.manifest import TensorEntry
+from stepmark.checkpoint.format.shard_reader import byte_blocks, copy_block, element_blocks
 from stepmark.checkpoint.format.tensor_file import StoredTensor
-from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
+from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.errors import CheckpointDamaged
 from stepmark.filesystem import files
-from stepmark.interchange.sums import Sums
-from stepmark.sharding.layout import Block, Box, Piece, Shape
-from stepmark.sharding.overlap import disjoint
+from stepmark.sharding.layout import Box, Piece, Shape
+from stepmark.sharding.overlap import disjoint, overlaps
 
 WINDOW = 32 << 20  # bytes of a tensor that a thread puts together at a time
 
@@ -42,19 +43,16 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class GatherTarget:
-    """A tensor's place: it begins at byte `begin` of an open file. `sums` hears of every block, if there is one."""
+    """A tensor's place: it begins at byte `begin` of an open file."""
 
     name: str
     tensor: TensorEntry
     descriptor: int
     begin: int
-    sums: Sums | None = None
 
     def write(self, data: memoryview, begin: int) -> None:
         """Writes a block at byte `begin` of the file."""
         files.write_at(self.descriptor, data, begin)
-        if self.sums is not None:
-            self.sums.add(begin, data)
 
 
 def jobs(target: GatherTarget, sources: Sequence[StoredShard]) -> Iterator[Job]:
@@ -77,18 +75,13 @@ def jobs(target: GatherTarget, sources: Sequence[StoredShard]) -> Iterator[Job]:
 
 
 def _run_start(piece: Piece, shape: Shape) -> int | None:
-    """The element of the flattened tensor at which the piece begins; None where its elements are not one run."""
+    """The element of the flattened tensor at which the shard begins; None where its elements are not contiguous."""
     blocks = piece.blocks()
-    starts = [_position(block.box.offsets, shape) for block in blocks]
-    ends = [start + block.box.numel for start, block in zip(starts, blocks, strict=True)]
-    if not blocks or ends[:-1] != starts[1:] or not all(_is_run(block.box, shape) for block in blocks):
+    if not blocks:
         return None
-    return starts[0]
-
-
-def _is_run(box: Box, shape: Shape) -> bool:
-    cut = next((dim for dim, length in enumerate(box.lengths) if length != 1), len(shape))
-    return box.lengths[cut + 1 :] == shape[cut + 1 :]
+    start = _position(blocks[0].box.offsets, shape)
+    run = Piece.of_range(shape, start, min(start + piece.numel, math.prod(shape)))
+    return start if sum(pair.box.numel for pair in overlaps(piece, run)) == piece.numel else None
 
 
 def _position(offsets: Shape, shape: Shape) -> int:
@@ -102,9 +95,8 @@ def _blocks_of(target: GatherTarget, source: StoredShard, start: int) -> Iterato
     """Copies a run, in blocks that end where the source's cells do."""
     stored = source.stored
     shift = target.begin + start * item_size(stored.dtype) - stored.begin
-    cuts = [stored.begin, *range((stored.begin // BLOCK + 1) * BLOCK, stored.end, BLOCK), stored.end]
-    for begin, end in pairwise(cuts):
-        yield lambda begin=begin, end=end: _copy(target, source, begin, end, shift)  # type: ignore[misc]
+    for begin, end in byte_blocks(stored.begin, stored.end):
+        yield partial(_copy, target, source, begin, end, shift)
 
 
 def _copy(target: GatherTarget, source: StoredShard, begin: int, end: int, shift: int) -> int:
@@ -117,68 +109,35 @@ def _windows_of(target: GatherTarget, sources: Sequence[StoredShard]) -> Iterato
     numel = math.prod(target.tensor.shape)
     for start in range(0, numel, step):
         wanted = Piece.of_range(target.tensor.shape, start, min(numel, start + step))
-        yield lambda wanted=wanted: _fill(target, sources, wanted)  # type: ignore[misc]
+        yield partial(_fill, target, sources, wanted)
 
 
 def _fill(target: GatherTarget, sources: Sequence[StoredShard], wanted: Piece) -> int:
-    """Puts one window together and writes it."""
+    """Assembles one window and writes it."""
     size = item_size(target.tensor.dtype)
     window = _memory(wanted.numel * size)
     elements = window.view(f"u{size}")
-    places = wanted.blocks()
+    views = [
+        (block, elements[block.start : block.start + block.box.numel].reshape(block.box.lengths))
+        for block in wanted.blocks()
+    ]
     found: list[Box] = []
     for source in sources:
-        found += _place(source, places, elements)
-    # Boxes that overlap would leave a part of the window to nobody: the manifest's pieces have as many elements as
-    # the tensor, so one window at least has too few then, unless they lie twice in one.
+        pairs = overlaps(source.stored.piece, wanted)
+        found += [pair.box for pair in pairs]
+        for start, stop in element_blocks(source.stored, pairs) if pairs else ():
+            copy_block(source.file, source.stored, start, stop, wanted, views)
+    # The manifest's shards have as many elements as the tensor. So where shards overlap, a window has too few
+    # elements, unless the shards overlap in this window.
     if sum(box.numel for box in found) != wanted.numel or not disjoint(found):
         raise _incomplete(target, sources)
     target.write(window.data, target.begin + wanted.start * size)
     return wanted.numel * size
 
 
-def _place(source: StoredShard, places: Sequence[Block], elements: np.ndarray) -> list[Box]:
-    """Copies what the piece has of the window; the boxes that it had."""
-    piece = source.stored.piece
-    bounds = [
-        (block.start + _position(common.relative_to(block.box.offsets).offsets, block.box.lengths), common, block.box)
-        for block in piece.blocks()
-        for place in places
-        if (common := block.box.intersect(place.box)) is not None
-    ]
-    if not bounds:
-        return []
-    first = min(start for start, _, _ in bounds)
-    last = max(start + _span(common, box) for start, common, box in bounds)
-    size = item_size(source.stored.dtype)
-    origin, end = source.stored.begin + first * size, source.stored.begin + last * size
-    cuts = [origin, *range((origin // BLOCK + 1) * BLOCK, end, BLOCK), end]
-    for low, high in pairwise(cuts):
-        read = np.frombuffer(source.file.read(source.stored, low, high), dtype=f"u{size}")
-        begin = (low - source.stored.begin) // size
-        for block in piece.blocks(begin, begin + len(read)):
-            values = read[block.start - begin : block.start - begin + block.box.numel].reshape(block.box.lengths)
-            for place in places:
-                common = block.box.intersect(place.box)
-                if common is not None:
-                    whole = elements[place.start : place.start + place.box.numel].reshape(place.box.lengths)
-                    whole[_slices(common, place.box)] = values[_slices(common, block.box)]
-    return [common for _, common, _ in bounds]
-
-
-def _span(common: Box, box: Box) -> int:
-    """Elements of the box from the common part's first to its last."""
-    return _position(tuple(length - 1 for length in common.lengths), box.lengths) + 1
-
-
-def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
-    inside = box.relative_to(outer.offsets)
-    return tuple(slice(offset, offset + length) for offset, length in zip(inside.offsets, inside.lengths, strict=True))
-
-
-def _memory(size: int) -> np.ndarray:
+def _memory(size: int) -> NDArray[np.uint8]:
     """This thread's memory for a window."""
-    memory: np.ndarray | None = getattr(_windows, "memory", None)
+    memory: NDArray[np.uint8] | None = getattr(_windows, "memory", None)
     if memory is None or len(memory) < size:
         memory = _windows.memory = np.empty(max(size, WINDOW), dtype=np.uint8)
     return memory[:size]
@@ -186,4 +145,4 @@ def _memory(size: int) -> np.ndarray:
 
 def _incomplete(target: GatherTarget, sources: Sequence[StoredShard]) -> CheckpointDamaged:
     names = ", ".join(sorted({str(source.file.path) for source in sources}))
-    return CheckpointDamaged(f"{names}: the pieces of tensor {target.name!r} overlap, and do not make it up")
+    return CheckpointDamaged(f"{names}: the shards of tensor {target.name!r} overlap and do not cover all of it")

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
+from stepmark.checkpoint.format.shard_reader import byte_blocks, copy_block, element_blocks
 from stepmark.checkpoint.format.tensor_file import StoredTensor
-from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
+from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.runtime.base import Runtime
-from stepmark.sharding.layout import Box, Layout, Part, Piece, Shape
-from stepmark.sharding.overlap import Overlap, disjoint, overlaps
-from stepmark.sharding.views import block_views, is_row_major, narrow
+from stepmark.sharding.layout import Box, Layout, Part, Shape
+from stepmark.sharding.overlap import disjoint, overlaps
+from stepmark.sharding.views import block_views
 
 Bytes = NDArray[np.uint8]
 LARGE = 4 << 20  # bytes from which a tensor's memory on the host is a mapping of its own
 IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read straight into place
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 @dataclass(eq=False)
@@ -159,7 +159,7 @@ class TensorReader:
             tensor = file.tensor(target.name, entry.dtype, stored)
             origin = tensor.begin - stored.start * size  # where in the data the box would begin
             shift = (part.at - part.piece.start) * size - origin
-            for begin, end in _blocks(origin + start * size, origin + stop * size):
+            for begin, end in byte_blocks(origin + start * size, origin + stop * size):
                 yield partial(copy, file, tensor, begin, end, flat[begin + shift : end + shift])
         if position != part.piece.stop:
             raise self._incomplete(target)
@@ -173,7 +173,7 @@ class TensorReader:
                 found += [pair.box for pair in pairs]
                 file = self._file(index)
                 tensor = file.tensor(target.name, entry.dtype, stored)
-                for start, stop in _element_blocks(tensor, *_span(pairs)):
+                for start, stop in element_blocks(tensor, pairs):
                     yield partial(_copy_boxes, file, tensor, start, stop, target, part)
         if sum(box.numel for box in found) != part.piece.numel or not disjoint(found):
             raise self._incomplete(target)
@@ -200,14 +200,6 @@ def _copy_on_host(live: Tensor, runtime: Runtime) -> Tensor:
     return runtime.to_host([live])[0].resolve_conj().resolve_neg().contiguous()
 
 
-def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cuts bytes [begin, end) of a file's data where multiples of BLOCK are, so that no cell is read twice."""
-    while begin < end:
-        cut = min(end, (begin // BLOCK + 1) * BLOCK)
-        yield begin, cut
-        begin = cut
-
-
 def _in_use(target: ReadTarget) -> bool:
     """Whether somebody else has the memory that is filled: no byte may get there unchecked."""
     assert target.host is not None
@@ -227,37 +219,11 @@ def _copy_run(file: VerifiedFile, tensor: StoredTensor, begin: int, end: int, wh
 def _copy_boxes(
     file: VerifiedFile, tensor: StoredTensor, start: int, stop: int, target: ReadTarget, part: Part
 ) -> None:
-    """Copies what elements [start, stop) of a stored piece, no more than one block, and a part of the target have in
-    common. They are read from the first to the last of those, into memory that each thread has once."""
+    """Copies what elements [start, stop) of a stored shard, at most one block, and a part of the target share."""
     assert target.host is not None
-    size, stored = item_size(tensor.dtype), tensor.piece
-    pairs = overlaps(Piece(stored.box, stored.start + start, stored.start + stop), part.piece)
-    if not pairs:
-        return
-    first, last = _span(pairs)
-    begin = tensor.begin + start * size
-    data = np.frombuffer(file.read(tensor, begin + first * size, begin + last * size), dtype=np.uint8)
-    flat = torch.from_numpy(data).view(torch_dtype(tensor.dtype))
-    places = block_views(target.host, part, 0, part.piece.numel)
-    for pair in pairs:
-        source = flat.as_strided(pair.box.lengths, pair.strides(), pair.first - first)
-        for block, place in places:
-            common = block.box.intersect(pair.box)
-            if common is not None:
-                inside = narrow(place, common.relative_to(block.box.offsets))
-                inside.copy_(narrow(source, common.relative_to(pair.box.offsets)))
-
-
-def _span(pairs: Sequence[Overlap]) -> tuple[int, int]:
-    """The elements of a stored piece from the first to the last that are needed."""
-    return min(pair.first for pair in pairs), max(pair.last for pair in pairs)
-
-
-def _element_blocks(tensor: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Cuts elements [first, last) of a stored piece as `_blocks` cuts their bytes."""
-    size = item_size(tensor.dtype)
-    for begin, end in _blocks(tensor.begin + first * size, tensor.begin + last * size):
-        yield (begin - tensor.begin) // size, (end - tensor.begin) // size
+    integers = _INTEGERS[item_size(tensor.dtype)]
+    views = block_views(target.host, part, 0, part.piece.numel)
+    copy_block(file, tensor, start, stop, part.piece, [(block, view.view(integers).numpy()) for block, view in views])
 
 
 def check_entry(entry: TensorEntry | None, target: ReadTarget, where: str) -> None:
