@@ -97,6 +97,21 @@ def test_a_wish_that_cannot(machine: Machine, wish: str, hardware_here: dict[str
         choose_device(wish)
 
 
+@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_32BIT_LONG"])
+def test_variables_that_narrow_types_are_refused_on_lazy_devices(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    machine.has(xla=True, neuron=True)
+    for value in ("0", "", "false"):
+        monkeypatch.setenv(name, value)
+        assert choose_device("xla") == "xla"
+    monkeypatch.setenv(name, "1")
+    for wish in ("xla", "auto"):
+        with pytest.raises(DeviceError, match=f"device: xla: the environment variable {name}=1 .*unset it"):
+            choose_device(wish)
+    assert choose_device("cpu") == "cpu"
+
+
 def test_a_device_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match="device: 'gpu' is unknown; choose one of auto, xla, cuda, neuron, cpu"):
         choose_device("gpu")

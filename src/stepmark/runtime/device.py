@@ -10,6 +10,7 @@ from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.hardware import neuron_device_present, torch_xla_installed, tpu_present
+from stepmark.runtime.xla_environment import check_no_type_override
 
 DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
 
@@ -24,22 +25,31 @@ def choose_device(wish: str = "auto") -> str:
     """
     if wish not in DEVICES:
         raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}")
-    if wish == "auto":
-        if torch_xla_installed() and (neuron_device_present() or tpu_present()):
-            return "xla"
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator.type if accelerator is not None else "cpu"
-    if wish == "xla" and not torch_xla_installed():
+    device = _default_device() if wish == "auto" else wish
+    _check_available(device)
+    if device == "xla":
+        check_no_type_override()
+    return device
+
+
+def _default_device() -> str:
+    if torch_xla_installed() and (neuron_device_present() or tpu_present()):
+        return "xla"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _check_available(device: str) -> None:
+    if device == "xla" and not torch_xla_installed():
         raise DeviceError("device: xla needs torch_xla, which is not installed; pip install 'stepmark[xla]'")
-    if wish == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device: cuda was asked for, but torch sees no CUDA device; choose device: cpu or auto")
-    if wish == "neuron":
+    if device == "neuron":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or accelerator.type != "neuron":
             raise DeviceError(
                 "device: neuron was asked for, but torch has no native neuron device here; with torch_xla choose xla"
             )
-    return wish
 
 
 def create_runtime(device: str, local_rank: int = 0, local_size: int = 1) -> Runtime:

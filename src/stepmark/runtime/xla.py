@@ -12,6 +12,7 @@ from torch import Tensor
 from stepmark.runtime.base import DeviceMemory, GraphCounters
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
 from stepmark.runtime.nested import map_tensors
+from stepmark.runtime.xla_environment import check_no_type_override
 
 
 def prepare_environment() -> None:
@@ -49,6 +50,7 @@ class XlaRuntime:
     lazy = True
 
     def __init__(self, local_rank: int = 0, local_size: int = 1, dispatch: Callable[[], None] | None = None) -> None:
+        check_no_type_override()
         if xr.device_type() != "CPU" and local_size > 1:
             pjrt.initialize_multiprocess(local_rank, local_size)
         self.device = torch_xla.device()
@@ -105,10 +107,15 @@ class XlaRuntime:
 
 
 def _host_view(tensor: Tensor) -> Tensor:
-    """The device buffer itself where XLA can lend it; a copy of what it cannot (bool, empty and 0-dim tensors)."""
+    """The device buffer itself where XLA can lend it with the tensor's dtype, otherwise a copy.
+
+    XLA cannot lend bool, empty and 0-dim tensors. A buffer may also have another element type than the tensor, where
+    torch_xla was told to compute float32 in bfloat16 or int64 in int32.
+    """
     if tensor.dtype == torch.bool or tensor.numel() == 0 or tensor.dim() == 0:
         return tensor.cpu()
-    return torch.utils.dlpack.from_dlpack(xla_dlpack.to_dlpack(tensor))
+    view = torch.utils.dlpack.from_dlpack(xla_dlpack.to_dlpack(tensor))
+    return view if view.dtype == tensor.dtype else tensor.cpu()
 
 
 def _samples(metric: str) -> int:
