@@ -30,6 +30,7 @@ from stepmark.evaluation.metrics import summarize
 from stepmark.launch.process_exit import say
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.runtime.context import Context, start
+from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.peer_watch import watch_of
 from stepmark.trainer.interruption.preemption import RunInterrupted
@@ -110,7 +111,8 @@ class Trainer:
             preprocess_logits_for_metrics,
             replicas=self.mesh.tensor_parallel.size,
         )
-        self.journal = RunLog(Path(self.args.output_dir), writes=self.is_world_process_zero())
+        writes = self.is_world_process_zero() and not extracting_graphs()
+        self.journal = RunLog(Path(self.args.output_dir), writes=writes)
         self.display = ProgressDisplay(shows=False, total=0, done=0)
         self.state = self._fresh_state()
         self.control = TrainerControl()
@@ -277,7 +279,7 @@ class Trainer:
         }
         self.event("on_train_end")
         self.journal.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
-        if self.is_world_process_zero():
+        if self.is_world_process_zero() and not extracting_graphs():
             self._full_state().save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
         self.journal.status("done", self.state.global_step, run.asked_to_stop)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
@@ -287,6 +289,10 @@ class Trainer:
     def save_checkpoint(self, run: TrainingLoop) -> None:
         """Saves all of a run's state as `checkpoint-<step>` in the output folder."""
         step = self.state.global_step
+        if extracting_graphs():
+            warn_not_saved(f"checkpoint-{step}")
+            self.control.should_save = False
+            return
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(Path(self.args.output_dir) / f"checkpoint-{step}")
         metric = self.args.best_metric_key
@@ -307,6 +313,9 @@ class Trainer:
     def save_model(self, output_dir: str | None = None) -> None:
         """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective."""
         folder = Path(output_dir or self.args.output_dir).absolute()
+        if extracting_graphs():
+            warn_not_saved(f"the model in {folder}")
+            return
         write_model(folder, self.model, self.mesh, self.processing_class, self.args.save_timeout)
 
     def _write_files(self, folder: Path) -> None:

@@ -115,7 +115,8 @@ from stepmark import Checkpointer, save
 from stepmark.errors import StepmarkError
 
 state = {"w": torch.arange(6.0).to(torch_xla.device())}
-for write in (lambda: Checkpointer(sys.argv[1]).save(1, {"model": state}, block=True), lambda: save(state, sys.argv[2])):
+checkpointer = Checkpointer(sys.argv[1])
+for write in (lambda: checkpointer.save(1, {"model": state}, block=True), lambda: save(state, sys.argv[2])):
     try:
         write()
     except StepmarkError as error:

@@ -20,6 +20,7 @@ from stepmark.checkpoint.coordination.heartbeat import STALE, Heartbeat, host_of
 from stepmark.checkpoint.format.directory import COORDINATION, recover
 from stepmark.errors import CheckpointBusy
 from stepmark.filesystem import files
+from stepmark.runtime.xla_environment import extracting_graphs
 
 _LOOK_EVERY = 0.5  # seconds
 
@@ -83,7 +84,7 @@ class FolderLock:
                     "another folder"
                 )
             _remove(other)
-        for leftover in recover(folder):
+        for leftover in () if extracting_graphs() else recover(folder):
             logger.info("removed %s, which a run that died had left", leftover)
 
     def _died_unborn(self, hidden: Path) -> bool:
