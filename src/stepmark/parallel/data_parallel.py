@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from stepmark.parallel.gradients import ReducedGradients, add_partial, squares
+from stepmark.optim.protocols import ReducedGradients
+from stepmark.parallel.gradients import add_partial, squares
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -43,6 +44,9 @@ class DataParallelGradients:
             if parameter.grad is not None:
                 total.add_(parameter.grad)
                 parameter.grad = None
+
+    def last_backward(self, tokens: Tensor) -> None:
+        """Does nothing: complete gradients are sent in a few large buckets, after the last backward pass."""
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:

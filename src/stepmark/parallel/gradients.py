@@ -1,27 +1,14 @@
-"""What the backward passes of a step come to, and what tensor parallelism adds to it."""
+"""Arithmetic on a step's gradients: completing partial ones over the tensor parallel axis, their norm, and clipping."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
-
-
-@dataclass(frozen=True)
-class ReducedGradients:
-    """The mean gradients of a step over all ranks, those of whole tensors or of a rank's parts (None where a parameter
-    took no part), the mean loss, the number of target tokens, and the 2-norm of the whole model's gradient: 0-dim
-    float32 tensors on the device."""
-
-    gradients: list[Tensor | None]
-    loss: Tensor
-    tokens: Tensor
-    norm: Tensor
 
 
 def add_partial(gradients: Sequence[Tensor | None], copies: Sequence[Replication], mesh: Mesh) -> list[Tensor | None]:

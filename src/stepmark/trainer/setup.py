@@ -15,8 +15,8 @@ from transformers.trainer_callback import TrainerCallback
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_arguments import TrainingArguments
 from stepmark.errors import UsageError
+from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.tensor.parallelize import ParallelizedModel, parallelize, parallelized
-from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import agree_on_weights, place_module
@@ -70,7 +70,7 @@ def _check_cut(applied: ParallelizedModel | None, args: TrainingArguments) -> No
 
 def make_optimizer(
     model: nn.Module, args: TrainingArguments, mesh: Mesh, given: torch.optim.Optimizer | None
-) -> ParameterOptimizer | ShardedOptimizer:
+) -> StepOptimizer:
     """The optimizer that the user gave, or the one that the arguments name."""
     if given is not None and args.zero_1:
         raise UsageError(

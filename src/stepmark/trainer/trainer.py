@@ -28,7 +28,7 @@ from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
 from stepmark.launch.process_exit import say
-from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
+from stepmark.optim.protocols import StepOptimizer
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
@@ -51,7 +51,6 @@ from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -168,15 +167,15 @@ class Trainer:
             **options,
         )
 
-    def make_optimizer(self) -> ParameterOptimizer | ShardedOptimizer:
+    def make_optimizer(self) -> StepOptimizer:
         """The optimizer that the user gave, or the one that the arguments name."""
         return make_optimizer(self.model, self.args, self.mesh, self._optimizers[0])
 
-    def make_schedule(self, optimizer: ParameterOptimizer | ShardedOptimizer, total_steps: int) -> Any:
+    def make_schedule(self, optimizer: StepOptimizer, total_steps: int) -> Any:
         """The schedule that the user gave, or the one that the arguments name."""
         return self._optimizers[1] or make_schedule(self.args, optimizer.inner, total_steps)
 
-    def make_step(self, optimizer: ParameterOptimizer | ShardedOptimizer) -> TrainStep:
+    def make_step(self, optimizer: StepOptimizer) -> TrainStep:
         return TrainStep(
             self.model,
             optimizer,

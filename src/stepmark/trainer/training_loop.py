@@ -80,7 +80,7 @@ class TrainingLoop:
             "unfinished": self._unfinished,
             "means": self.means.state_dict(),
             "schedule": schedule_state(self.schedule),
-            "rates": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "rates": [float(group["lr"]) for group in self.optimizer.inner.param_groups],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

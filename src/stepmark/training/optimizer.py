@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.optim.protocols import StepOptimizer
 from stepmark.optim.wrapped import load_rates, plain, take_empty_step
 from stepmark.parallel.data_parallel import DataParallelGradients
 from stepmark.parallel.zero.sharded_optimizer import MASTER, ShardedOptimizer
@@ -176,7 +177,7 @@ def build_optimizer(
     epsilon: float = 1e-8,
     options: Mapping[str, Any] | None = None,
     sharded_over: Mesh | None = None,
-) -> ParameterOptimizer | ShardedOptimizer:
+) -> StepOptimizer:
     """One of OPTIMIZERS over the parameters that train; weight decay for those whose name `decay` accepts.
 
     `options` are the optimizer's own further arguments (`momentum` and `nesterov` of SGD, `amsgrad` of AdamW).

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.gradients import scale_to
-from stepmark.parallel.zero.sharded_gradients import ShardedGradients
-from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight
-from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.seeds import derive_seed
 
 
@@ -49,7 +47,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: ParameterOptimizer | ShardedOptimizer,
+        optimizer: StepOptimizer,
         loss: MicroBatchLoss,
         mesh: Mesh,
         *,
@@ -92,7 +90,7 @@ class TrainStep:
             self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
             with autocast(self._runtime, self._autocast):
                 loss = self._loss(self.model, micro_batch.inputs, weight)[0]
-            if index == last and isinstance(self._gradients, ShardedGradients):
+            if index == last:
                 self._gradients.last_backward(tokens.reshape(()))
             loss.backward()
             self._gradients.collect()

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stepmark.parallel.gradients import ReducedGradients, squares
+from stepmark.optim.protocols import ReducedGradients
+from stepmark.parallel.gradients import squares
 from stepmark.parallel.zero.buckets import Bucket
 from stepmark.parallel.zero.overlap import OverlappedReduceScatter
 from stepmark.runtime.collectives import GroupCollectives
