@@ -19,7 +19,7 @@ from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.training.loss import MicroBatchLoss, Weight
-from stepmark.training.step import autocast, weigh
+from stepmark.training.micro_batches import autocast, weigh
 
 HELD_BATCHES = 16  # whose losses wait on the device before they are fetched, and whose predictions travel at a time
 
