@@ -36,6 +36,7 @@ from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.rank_grid import RankGrid
 from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import replication_of
 
@@ -174,8 +175,9 @@ def compare(model: Any, plan: dict[str, str]) -> str:
     def rank_runs(rank: int) -> None:
         try:
             runtime = EagerRuntime(torch.device("cpu"))
-            context = Context(World(rank, RANKS, rank, RANKS), runtime, HostGroup(rank, RANKS), NoCollectives())
-            mesh = Mesh(context, NoCollectives(), ThreadAxis(rank, slots, barrier))
+            context = Context(World(rank, RANKS, rank, RANKS), runtime, HostGroup(rank, RANKS))
+            axes = {"dp": NoCollectives(), "tp": ThreadAxis(rank, slots, barrier)}
+            mesh = Mesh(context, RankGrid({"dp": 1, "tp": RANKS}), axes)
             parallelize(halves[rank], mesh, plan=plan)
             found[rank] = _run(halves[rank], tokens)
         except BaseException as error:

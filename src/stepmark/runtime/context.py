@@ -18,7 +18,6 @@ from stepmark.errors import LaunchError, PeerFailed
 from stepmark.launch.supervisor import STORE_FD
 from stepmark.launch.world import World
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
 from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.process_groups import leave
@@ -28,13 +27,18 @@ TIMEOUT = timedelta(hours=2)  # longer than the longest compilation that another
 
 @dataclass(frozen=True)
 class Context:
-    """`data_parallel` is the mesh's data parallel axis, `host` all ranks, through the host. `store` is the ranks'
-    common key-value store, None for a rank that is alone."""
+    """Where this rank runs.
+
+    Attributes:
+        world: Its place among the ranks.
+        runtime: Its device.
+        host: All ranks, communicating through the host.
+        store: The ranks' common key-value store; None for a single rank.
+    """
 
     world: World
     runtime: Runtime
     host: HostGroup
-    data_parallel: Collectives
     store: dist.Store | None = None
 
     @contextlib.contextmanager
@@ -81,7 +85,8 @@ def start(device: str = "auto") -> Context:
             _join(world, runtime)
         with quiet_stdout():
             host = HostGroup.of_processes(TIMEOUT)
-        _started[name] = Context(world, runtime, host, _data_parallel(world, runtime), _joined.get("store"))
+        _check_devices(world, runtime)
+        _started[name] = Context(world, runtime, host, _joined.get("store"))
     return _started[name]
 
 
@@ -163,16 +168,17 @@ def _store(world: World) -> dist.Store:
     )
 
 
-def _data_parallel(world: World, runtime: Runtime) -> Collectives:
-    if not runtime.lazy:
-        return GroupCollectives() if world.size > 1 else NoCollectives()
-    from stepmark.runtime.host_bridge import BridgeCollectives
-    from stepmark.runtime.xla import XlaRuntime, graph_world
+def _check_devices(world: World, runtime: Runtime) -> None:
+    """Raises LaunchError where collectives in the graph would count the ranks otherwise than the launcher does."""
+    if not getattr(runtime, "in_graph_collectives", False):
+        return
+    from stepmark.runtime.xla import graph_world
 
-    assert isinstance(runtime, XlaRuntime)
-    if not runtime.in_graph_collectives:
-        return BridgeCollectives(runtime) if world.size > 1 else NoCollectives()
     rank, size = graph_world()
     if size != world.size:
         raise LaunchError(f"PJRT sees {size} devices and the launcher started {world.size} ranks; start one per device")
-    return GraphCollectives(runtime, rank, size) if size > 1 else NoCollectives()
+    if rank != world.rank:
+        raise LaunchError(
+            f"PJRT counts this process as rank {rank} and the launcher as rank {world.rank}; start the ranks with "
+            "stepmark train --nproc or torchrun, and leave PJRT's own variables unset"
+        )

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from stepmark.launch.world import World
-from stepmark.runtime.collectives import GraphCollectives
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
 
@@ -54,7 +53,7 @@ def run_replicas(function: Callable[[Context], Any], replicas: int) -> list[Any]
 
         runtime = XlaRuntime(dispatch=take_turns)
         host = ThreadGroup(rank, slots, barrier)
-        context = Context(World(rank, size, rank, size), runtime, host, GraphCollectives(runtime, rank, size))
+        context = Context(World(rank, size, rank, size), runtime, host)
         try:
             results[rank] = function(context)
         except BaseException:

@@ -44,8 +44,8 @@ def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -
         enable_gradient_checkpointing(model, runtime)
     if args.dtype == "bfloat16":
         model.to(torch.bfloat16)
-    kinds = mesh.tensor_parallel.size if applied else 1
-    if agree_on_weights(model, runtime, context.host, kinds) and context.host.rank == 0:
+    groups = mesh.same_parameters if applied else None
+    if agree_on_weights(model, runtime, context.host, groups) and context.host.rank == 0:
         logger.warning("the ranks had different weights; all take those of rank 0")
     if not applied:
         options = {name: getattr(args, name) for name in ("sequence_parallel", "parallelize_embedding")}

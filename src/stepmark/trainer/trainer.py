@@ -108,7 +108,7 @@ class Trainer:
             self.context.host,
             self._autocast_dtype,
             preprocess_logits_for_metrics,
-            replicas=self.mesh.tensor_parallel.size,
+            reporting=self.mesh.reporting_ranks,
         )
         writes = self.is_world_process_zero() and not extracting_graphs()
         self.journal = RunLog(Path(self.args.output_dir), writes=writes)
