@@ -30,6 +30,8 @@ def _zeros_like(parameter: Tensor) -> Tensor:
 class LazyAdamW(torch.optim.AdamW):
     """Loshchilov and Hutter 2019, with torch.optim.AdamW's arguments, state names and formula."""
 
+    elementwise = True
+
     def __init__(self, params: Any, **keywords: Any) -> None:
         super().__init__(params, foreach=False, **keywords)
         for group in self.param_groups:
@@ -81,6 +83,8 @@ class LazyAdamW(torch.optim.AdamW):
 class LazySGD(torch.optim.SGD):
     """torch.optim.SGD: momentum (Sutskever et al. 2013), Nesterov, weight decay. No dampening: it spares the first
     step, which would make the second another graph."""
+
+    elementwise = True
 
     def __init__(self, params: Any, **keywords: Any) -> None:
         if keywords.get("dampening"):

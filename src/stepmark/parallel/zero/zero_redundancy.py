@@ -49,7 +49,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             raise UsageError(f"optimizer_dtype: {optimizer_dtype} is not supported; the state is kept in torch.float32")
         if grad_clipping and not (max_norm is not None and max_norm > 0):
             raise UsageError(f"max_norm: {max_norm!r} is no norm to clip to; give one above 0, or grad_clipping=False")
-        check_elementwise(optimizer_class, defaults)
+        check_elementwise(optimizer_class)
         mesh = mesh or Mesh.create()
         groups = _named_groups(params)
         make: Callable[..., torch.optim.Optimizer]
