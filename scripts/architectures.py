@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
-from stepmark.parallel.tensor.parallelize import local_part, parallelize
+from stepmark.parallel.tensor.parallelize import local_shard, parallelize
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.runtime.collectives import NoCollectives, Reduction
 from stepmark.runtime.context import Context
@@ -42,7 +42,7 @@ from stepmark.sharding.replication import replication_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architectures.md"
-LIST = ROOT / "src" / "stepmark" / "sharding" / "architectures.py"
+LIST = ROOT / "src" / "stepmark" / "parallel" / "tensor" / "architectures.py"
 KINDS = {parse_style(style).kind for style in STYLES}
 RANKS = 2
 TOKENS = 8
@@ -90,9 +90,9 @@ class ThreadAxis:
         return [torch.cat(each, dim) for each in self._exchange(tensors)]
 
     def reduce_scatter(self, tensors: Any, dim: int = 0) -> list[Tensor]:
-        return [self.own_part(each, dim) for each in self.all_reduce(tensors)]
+        return [self.own_shard(each, dim) for each in self.all_reduce(tensors)]
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return tensor.chunk(self.size, dim)[self.rank]
 
 
@@ -224,7 +224,7 @@ def _difference(model: Any, halves: list[Any], expected: Any, found: list[Any]) 
             if any(gradient is None for gradient in gradients):
                 return f"{name} has no gradient"
             layout = layout_of(local)
-            whole = parameter.grad if layout is None else local_part(parameter.grad, layout, tuple(local.shape))
+            whole = parameter.grad if layout is None else local_shard(parameter.grad, layout, tuple(local.shape))
             if not _close(sum(gradients), whole, parameter.grad.abs().max()):
                 return f"the gradient of {name} differs by {_gap(sum(gradients), whole)}"
     return ""

@@ -157,7 +157,7 @@ def test_bf16_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None
         if supported:
             check_bf16(torch.device("cuda"))
         else:
-            with pytest.raises(DeviceError, match="bf16: Tesla T4 has no bfloat16"):
+            with pytest.raises(DeviceError, match="bf16: Tesla T4 does not support bfloat16"):
                 check_bf16(torch.device("cuda"))
     for name in ("cpu", "xla"):
         check_bf16(torch.device(name))

@@ -46,7 +46,7 @@ class Collectives(Protocol):
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         """Of each tensor's sum over the ranks this rank's part, of as many equal parts along `dim` as ranks."""
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """This rank's part, of as many equal parts along `dim` as ranks. Nothing is sent."""
 
 
@@ -65,7 +65,7 @@ class NoCollectives:
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         return list(tensors)
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return tensor
 
 
@@ -95,7 +95,7 @@ class GroupCollectives:
     def gather_in_place(self, tensors: Sequence[Tensor]) -> None:
         """Of each contiguous tensor every rank gives its own part along dim 0, and gets the others' in their places."""
         _wait(
-            dist.all_gather_into_tensor(tensor, self.own_part(tensor), group=self._group.process_group, async_op=True)
+            dist.all_gather_into_tensor(tensor, self.own_shard(tensor), group=self._group.process_group, async_op=True)
             for tensor in tensors
         )
 
@@ -125,7 +125,7 @@ class GroupCollectives:
         work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
         return lambda: _after(work, lambda: _sum(received.view(self.size, -1, *tensor.shape[1:])))
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         length = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.rank * length, length)
 
@@ -161,7 +161,7 @@ class GraphCollectives:
     this rank and no other is device data, never a constant of the graph."""
 
     def __init__(self, runtime: Runtime, rank: int, size: int, groups: list[list[int]] | None = None) -> None:
-        self._own = OwnPart(runtime, rank, size)
+        self._own = OwnShard(runtime, rank, size)
         self.rank = rank
         self.size = size
         self._groups = groups
@@ -181,12 +181,12 @@ class GraphCollectives:
 
         return [reduce_scatter_in_graph(tensor, dim, self.size, self._groups) for tensor in tensors]
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return self._own(tensor, dim)
 
 
-class OwnPart:
-    """`own_part` on a lazy device, by an index that is device data: a slice would be a constant of the rank's graph."""
+class OwnShard:
+    """`own_shard` on a lazy device, by an index that is device data: a slice would be a constant of the rank's graph."""
 
     def __init__(self, runtime: Runtime, rank: int, size: int) -> None:
         self._runtime = runtime

@@ -121,7 +121,7 @@ def flip(path: Path, position: int = -20) -> None:
         ({"model_name_or_path": "x"}, "model_name_or_path and config_name: "),
         ({"dataset_name": "python-stdlib"}, "dataset_name and train_file"),
         ({"optim": "adagrad"}, "optim: 'adagrad' is not supported; choose one of "),
-        ({"optim": "sgd", "optim_args": "speed=1"}, "optim_args: sgd refuses {'speed': 1}"),
+        ({"optim": "sgd", "optim_args": "speed=1"}, "optim_args: sgd does not accept {'speed': 1}"),
         ({"lr_scheduler_type": "square"}, "lr_scheduler_type: 'square' is unknown; choose one of "),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs: the schedule cosine"),
         ({"device": "gpu"}, "device: 'gpu' is unknown; choose one of "),
@@ -296,7 +296,7 @@ def one_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bf16_where_the_device_has_none(refused: Callable[..., str], one_old_gpu: None) -> None:
     for fields in ({"bf16": True}, {"dtype": "bfloat16"}):
-        assert "Old GPU has no bfloat16; " in refused(code=1, device="cuda", **fields)
+        assert "Old GPU does not support bfloat16; " in refused(code=1, device="cuda", **fields)
 
 
 def test_a_device_that_is_not_there(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def test_gradients_that_travel_during_the_backward_pass(ranks: Ranks, nproc: int
     assert all(each == found[0] for each in found)
     assert found[0]["early"] == found[0]["late"]
     for each in ranks.run("tests.support.zero1_programs:announced", True, nproc=nproc).check():
-        assert each["message"].startswith("a backward pass came after the one that was said to be the step's last")
+        assert each["message"].startswith("a backward pass ran after the one that last_backward() announced")
 
 
 SAVED = [(1, False), (3, True)]  # number of ranks, and whether they share the optimizer's state
