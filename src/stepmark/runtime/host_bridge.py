@@ -1,7 +1,7 @@
 """Collectives of lazy tensors across processes where PJRT has none (XLA's CPU client): through the host.
 
-Each call runs what is pending, copies the operands to the host, lets gloo work on them there and gives back new device
-buffers, so it cuts the graph in two. All tensors of a call share one cut.
+Each call runs pending operations, copies the operands to the host, reduces them with gloo and returns new device
+buffers, so it splits the graph in two. All tensors of a call share one split.
 """
 
 from __future__ import annotations
