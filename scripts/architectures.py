@@ -29,19 +29,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
-from stepmark.parallel.tensor.parallelize import local_part, parallelize
+from stepmark.parallel.tensor.parallelize import local_shard, parallelize
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.runtime.collectives import NoCollectives, Reduction
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.rank_grid import RankGrid
 from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import replication_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architectures.md"
-LIST = ROOT / "src" / "stepmark" / "sharding" / "architectures.py"
+LIST = ROOT / "src" / "stepmark" / "parallel" / "tensor" / "architectures.py"
 KINDS = {parse_style(style).kind for style in STYLES}
 RANKS = 2
 TOKENS = 8
@@ -89,9 +90,9 @@ class ThreadAxis:
         return [torch.cat(each, dim) for each in self._exchange(tensors)]
 
     def reduce_scatter(self, tensors: Any, dim: int = 0) -> list[Tensor]:
-        return [self.own_part(each, dim) for each in self.all_reduce(tensors)]
+        return [self.own_shard(each, dim) for each in self.all_reduce(tensors)]
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return tensor.chunk(self.size, dim)[self.rank]
 
 
@@ -174,8 +175,9 @@ def compare(model: Any, plan: dict[str, str]) -> str:
     def rank_runs(rank: int) -> None:
         try:
             runtime = EagerRuntime(torch.device("cpu"))
-            context = Context(World(rank, RANKS, rank, RANKS), runtime, HostGroup(rank, RANKS), NoCollectives())
-            mesh = Mesh(context, NoCollectives(), ThreadAxis(rank, slots, barrier))
+            context = Context(World(rank, RANKS, rank, RANKS), runtime, HostGroup(rank, RANKS))
+            axes = {"dp": NoCollectives(), "tp": ThreadAxis(rank, slots, barrier)}
+            mesh = Mesh(context, RankGrid({"dp": 1, "tp": RANKS}), axes)
             parallelize(halves[rank], mesh, plan=plan)
             found[rank] = _run(halves[rank], tokens)
         except BaseException as error:
@@ -222,7 +224,7 @@ def _difference(model: Any, halves: list[Any], expected: Any, found: list[Any]) 
             if any(gradient is None for gradient in gradients):
                 return f"{name} has no gradient"
             layout = layout_of(local)
-            whole = parameter.grad if layout is None else local_part(parameter.grad, layout, tuple(local.shape))
+            whole = parameter.grad if layout is None else local_shard(parameter.grad, layout, tuple(local.shape))
             if not _close(sum(gradients), whole, parameter.grad.abs().max()):
                 return f"the gradient of {name} differs by {_gap(sum(gradients), whole)}"
     return ""

@@ -71,10 +71,10 @@ def test_ranks_evaluate_every_sample_once_and_in_order(ranks: Ranks, nproc: int)
 
 
 def on_ranks() -> dict[str, Any]:
-    from stepmark.runtime.context import start
+    from stepmark.runtime.mesh import Mesh
 
-    context = start("cpu")
-    model, axis = tiny_model(), context.data_parallel
+    mesh = Mesh.create(device="cpu")
+    context, model, axis = mesh.context, tiny_model(), mesh.data_parallel
     batches = loader(Blocks(7, seed=3), 2, rank=axis.rank, world_size=axis.size)
     found = Evaluator(model, MicroBatchLoss(model), context.runtime, context.host)(batches, gather=True)
     assert found.predictions.shape == (7, 16, VOCABULARY)

@@ -1,4 +1,4 @@
-"""Which device a run takes, on machines that are told instead of had."""
+"""Which device a run chooses, on simulated machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepmark.training.model_options import check_bf16
 
 
 class Machine:
-    """Sets what the machine has: torch_xla, a Neuron device, a TPU, torch's accelerator and how many of it."""
+    """Simulates a machine: torch_xla, a Neuron device, a TPU, torch's accelerator and how many of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
@@ -42,7 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     ("hardware_here", "device"),
     [
         ({}, "cpu"),
-        ({"xla": True}, "cpu"),  # torch_xla alone, and PJRT_DEVICE=CPU, say nothing of what the user wants
+        ({"xla": True}, "cpu"),  # neither torch_xla alone nor PJRT_DEVICE=CPU is a choice of the user
         ({"xla": True, "neuron": True}, "xla"),
         ({"xla": True, "tpu": True}, "xla"),
         ({"xla": True, "neuron": True, "accelerator": "cuda"}, "xla"),
@@ -77,7 +77,7 @@ def test_auto(
         ("neuron", {"accelerator": "neuron"}),
     ],
 )
-def test_a_wish_that_can_be_granted(machine: Machine, wish: str, hardware_here: dict[str, bool]) -> None:
+def test_an_available_device(machine: Machine, wish: str, hardware_here: dict[str, bool]) -> None:
     machine.has(**hardware_here)
     assert choose_device(wish) == wish
 
@@ -86,15 +86,30 @@ def test_a_wish_that_can_be_granted(machine: Machine, wish: str, hardware_here: 
     ("wish", "hardware_here", "words"),
     [
         ("xla", {}, r"device: xla needs torch_xla.*pip install 'stepmark\[xla\]'"),
-        ("cuda", {"xla": True}, "device: cuda was asked for.*choose device: cpu or auto"),
-        ("neuron", {"xla": True, "neuron": True}, "device: neuron was asked for.*choose xla"),
-        ("neuron", {"accelerator": "cuda"}, "device: neuron was asked for"),
+        ("cuda", {"xla": True}, "device: cuda is not available.*choose device: cpu or auto"),
+        ("neuron", {"xla": True, "neuron": True}, "device: neuron is not available.*choose device: xla"),
+        ("neuron", {"accelerator": "cuda"}, "device: neuron is not available"),
     ],
 )
-def test_a_wish_that_cannot(machine: Machine, wish: str, hardware_here: dict[str, bool], words: str) -> None:
+def test_an_unavailable_device(machine: Machine, wish: str, hardware_here: dict[str, bool], words: str) -> None:
     machine.has(**hardware_here)
     with pytest.raises(DeviceError, match=words):
         choose_device(wish)
+
+
+@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_32BIT_LONG"])
+def test_variables_that_narrow_types_are_refused_on_lazy_devices(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    machine.has(xla=True, neuron=True)
+    for value in ("0", "", "false"):
+        monkeypatch.setenv(name, value)
+        assert choose_device("xla") == "xla"
+    monkeypatch.setenv(name, "1")
+    for wish in ("xla", "auto"):
+        with pytest.raises(DeviceError, match=f"device: xla: the environment variable {name}=1 .*unset it"):
+            choose_device(wish)
+    assert choose_device("cpu") == "cpu"
 
 
 def test_a_device_that_does_not_exist() -> None:
@@ -123,7 +138,7 @@ def test_the_cpu_takes_any_number_of_ranks() -> None:
         ([], {"TPU_WORKER_ID": "0"}, False, True),
     ],
 )
-def test_devices_are_told_by_their_drivers(
+def test_devices_are_detected_by_their_drivers(
     monkeypatch: pytest.MonkeyPatch, files: list[str], environment: dict[str, str], neuron: bool, tpu: bool
 ) -> None:
     from fnmatch import fnmatch
@@ -142,7 +157,7 @@ def test_bf16_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None
         if supported:
             check_bf16(torch.device("cuda"))
         else:
-            with pytest.raises(DeviceError, match="bf16: Tesla T4 has no bfloat16"):
+            with pytest.raises(DeviceError, match="bf16: Tesla T4 does not support bfloat16"):
                 check_bf16(torch.device("cuda"))
     for name in ("cpu", "xla"):
         check_bf16(torch.device(name))

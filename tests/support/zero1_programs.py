@@ -101,7 +101,7 @@ def announced(bad: bool) -> dict[str, Any]:
 
 def refused(name: str) -> str:
     mesh = Mesh.create(device="cpu")
-    kinds = {"Lamb": Lamb, "Sign": Sign, "RowNorm": RowNorm}
+    kinds = {"Lamb": Lamb, "Sign": Sign, "RowNorm": RowNorm, "Derived": Derived}
     try:
         ZeroRedundancyOptimizer(
             Net().named_parameters(), kinds.get(name) or getattr(torch.optim, name), mesh=mesh, lr=0.1
@@ -112,7 +112,9 @@ def refused(name: str) -> str:
 
 
 class Sign(torch.optim.Optimizer):
-    """A user's own, elementwise."""
+    """A user's optimizer that is elementwise and says so."""
+
+    elementwise = True
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -126,7 +128,9 @@ class Sign(torch.optim.Optimizer):
 
 
 class RowNorm(Sign):
-    """A user's own that looks at a parameter's whole norm."""
+    """A user's optimizer that uses the norm of complete parameters, and says that it is not elementwise."""
+
+    elementwise = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -136,8 +140,12 @@ class RowNorm(Sign):
                     parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
 
 
-class Lamb(Sign):
-    """Known by its name to look at whole parameters."""
+class Lamb(torch.optim.Adam):
+    """Known by its name to use complete parameters."""
+
+
+class Derived(torch.optim.AdamW):
+    """Derived from an elementwise optimizer, and may do anything."""
 
 
 def save(folder: str, sharded: bool, dtype: str) -> dict[str, Any]:

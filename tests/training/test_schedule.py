@@ -152,8 +152,8 @@ def test_names_and_options_that_do_not_fit() -> None:
     with pytest.raises(UsageError, match="lr_scheduler_type: 'cosin' is unknown; choose one of linear, cosine"):
         check_schedule("cosin")
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(UsageError, match=r"lr_scheduler_kwargs: the schedule cosine refuses {'cycles': 2}: .*cycles"):
+    with pytest.raises(UsageError, match=r"the schedule cosine does not accept {'cycles': 2}: .*cycles"):
         build_schedule("cosine", optimizer, 10, 0, {"cycles": 2})
     for name in ("constant", "constant_with_warmup"):
-        with pytest.raises(UsageError, match=f"lr_scheduler_kwargs: the schedule {name} takes none"):
+        with pytest.raises(UsageError, match=f"lr_scheduler_kwargs: the schedule {name} takes no arguments"):
             build_schedule(name, optimizer, 10, 0, {"cycles": 2})

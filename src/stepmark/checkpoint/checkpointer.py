@@ -55,6 +55,7 @@ from stepmark.launch.process_exit import end_process
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.host_group import HostGroup
+from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 
 logger = logging.getLogger("stepmark")
 
@@ -139,9 +140,13 @@ class Checkpointer:
 
         `files` adds files of its own to the folder it is given; rank 0 calls it, at once. `metadata`, plain values, can
         be read without the state; `metrics` serve `KeepBest`. `model_only` saves the modules and nothing else. None:
-        skipped, because the last save was still being written. Raises CheckpointError, also for the save before, if it
-        failed.
+        skipped, because the last save was still being written, or because the process only extracts graphs
+        (`NEURON_EXTRACT_GRAPHS_ONLY`), so that its values are placeholders. Raises CheckpointError, also for the save
+        before, if it failed.
         """
+        if extracting_graphs():
+            warn_not_saved(f"step {step}")
+            return None
         member = self._join()
         name = self._next_name(member)
         temporary = temporary_path(self.folder, step, name)

@@ -40,6 +40,7 @@ from stepmark.filesystem.locks import try_lock
 from stepmark.launch.process_exit import print_stacks
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
+from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 
 _OWNERS = stat.S_IRUSR | stat.S_IWUSR
 _DIRECTORY = 0x10  # the bit of a record's external attributes by which readers of archives know a folder
@@ -52,12 +53,15 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
     nothing. Live tensors are neither moved nor replaced. `timeout` is in seconds, for each of: waiting for the device,
     copying, writing. A file that is replaced leaves its permissions to the new one. Raises UsageError for what
     `torch.load(weights_only=True)` would refuse, and for a path that is there and no file, and CheckpointError where it
-    cannot be written; then the file is what it was.
+    cannot be written; then the file is what it was. A process that only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`)
+    writes nothing.
     """
     path = Path(path)
     with _deadline(path, "copying to the host", timeout):
         on_host = _to_host(state, copy=write)
-    if write:
+    if write and extracting_graphs():
+        warn_not_saved(str(path))
+    elif write:
         with _deadline(path, "writing", timeout):
             _write(on_host, path)
 

@@ -61,7 +61,7 @@ def evaluate(
         mesh.context.host,
         torch.bfloat16 if bf16 else None,
         preprocess_logits_for_metrics,
-        mesh.tensor_parallel.size,
+        mesh.reporting_ranks,
     )
     padded = data_collator if isinstance(data_collator, PadTo) else None
     metrics: dict[str, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.training.loss import MicroBatchLoss, Weight
-from stepmark.training.step import autocast, weigh
+from stepmark.training.micro_batches import autocast, weigh
 
 HELD_BATCHES = 16  # whose losses wait on the device before they are fetched, and whose predictions travel at a time
 
@@ -41,8 +41,8 @@ class Evaluation:
 @dataclass(frozen=True)
 class Evaluator:
     """Runs `model` over a loader without touching training: module modes come back as they were, no generator is drawn
-    from, and on a lazy device there is one graph, always of the same shapes. `replicas` neighbouring ranks see the same
-    samples: those of a tensor parallel group."""
+    from, and on a lazy device there is one graph, always of the same shapes. The results of the `reporting` ranks count
+    (`Mesh.reporting_ranks`; None: of all): the others see the same samples as one of them."""
 
     model: nn.Module
     loss: MicroBatchLoss
@@ -50,7 +50,7 @@ class Evaluator:
     host: HostGroup
     autocast_dtype: torch.dtype | None = None
     preprocess_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    replicas: int = 1
+    reporting: Sequence[int] | None = None
 
     def __call__(
         self,
@@ -131,9 +131,10 @@ class Evaluator:
         return on_host.numpy()[:rows]
 
     def _from_all(self, value: Any) -> list[Any]:
-        """The value of one rank of each group that sees the same samples."""
-        tells = self.host.rank % self.replicas == 0
-        return self.host.all_gather(value if tells else None)[:: self.replicas]
+        """The values of the reporting ranks."""
+        reporting = range(self.host.size) if self.reporting is None else self.reporting
+        values = self.host.all_gather(value if self.host.rank in reporting else None)
+        return [values[rank] for rank in reporting]
 
     def _gather(self, kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. A few batches go

@@ -1,11 +1,11 @@
 """AdamW and SGD for lazy devices: torch's own classes, states and arithmetic, with every number that changes from step
 to step in a device tensor.
 
-A Python number in an operation becomes part of the graph when it is 0 or 1, and another graph is compiled: a learning
-rate that reaches 0, or a bias correction `1 - beta1**step` that rounds to 1 after some 350 steps. And torch's
-`capturable` AdamW divides by the learning rate, which at 0 makes NaN of every weight that never had a gradient. So the
-host computes the factors in float64, as torch does, and sends them as one small tensor a step. States exist from the
-start: created in the first step, they would make the second step another graph.
+A Python number that is 0 or 1 becomes a constant of the graph, so another graph is compiled: for a learning rate that
+reaches 0, or a bias correction `1 - beta1**step` that rounds to 1 after some 350 steps. And torch's `capturable` AdamW
+divides by the learning rate, which at 0 turns every weight that never had a gradient into NaN. So the host computes the
+factors in float64, as torch does, and sends them as one small tensor per step. States exist from the start: if the
+first step created them, the second step would be another graph.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def _zeros_like(parameter: Tensor) -> Tensor:
 
 class LazyAdamW(torch.optim.AdamW):
     """Loshchilov and Hutter 2019, with torch.optim.AdamW's arguments, state names and formula."""
+
+    elementwise = True
 
     def __init__(self, params: Any, **keywords: Any) -> None:
         super().__init__(params, foreach=False, **keywords)
@@ -79,8 +81,10 @@ class LazyAdamW(torch.optim.AdamW):
 
 
 class LazySGD(torch.optim.SGD):
-    """torch.optim.SGD: momentum (Sutskever et al. 2013), Nesterov, weight decay. No dampening: it spares the first
-    step, which would make the second another graph."""
+    """torch.optim.SGD: momentum (Sutskever et al. 2013), Nesterov, weight decay. No dampening: it does not
+    apply to the first step, so the second would be another graph."""
+
+    elementwise = True
 
     def __init__(self, params: Any, **keywords: Any) -> None:
         if keywords.get("dampening"):
@@ -112,5 +116,5 @@ class LazySGD(torch.optim.SGD):
 
 
 def lazy_class(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The class to use on a lazy device in place of torch's; others are used as they are."""
+    """The class to use on a lazy device instead of torch's; other classes are used as they are."""
     return {torch.optim.AdamW: LazyAdamW, torch.optim.SGD: LazySGD}.get(kind, kind)

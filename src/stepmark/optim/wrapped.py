@@ -1,4 +1,4 @@
-"""What every optimizer around one of `torch.optim`'s does to it."""
+"""Operations on a wrapped `torch.optim` optimizer: creating its state early, restoring its learning rates."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from stepmark.runtime.base import Runtime
 
 
 def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
-    """One step with zero gradients and learning rate 0, in which any optimizer makes its state. Put the tensors back
-    afterwards: weight decay and the like may have changed them."""
+    """Takes one step with zero gradients and learning rate 0, in which any optimizer creates its state.
+
+    Restore the tensors afterwards: weight decay and the like may have changed them.
+    """
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
@@ -27,9 +29,9 @@ def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], run
         group["lr"] = rate
 
 
-def load_rates(inner: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runtime: Runtime) -> None:
-    """Takes up the saved learning rates, without which a schedule would begin anew at the first step. The other
-    hyperparameters of a resumed run are those of its own arguments."""
+def load_learning_rates(inner: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runtime: Runtime) -> None:
+    """Restores the learning rates, without which a schedule would start over. All other hyperparameters of a resumed
+    run come from its own arguments."""
     for group, saved in zip(inner.param_groups, groups, strict=True):
         if isinstance(group["lr"], Tensor):
             runtime.write(group["lr"], torch.tensor(saved["lr"], dtype=group["lr"].dtype))
@@ -38,5 +40,5 @@ def load_rates(inner: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], r
 
 
 def plain(value: Any) -> Any:
-    """A hyperparameter as a number where it is a tensor of one."""
+    """A hyperparameter as a plain value: a 0-dim tensor becomes a number."""
     return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value

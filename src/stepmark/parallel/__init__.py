@@ -1,1 +1,1 @@
-"""Applying a placement: tensor and sequence parallel, ZeRO-1, loading by shards."""
+"""Parallel training: data, tensor and sequence parallelism, ZeRO-1, sharded loading."""

@@ -1,9 +1,9 @@
-"""From the backward passes of a step to one mean gradient, the same on every rank.
+"""Reduces the gradients of a step to one mean, the same on every rank.
 
-Phases of a step: `collect` after each backward pass; `reduce` once. The sums are fp32. Without accumulation, fp32
-gradients stay where autograd put them; otherwise they are added to buffers of ours, which keep one shape and place, so
-that every micro-step of a lazy device runs the same graph. Across ranks the gradients travel in flat buckets: each
-rank's mean is weighted by its target tokens, the buckets are summed, and the sum is divided by all ranks' tokens.
+Phases of a step: `collect` after each backward pass, `reduce` once. The sums are fp32. Without accumulation, fp32
+gradients stay where autograd put them; otherwise they are added to persistent buffers, so that every micro-batch of a
+lazy device runs the same graph. Gradients are sent in flat buckets: each rank's mean is weighted by its target tokens,
+the buckets are summed, and the sum is divided by the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from stepmark.parallel.gradients import ReducedGradients, add_partial, squares
+from stepmark.optim.protocols import ReducedGradients
+from stepmark.parallel.gradients import add_partial, squares
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -21,12 +22,12 @@ BUCKET_ELEMENTS = 32 * 2**20  # 128 MiB of fp32: large enough for full bandwidth
 
 
 class DataParallelGradients:
-    """The gradients of `parameters` over one step of `accumulation` micro-steps."""
+    """The gradients of `parameters` over one step of `accumulation` micro-batches. See `GradientReducer`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, accumulation: int) -> None:
         self._parameters = list(parameters)
         self._mesh = mesh
-        self._copies = [replication_of(parameter, mesh.tensor_parallel.size) for parameter in self._parameters]
+        self._replications = [replication_of(parameter, mesh.tensor_parallel.size) for parameter in self._parameters]
         runtime = mesh.runtime
         in_fp32 = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         self._sums: list[Tensor] | None = None
@@ -36,7 +37,7 @@ class DataParallelGradients:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Takes up what a backward pass left in `parameter.grad`."""
+        """Adds what a backward pass left in `parameter.grad` to the sums."""
         if self._sums is None:
             return
         for parameter, total in zip(self._parameters, self._sums, strict=True):
@@ -44,12 +45,15 @@ class DataParallelGradients:
                 total.add_(parameter.grad)
                 parameter.grad = None
 
+    def last_backward(self, tokens: Tensor) -> None:
+        """Does nothing: complete gradients are sent in a few large buckets, after the last backward pass."""
+
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         """The mean gradients (fp32, None where a parameter took no part on a single rank), loss and token count over
         all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32)."""
         found = self._sums if self._sums is not None else [parameter.grad for parameter in self._parameters]
-        gradients = add_partial(found, self._copies, self._mesh)
+        gradients = add_partial(found, self._replications, self._mesh)
         if self._mesh.data_parallel.size > 1:
             gradients, loss, tokens = self._mean(gradients, loss, tokens)
         return ReducedGradients(gradients, loss, tokens, self._norm(gradients))
@@ -58,35 +62,36 @@ class DataParallelGradients:
         self, gradients: Sequence[Tensor | None], loss: Tensor, tokens: Tensor
     ) -> tuple[list[Tensor | None], Tensor, Tensor]:
         """Over the data parallel ranks, weighted by their tokens."""
-        whole = [
+        complete = [
             torch.zeros_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
-        weighted = [loss.float() * tokens, tokens, *whole]
+        weighted = [loss.float() * tokens, tokens, *complete]
         buckets = list(_buckets(weighted))
         flat = [torch.cat([tensor.reshape(-1) for tensor in bucket]) for bucket in buckets]
-        flat[0][2:] *= tokens  # the bucket's head, loss and tokens, is weighted already
+        flat[0][2:] *= tokens  # loss and tokens at the bucket's head are weighted already
         for bucket in flat[1:]:
             bucket *= tokens
         reduced = self._mesh.data_parallel.all_reduce(flat)
         total = reduced[0][1]
-        pieces = [piece for bucket, values in zip(buckets, reduced, strict=True) for piece in _split(values, bucket)]
-        return [piece / total for piece in pieces[2:]], pieces[0] / total, total
+        sums = [each for bucket, values in zip(buckets, reduced, strict=True) for each in _split(values, bucket)]
+        return [each / total for each in sums[2:]], sums[0] / total, total
 
     def _norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The 2-norm of the whole model's gradient: every element counts once, however many ranks hold it."""
+        """The 2-norm of the complete model's gradient: every element counts once, however many ranks hold it."""
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:
             return torch.zeros(())
         if self._mesh.tensor_parallel.size == 1:
             return nn.utils.get_total_norm(present)
-        counts = [copy.count for copy, g in zip(self._copies, gradients, strict=True) if g is not None]
+        pairs = zip(self._replications, gradients, strict=True)
+        counts = [replication.count for replication, gradient in pairs if gradient is not None]
         (square,) = self._mesh.tensor_parallel.all_reduce([squares(present, counts)])
         return square.reshape(()).sqrt()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Makes ready for the next step."""
+        """Clears the sums for the next step."""
         for parameter in self._parameters:
             parameter.grad = None
         for total in self._sums or ():
@@ -94,7 +99,7 @@ class DataParallelGradients:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cuts the sequence into runs of at most BUCKET_ELEMENTS elements (more where one tensor has more)."""
+    """Splits the sequence into runs of at most BUCKET_ELEMENTS elements (more where one tensor has more)."""
     bucket: list[Tensor] = []
     elements = 0
     for tensor in tensors:
@@ -107,6 +112,6 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    pieces = flat.split([tensor.numel() for tensor in like])
-    for piece, tensor in zip(pieces, like, strict=True):
-        yield piece.view(tensor.shape)
+    sections = flat.split([tensor.numel() for tensor in like])
+    for section, tensor in zip(sections, like, strict=True):
+        yield section.view(tensor.shape)

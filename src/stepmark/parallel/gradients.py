@@ -1,9 +1,8 @@
-"""What the backward passes of a step come to, and what tensor parallelism adds to it."""
+"""Arithmetic on a step's gradients: completing partial ones over the tensor parallel axis, their norm, and clipping."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,45 +11,35 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
 
 
-@dataclass(frozen=True)
-class ReducedGradients:
-    """The mean gradients of a step over all ranks, those of whole tensors or of a rank's parts (None where a parameter
-    took no part), the mean loss, the number of target tokens, and the 2-norm of the whole model's gradient: 0-dim
-    float32 tensors on the device."""
-
-    gradients: list[Tensor | None]
-    loss: Tensor
-    tokens: Tensor
-    norm: Tensor
-
-
-def add_partial(gradients: Sequence[Tensor | None], copies: Sequence[Replication], mesh: Mesh) -> list[Tensor | None]:
-    """Completes gradients of which neighbours on the tensor parallel axis have computed a part each: one collective
-    for each number of copies and dtype."""
-    whole = list(gradients)
+def add_partial(
+    gradients: Sequence[Tensor | None], replications: Sequence[Replication], mesh: Mesh
+) -> list[Tensor | None]:
+    """Sums partial gradients over the tensor parallel neighbours that hold replicas of the parameter: one all-reduce
+    for each number of replicas and dtype."""
+    complete = list(gradients)
     together: dict[tuple[int, torch.dtype], list[int]] = {}
-    for index, (gradient, copy) in enumerate(zip(gradients, copies, strict=True)):
-        if gradient is not None and copy.partial and copy.count > 1:
-            together.setdefault((copy.count, gradient.dtype), []).append(index)
+    for index, (gradient, replication) in enumerate(zip(gradients, replications, strict=True)):
+        if gradient is not None and replication.partial and replication.count > 1:
+            together.setdefault((replication.count, gradient.dtype), []).append(index)
     for (count, _), indices in sorted(together.items(), key=lambda item: str(item[0])):
         parts = [gradients[index] for index in indices]
         present = [part for part in parts if part is not None]
         (flat,) = mesh.replicas(count).all_reduce([torch.cat([part.reshape(-1) for part in present])])
         for index, part, total in zip(indices, present, flat.split([p.numel() for p in present]), strict=True):
-            whole[index] = total.view(part.shape)
-    return whole
+            complete[index] = total.view(part.shape)
+    return complete
 
 
 def squares(gradients: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """The sum of squares in float32, as a vector of one element; a tensor of which `counts` ranks have a copy counts
-    for one part in so many, so that the sum over these ranks counts it once."""
+    """The sum of squares in float32, as a vector of one element. A tensor is divided by its number of replicas
+    (`counts`), so that the sum over the ranks counts it once."""
     norms = torch._foreach_norm(list(gradients))
     parts = [norm.float().square() / count for norm, count in zip(norms, counts, strict=True)]
     return torch.stack(parts).sum().reshape(1)
 
 
 def scale_to(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:
-    """Scales gradients of this norm in place to `max_norm` where it is larger (0 or less: never)."""
+    """Scales gradients in place so that their norm is at most `max_norm`; 0 or less: never."""
     present = [gradient for gradient in gradients if gradient is not None]
     if max_norm > 0 and present:
         torch._foreach_mul_(present, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from stepmark.config.recipe import Recipe, read_recipe
+from stepmark.runtime.xla_environment import extracting_graphs
 
 USED_RECIPE = "used_recipe.yaml"
 _MAY_BE_PATHS = (
@@ -41,7 +42,7 @@ def recipe_leaver(recipe: Recipe) -> Any:
 
     class LeaveRecipe(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.is_world_process_zero:
+            if state.is_world_process_zero and not extracting_graphs():
                 write_used_recipe(Path(args.output_dir), recipe)
 
     return LeaveRecipe()

@@ -1,7 +1,7 @@
-"""What the rest of Stepmark may ask of a device.
+"""The interface to a device.
 
-A runtime is all that differs between a lazy device (PyTorch/XLA) and an eager one (CPU, CUDA, any
-`torch.accelerator`). Everything else is written once, against this protocol.
+A runtime contains everything that differs between a lazy device (PyTorch/XLA) and an eager one (CPU, CUDA, any
+`torch.accelerator`). All other code is written once, against this protocol.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GraphCounters:
-    """Graphs compiled and executed by this process so far; what a lazy device does, counted after a drain."""
+    """Graphs that a lazy device has compiled and executed in this process."""
 
     compilations: int
     executions: int
@@ -24,8 +24,8 @@ class GraphCounters:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of the device's memory: in use by this process now, the most that were, and how many there are (None where
-    the device does not say)."""
+    """Bytes of the device's memory: in use by this process now, at the peak, and available in total (None where the
+    device does not report it)."""
 
     used: int
     peak: int | None
@@ -35,8 +35,11 @@ class DeviceMemory:
 class Runtime(Protocol):
     """One device of one rank.
 
-    `lazy` says that operations are recorded and run at a step boundary, in fixed shapes if they are not to be
-    compiled again. `host_memory` says that the device's memory is the host's.
+    Attributes:
+        name: The device type, such as "cpu" or "xla".
+        device: The torch device.
+        lazy: Whether operations are recorded, and compiled and run at a step boundary. New shapes are compiled again.
+        host_memory: Whether the device's memory is the host's.
     """
 
     name: str
@@ -45,34 +48,35 @@ class Runtime(Protocol):
     host_memory: bool
 
     def place(self, batch: Any) -> Any:
-        """The same nest of dicts, lists and tuples with every tensor on the device. May be called from a background
-        thread; starts no graph."""
+        """Copies every tensor in a nest of dicts, lists and tuples to the device. May be called from a background
+        thread; runs no graph."""
 
     def write(self, target: Tensor, value: Tensor) -> None:
-        """Gives `target`, on the device, the values of `value`, on the host, of the same shape and dtype. The tensor
-        object stays the same, and on a lazy device nothing is compiled."""
+        """Copies `value`, on the host, to `target`, on the device, of the same shape and dtype. The tensor object stays
+        the same, and a lazy device compiles nothing."""
 
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
-        """Host copies of whole tensors, in their own dtypes. Waits for the device; call `step_boundary` first where
-        pending operations are to be included. Compiles nothing. Without `copy`, and where the device's memory is the
-        host's, views of it: to be read before the device runs anything more."""
+        """Copies tensors to the host, in their own dtypes. Waits for the device; call `step_boundary` first to include
+        pending operations. Compiles nothing. Without `copy`, and where the device's memory is the host's, may return
+        views of it, which are valid until the device runs anything else."""
 
     def step_boundary(self, *, wait: bool = False) -> None:
-        """Runs what is pending as one graph (nothing on an eager device). With `wait`, returns when it is done."""
+        """Runs pending operations as one graph; does nothing on an eager device. With `wait`, returns when they are
+        done."""
 
     def seed(self, value: int) -> None:
-        """Sets the generator that the device's random operations draw from (dropout). `value` is in [0, 2**63)."""
+        """Seeds the generator of the device's random operations (dropout). `value` is in [0, 2**63)."""
 
     def current_seed(self) -> int:
-        """The seed in force, on the host: what `seed` set, where nothing was drawn since."""
+        """The seed that `seed` set, as long as nothing was drawn since."""
 
     def counters(self) -> GraphCounters | None:
-        """Graphs so far, None on an eager device. Drains the device first."""
+        """Graphs compiled and executed so far, None on an eager device. Waits for the device first."""
 
     def compilations(self) -> int | None:
-        """Graphs compiled so far, None on an eager device. Waits for nothing: compiling is done by the thread that asks
-        for a step."""
+        """Graphs compiled so far, None on an eager device. Does not wait for the device: graphs are compiled by the
+        thread that ends a step."""
 
     def memory(self) -> DeviceMemory | None:
-        """The device's memory as its allocator counts it, None where it does not, or where it is the host's. Waits for
-        nothing."""
+        """Memory use as the device's allocator counts it; None where it does not, or where the memory is the host's.
+        Does not wait for the device."""

@@ -1,13 +1,13 @@
-"""The few operations between ranks that parallel code needs, in three ways.
+"""The collectives that parallel code needs, in three implementations.
 
-| way                   | where                                                   | in the graph |
+| implementation        | where                                                   | in the graph |
 | --------------------- | ------------------------------------------------------- | ------------ |
 | `GroupCollectives`    | eager devices: a torch.distributed group (gloo, nccl)   | no graph     |
 | `GraphCollectives`    | XLA with collectives in PJRT: Neuron, TPU, CPU threads  | yes          |
-| `BridgeCollectives`   | XLA's CPU client, one process per rank (host_bridge.py) | cuts it      |
+| `BridgeCollectives`   | XLA's CPU client, one process per rank (host_bridge.py) | splits it    |
 
-Buffers belong to the caller; a result may share memory with its input, which is not to be used again. None of the
-operations is differentiable: parallel/tensor/autograd_collectives.py gives them gradients.
+The caller owns the buffers. A result may share memory with its input, which must not be used afterwards. None of the
+operations is differentiable: parallel/tensor/autograd_collectives.py adds gradients.
 """
 
 from __future__ import annotations
@@ -25,29 +25,33 @@ from stepmark.runtime.process_groups import Group
 
 Reduction = Literal["sum", "max"]
 
-IN_FLIGHT = 4  # tensors on their way between hosts at a time; each needs a buffer of its size
+IN_FLIGHT = 4  # tensors sent between hosts at a time; each needs a buffer of its size
 
 
 class Collectives(Protocol):
-    """One axis of the mesh, seen from one rank: its coordinate and its size.
+    """Collectives along one axis of the mesh, from one rank.
 
     Every rank of the axis calls the same operations in the same order, with tensors of the same shapes and dtypes.
+
+    Attributes:
+        rank: This rank's coordinate on the axis.
+        size: The size of the axis.
     """
 
     rank: int
     size: int
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
-        """Sums, or maxima, over the ranks of the axis, tensor by tensor."""
+        """The sum, or maximum, of each tensor over the ranks."""
 
     def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-        """Each tensor's parts from all ranks, one after the other along `dim`."""
+        """The concatenation of each tensor over the ranks, along `dim`."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-        """Of each tensor's sum over the ranks this rank's part, of as many equal parts along `dim` as ranks."""
+        """This rank's shard, along `dim`, of each tensor's sum over the ranks."""
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part, of as many equal parts along `dim` as ranks. Nothing is sent."""
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """This rank's shard of a tensor: of equal shards along `dim`, one per rank. Sends nothing."""
 
 
 class NoCollectives:
@@ -65,7 +69,7 @@ class NoCollectives:
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         return list(tensors)
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return tensor
 
 
@@ -79,59 +83,59 @@ class GroupCollectives:
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        whole = [tensor.contiguous() for tensor in tensors]
-        _wait(dist.all_reduce(tensor, kind, group=self._group.process_group, async_op=True) for tensor in whole)
-        return whole
+        reduced = [tensor.contiguous() for tensor in tensors]
+        _wait(dist.all_reduce(tensor, kind, group=self._group.process_group, async_op=True) for tensor in reduced)
+        return reduced
 
     def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-        parts = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
-        whole = [part.new_empty(self.size * part.shape[0], *part.shape[1:]) for part in parts]
+        shards = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
+        gathered = [shard.new_empty(self.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
         _wait(
-            dist.all_gather_into_tensor(target, part, group=self._group.process_group, async_op=True)
-            for target, part in zip(whole, parts, strict=True)
+            dist.all_gather_into_tensor(target, shard, group=self._group.process_group, async_op=True)
+            for target, shard in zip(gathered, shards, strict=True)
         )
-        return [target.movedim(0, dim) for target in whole]
+        return [target.movedim(0, dim) for target in gathered]
 
     def gather_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """Of each contiguous tensor every rank gives its own part along dim 0, and gets the others' in their places."""
+        """All-gathers each contiguous tensor in place: every rank provides its own shard along dim 0."""
         _wait(
-            dist.all_gather_into_tensor(tensor, self.own_part(tensor), group=self._group.process_group, async_op=True)
+            dist.all_gather_into_tensor(tensor, self.own_shard(tensor), group=self._group.process_group, async_op=True)
             for tensor in tensors
         )
 
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-        parts: list[Tensor] = []
-        on_the_way: deque[Callable[[], Tensor]] = deque()
+        shards: list[Tensor] = []
+        in_flight: deque[Callable[[], Tensor]] = deque()
         for tensor in tensors:
-            if len(on_the_way) == IN_FLIGHT:
-                parts.append(on_the_way.popleft()())
-            on_the_way.append(self.start_reduce_scatter(tensor.movedim(dim, 0).contiguous()))
-        parts += [finish() for finish in on_the_way]
-        return [part.movedim(0, dim) for part in parts]
+            if len(in_flight) == IN_FLIGHT:
+                shards.append(in_flight.popleft()())
+            in_flight.append(self.start_reduce_scatter(tensor.movedim(dim, 0).contiguous()))
+        shards += [finish() for finish in in_flight]
+        return [shard.movedim(0, dim) for shard in shards]
 
     def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Starts that of one contiguous tensor along dim 0; calling the result waits for this rank's part. The tensor
-        is not to be changed until then.
+        """Starts the reduce-scatter of one contiguous tensor along dim 0; calling the result waits for this rank's
+        shard. The tensor must not be changed until then.
 
-        Between hosts each rank sends the others their parts, and adds up what it gets, in the order of the ranks:
-        gloo's own operation is an all-reduce of which most is dropped.
+        Between hosts each rank sends the others their shards and adds what it receives, in rank order: gloo's own
+        operation is an all-reduce that discards most of the result.
         """
         group = self._group.process_group
         if tensor.device.type != "cpu":
-            part = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-            work = dist.reduce_scatter_tensor(part, tensor, group=group, async_op=True)
-            return lambda: _after(work, lambda: part)
+            shard = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+            work = dist.reduce_scatter_tensor(shard, tensor, group=group, async_op=True)
+            return lambda: _after(work, lambda: shard)
         received = torch.empty_like(tensor)
         work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
         return lambda: _after(work, lambda: _sum(received.view(self.size, -1, *tensor.shape[1:])))
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         length = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.rank * length, length)
 
 
 def gather_in_place(axis: Collectives, tensors: Sequence[Tensor]) -> None:
-    """`GroupCollectives.gather_in_place`, or nothing on an axis of size 1: for eager devices, whose axes are such."""
+    """`GroupCollectives.gather_in_place` on an eager device, whose axes are of that class or of size 1."""
     if axis.size > 1:
         assert isinstance(axis, GroupCollectives)
         axis.gather_in_place(tensors)
@@ -143,7 +147,7 @@ def _after(work: dist.Work, result: Callable[[], Tensor]) -> Tensor:
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """Along dim 0, in order; a few times quicker than torch's own for long parts."""
+    """The sum along dim 0, in order; a few times faster than torch's own for long tensors."""
     first, second, *others = parts
     total = first + second
     for other in others:
@@ -157,11 +161,11 @@ def _wait(works: Iterable[dist.Work]) -> None:
 
 
 class GraphCollectives:
-    """An axis of XLA replicas. Every replica records the same operations, with the groups of the whole axis; that it is
-    this rank and no other is device data, never a constant of the graph."""
+    """An axis of XLA replicas. Every replica records the same operations, with all groups of the axis; its own rank is
+    device data, never a constant of the graph."""
 
     def __init__(self, runtime: Runtime, rank: int, size: int, groups: list[list[int]] | None = None) -> None:
-        self._own = OwnPart(runtime, rank, size)
+        self._own = OwnShard(runtime, rank, size)
         self.rank = rank
         self.size = size
         self._groups = groups
@@ -181,12 +185,13 @@ class GraphCollectives:
 
         return [reduce_scatter_in_graph(tensor, dim, self.size, self._groups) for tensor in tensors]
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return self._own(tensor, dim)
 
 
-class OwnPart:
-    """`own_part` on a lazy device, by an index that is device data: a slice would be a constant of the rank's graph."""
+class OwnShard:
+    """`own_shard` on a lazy device, by an index that is device data: a slice would make the graph depend on the
+    rank."""
 
     def __init__(self, runtime: Runtime, rank: int, size: int) -> None:
         self._runtime = runtime

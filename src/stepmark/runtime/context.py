@@ -1,4 +1,4 @@
-"""All that a run knows of where it runs: its place among the ranks, its device, and how the ranks talk."""
+"""A rank's context: its place among the ranks, its device, and how the ranks communicate."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ from stepmark.errors import LaunchError, PeerFailed
 from stepmark.launch.supervisor import STORE_FD
 from stepmark.launch.world import World
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
 from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.process_groups import leave
 
-TIMEOUT = timedelta(hours=2)  # longer than the longest compilation that another rank waits for
+TIMEOUT = timedelta(hours=2)  # longer than any compilation that another rank waits for
 
 
 @dataclass(frozen=True)
 class Context:
-    """`data_parallel` is the mesh's data parallel axis, `host` all ranks, through the host. `store` is the ranks'
-    common key-value store, None for a rank that is alone."""
+    """Where this rank runs.
+
+    Attributes:
+        world: Its place among the ranks.
+        runtime: Its device.
+        host: All ranks, communicating through the host.
+        store: The ranks' common key-value store; None for a single rank.
+    """
 
     world: World
     runtime: Runtime
     host: HostGroup
-    data_parallel: Collectives
     store: dist.Store | None = None
 
     @contextlib.contextmanager
     def leader_first(self, task: str) -> Iterator[bool]:
-        """The body runs on one rank of each node (it gets True), and on the node's others when that is done, however
-        long it takes. `task` names it, once in a run."""
+        """Runs the body on one rank of each node first (it gets True), then on the node's other ranks, however long it
+        takes. `task` is a name that is unique within the run."""
         if self.store is None or self.world.local_size == 1:
             yield True
             return
@@ -56,7 +60,7 @@ class Context:
         while not self.store.check([key]):
             time.sleep(WAIT_POLL_SECONDS)
         if self.store.get(key) != b"done":
-            raise PeerFailed(f"the rank that was to do this first failed: {task}")
+            raise PeerFailed(f"{task}: the node's first rank failed; see its error")
         yield False
 
 
@@ -68,7 +72,7 @@ _joined: dict[str, dist.Store] = {}
 
 
 def start(device: str = "auto") -> Context:
-    """Joins the other ranks, if there are any, and opens the device. A second call gives the same context.
+    """Joins the other ranks, if there are any, and opens the device. A second call returns the same context.
 
     Raises UsageError, DeviceError or LaunchError before anything expensive is done.
     """
@@ -81,7 +85,8 @@ def start(device: str = "auto") -> Context:
             _join(world, runtime)
         with quiet_stdout():
             host = HostGroup.of_processes(TIMEOUT)
-        _started[name] = Context(world, runtime, host, _data_parallel(world, runtime), _joined.get("store"))
+        _check_devices(world, runtime)
+        _started[name] = Context(world, runtime, host, _joined.get("store"))
     return _started[name]
 
 
@@ -97,36 +102,36 @@ def _join(world: World, runtime: Runtime) -> None:
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {world.rank} of {world.size} cannot join the others at {world.master_address}:{world.master_port}: "
-            f"{error}; check that all ranks were started and that the address can be reached"
+            f"{error}; check that all ranks were started and that the address is reachable"
         ) from error
     _joined["store"] = store
     atexit.register(leave)
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank has failed before this one; asked once, on the way out."""
+    """Whether this rank is the first to fail; called once, when the process ends."""
     store = _joined.get("store")
-    return store is None or _answer(lambda: store.add("failed", 1) == 1, gone=False, silent=True)
+    return store is None or _ask_store(lambda: store.add("failed", 1) == 1, gone=False, silent=True)
 
 
 def a_rank_has_failed() -> bool:
-    """Whether a rank has asked whether it was the first to fail; False for a rank that is alone, or not joined yet."""
+    """Whether a rank has called `first_to_fail`; False for a single rank, or before the ranks have joined."""
     store = _joined.get("store")
-    return store is not None and _answer(lambda: store.check(["failed"]), gone=True, silent=True)
+    return store is not None and _ask_store(lambda: store.check(["failed"]), gone=True, silent=True)
 
 
-def _answer(ask: Callable[[], bool], *, gone: bool, silent: bool) -> bool:
-    """What the store says: `gone` where the rank that served it has ended, `silent` where it does not answer, because
-    that rank was stopped."""
+def _ask_store(ask: Callable[[], bool], *, gone: bool, silent: bool) -> bool:
+    """The store's answer: `gone` if the rank that serves it has ended, `silent` if it does not answer, because that
+    rank is stopped."""
     answers: list[bool] = []
 
-    def hear() -> None:
+    def call() -> None:
         try:
             answers.append(ask())
         except RuntimeError:
             answers.append(gone)
 
-    asking = threading.Thread(target=hear, name="stepmark-last-question", daemon=True)
+    asking = threading.Thread(target=call, name="stepmark-last-question", daemon=True)
     asking.start()
     asking.join(ANSWER_SECONDS)
     return answers[0] if answers else silent
@@ -134,7 +139,7 @@ def _answer(ask: Callable[[], bool], *, gone: bool, silent: bool) -> bool:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Gloo prints each connection to the process's standard output, from C++."""
+    """Silences standard output, where gloo logs every connection from C++."""
     sys.stdout.flush()
     saved = os.dup(1)
     with open(os.devnull, "w") as nowhere:
@@ -147,8 +152,8 @@ def quiet_stdout() -> Iterator[None]:
 
 
 def _store(world: World) -> dist.Store:
-    """The store of the ranks. Under `--nproc` rank 0 serves it on the supervisor's socket, under torchrun the agent
-    may serve it, else rank 0 opens the port."""
+    """The ranks' store. With `--nproc` rank 0 serves it on the supervisor's socket; under torchrun the agent may serve
+    it; otherwise rank 0 opens the port."""
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     descriptor = os.environ.get(STORE_FD)
     serves = world.rank == 0 and not agent_serves
@@ -163,16 +168,17 @@ def _store(world: World) -> dist.Store:
     )
 
 
-def _data_parallel(world: World, runtime: Runtime) -> Collectives:
-    if not runtime.lazy:
-        return GroupCollectives() if world.size > 1 else NoCollectives()
-    from stepmark.runtime.host_bridge import BridgeCollectives
-    from stepmark.runtime.xla import XlaRuntime, graph_world
+def _check_devices(world: World, runtime: Runtime) -> None:
+    """Raises LaunchError where PJRT, which runs collectives in the graph, numbers the ranks differently."""
+    if not getattr(runtime, "in_graph_collectives", False):
+        return
+    from stepmark.runtime.xla import graph_world
 
-    assert isinstance(runtime, XlaRuntime)
-    if not runtime.in_graph_collectives:
-        return BridgeCollectives(runtime) if world.size > 1 else NoCollectives()
     rank, size = graph_world()
     if size != world.size:
         raise LaunchError(f"PJRT sees {size} devices and the launcher started {world.size} ranks; start one per device")
-    return GraphCollectives(runtime, rank, size) if size > 1 else NoCollectives()
+    if rank != world.rank:
+        raise LaunchError(
+            f"PJRT counts this process as rank {rank} and the launcher as rank {world.rank}; start the ranks with "
+            "stepmark train --nproc or torchrun, and leave PJRT's own variables unset"
+        )

@@ -1,4 +1,4 @@
-"""Which device a run takes."""
+"""The choice of a run's device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.hardware import neuron_device_present, torch_xla_installed, tpu_present
+from stepmark.runtime.xla_environment import check_no_type_override
 
 DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
 
@@ -17,33 +18,44 @@ DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
 def choose_device(wish: str = "auto") -> str:
     """The device type that `wish` means on this machine.
 
-    `auto`: XLA where torch_xla is installed and there is a Neuron device or a TPU for it, else torch's accelerator,
-    else the CPU. `PJRT_DEVICE` is not asked: transformers sets it on import wherever torch_xla is installed.
+    `auto`: XLA if torch_xla is installed and there is a Neuron device or a TPU, otherwise torch's accelerator,
+    otherwise the CPU. `PJRT_DEVICE` is ignored: transformers sets it on import wherever torch_xla is installed.
 
-    Raises UsageError for an unknown name and DeviceError for a device that is not there.
+    Raises UsageError for an unknown name and DeviceError for a device that is missing.
     """
     if wish not in DEVICES:
         raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}")
-    if wish == "auto":
-        if torch_xla_installed() and (neuron_device_present() or tpu_present()):
-            return "xla"
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator.type if accelerator is not None else "cpu"
-    if wish == "xla" and not torch_xla_installed():
+    device = _default_device() if wish == "auto" else wish
+    _check_available(device)
+    if device == "xla":
+        check_no_type_override()
+    return device
+
+
+def _default_device() -> str:
+    if torch_xla_installed() and (neuron_device_present() or tpu_present()):
+        return "xla"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _check_available(device: str) -> None:
+    if device == "xla" and not torch_xla_installed():
         raise DeviceError("device: xla needs torch_xla, which is not installed; pip install 'stepmark[xla]'")
-    if wish == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device: cuda was asked for, but torch sees no CUDA device; choose device: cpu or auto")
-    if wish == "neuron":
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device: cuda is not available: torch finds no CUDA device; choose device: cpu or auto")
+    if device == "neuron":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or accelerator.type != "neuron":
             raise DeviceError(
-                "device: neuron was asked for, but torch has no native neuron device here; with torch_xla choose xla"
+                "device: neuron is not available: torch has no native neuron device here; with torch_xla "
+                "choose device: xla"
             )
-    return wish
 
 
 def create_runtime(device: str, local_rank: int = 0, local_size: int = 1) -> Runtime:
-    """The runtime of device type `device` (see `choose_device`) for one of this machine's `local_size` ranks."""
+    """The runtime of device type `device` (see `choose_device`) for one of this machine's `local_size` ranks. Raises
+    DeviceError."""
     if device == "xla":
         from stepmark.runtime.xla import XlaRuntime
 
@@ -53,7 +65,7 @@ def create_runtime(device: str, local_rank: int = 0, local_size: int = 1) -> Run
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise DeviceError(
-            f"local rank {local_rank} has no {device} device of its own: this machine has {count}; start as many ranks"
+            f"local rank {local_rank} has no {device} device: this machine has {count}; start one rank per device"
         )
     torch.accelerator.set_device_index(local_rank)
     return EagerRuntime(torch.device(device, local_rank))
@@ -61,7 +73,7 @@ def create_runtime(device: str, local_rank: int = 0, local_size: int = 1) -> Run
 
 @functools.cache
 def runtime_for(device: torch.device) -> Runtime:
-    """The runtime that serves tensors on `device`, where none was made for a run."""
+    """The runtime for tensors on `device`, outside of a run."""
     if device.type == "xla":
         from stepmark.runtime.xla import XlaRuntime
 

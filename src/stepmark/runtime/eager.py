@@ -1,4 +1,4 @@
-"""CPU, CUDA, and any other device that runs an operation when it is called (`torch.accelerator`)."""
+"""CPU, CUDA, and any other device that executes operations eagerly (`torch.accelerator`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepmark.runtime.nested import map_tensors
 
 
 class EagerRuntime:
-    """See `Runtime`. Work on an accelerator is queued in streams; a step boundary leaves it there."""
+    """See `Runtime`. An accelerator queues operations in streams, which a step boundary does not wait for."""
 
     lazy = False
 
@@ -56,7 +56,7 @@ class EagerRuntime:
         try:
             used = torch.accelerator.memory_allocated(self.device)
             peak = torch.accelerator.max_memory_allocated(self.device)
-        except (RuntimeError, NotImplementedError):  # an accelerator whose allocator keeps no counts
+        except (RuntimeError, NotImplementedError):  # an accelerator without memory statistics
             return None
         limit = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
         return DeviceMemory(used, peak, limit)

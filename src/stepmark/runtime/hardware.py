@@ -1,4 +1,4 @@
-"""What this machine has, told without starting any of it."""
+"""Hardware detection, without starting any device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def torch_xla_installed() -> bool:
 
 
 def neuron_device_present() -> bool:
-    """A Trainium or Inferentia device; its driver makes /dev/neuron0, /dev/neuron1, …"""
+    """Whether there is a Trainium or Inferentia device: its driver creates /dev/neuron0, /dev/neuron1, …"""
     return bool(glob.glob("/dev/neuron[0-9]*"))
 
 
 def tpu_present() -> bool:
-    """A TPU: its driver makes /dev/accel0, … or, with VFIO, Google's runtime says so in the environment."""
+    """Whether there is a TPU: its driver creates /dev/accel0, …; with VFIO, Google's runtime sets TPU_WORKER_ID."""
     return bool(glob.glob("/dev/accel[0-9]*")) or "TPU_WORKER_ID" in os.environ
 
 
 def host_memory() -> tuple[int, int] | None:
-    """Bytes of this process that are in memory now, and the most that were; None where the system does not say."""
+    """Resident bytes of this process, now and at the peak; None where the system does not report them."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)

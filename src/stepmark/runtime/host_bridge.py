@@ -1,7 +1,7 @@
 """Collectives of lazy tensors across processes where PJRT has none (XLA's CPU client): through the host.
 
-Each call runs what is pending, copies the operands to the host, lets gloo work on them there and gives back new device
-buffers, so it cuts the graph in two. All tensors of a call share one cut.
+Each call runs pending operations, copies the operands to the host, reduces them with gloo and returns new device
+buffers, so it splits the graph in two. All tensors of a call share one split.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import GroupCollectives, OwnPart, Reduction
+from stepmark.runtime.collectives import GroupCollectives, OwnShard, Reduction
 
 
 class BridgeCollectives:
@@ -23,7 +23,7 @@ class BridgeCollectives:
         self._on_host = GroupCollectives(group)
         self.rank = self._on_host.rank
         self.size = self._on_host.size
-        self._own = OwnPart(runtime, self.rank, self.size)
+        self._own = OwnShard(runtime, self.rank, self.size)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         return self._back(self._on_host.all_reduce(self._fetch(tensors), op))
@@ -34,7 +34,7 @@ class BridgeCollectives:
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         return self._back(self._on_host.reduce_scatter(self._fetch(tensors), dim))
 
-    def own_part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return self._own(tensor, dim)
 
     def _fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What ranks say to each other through the host: small plain values, never tensors of the model.
+"""Communication among ranks through the host: small plain values, never tensors of the model.
 
 Every call is collective: all ranks of the group make it, in the same order.
 """
@@ -14,7 +14,7 @@ from stepmark.runtime.process_groups import Group
 
 
 class HostGroup:
-    """All ranks of a run, talking through gloo; alone, it talks to itself."""
+    """All ranks of a run, connected by gloo; a single rank needs no connection."""
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
@@ -23,7 +23,7 @@ class HostGroup:
 
     @classmethod
     def of_processes(cls, timeout: timedelta | None = None) -> HostGroup:
-        """The group of all ranks of torch's default process group, with a gloo group of its own; alone without one."""
+        """The ranks of torch's default process group, on a separate gloo group; a single rank without one."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
@@ -37,7 +37,7 @@ class HostGroup:
         return values
 
     def broadcast(self, value: Any = None, source: int = 0) -> Any:
-        """The value that rank `source` gave."""
+        """The value that rank `source` passed."""
         if self.size == 1:
             return value
         values = [value]

@@ -1,18 +1,19 @@
-"""Whether the other ranks are alive, outside of anything that has a deadline of its own.
+"""Heartbeats of the ranks while a run trains.
 
-A collective of the training step waits for hours for a rank that was stopped, or whose machine is gone, and then says
-neither which it was nor what it did. So, for as long as a run trains,
+A collective of the training step waits for hours for a rank that is stopped, or whose machine is gone, and then reports
+neither the rank nor what it was doing. So, for as long as a run trains:
 
-beat    every rank's thread writes to the ranks' store, every second or so, a number that grows and where its training
-        is. It needs neither the device nor the main thread: a rank that compiles, reads, or waits in a collective
-        beats; one that is stopped does not.
-judge   Rank 0 reads all beats, and tells who has been silent for longer than the limit. The others read that, and
-        watch rank 0's beat.
-ticker  A second thread of every rank watches the store itself, since a stopped rank 0 that serves it answers nobody.
-end     Each rank that hears of a silent one prints its stacks and ends, with an error that names it.
+heartbeat  A thread of every rank writes a growing number and the position of its training to the ranks' store, about
+           once per second. It needs neither the device nor the main thread: a rank that compiles, reads, or waits in a
+           collective keeps beating; one that is stopped does not.
+verdict    Rank 0 reads all heartbeats and publishes the ranks whose heartbeat is overdue. The others read the verdict,
+           and watch rank 0's heartbeat.
+ticker     A second thread of every rank watches the first: the store does not answer if rank 0, which serves it, is
+           stopped.
+end        Each rank that learns of an overdue heartbeat prints its stacks and exits, with an error that names the rank.
 
-Silence is counted in time for which whoever counts was awake: a job that was suspended as a whole, be it a laptop or
-all ranks at once, goes on as if no time had passed.
+Only time during which the observing process was running counts: a job that is suspended entirely, such as on a laptop
+that sleeps, continues as if no time had passed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from stepmark.errors import LaunchError
 from stepmark.launch.process_exit import end_process, print_stacks
 
 LONGEST_BEAT = 1.0  # seconds
-BEATS = 8  # that a limit has at least
-_SHOWN = 8  # ranks that an error names
+BEATS = 8  # per limit, at least
+_NAMED = 8  # ranks that an error names
 _LEFT = "left"
 _STORE = -1
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -44,34 +45,34 @@ logger = logging.getLogger("stepmark")
 _watches = 0
 
 
-class Silence:
-    """Who has given the same sign for longer than `limit` seconds.
+class HeartbeatTimeouts:
+    """Finds heartbeats that have not changed for longer than `limit` seconds.
 
-    Time counts only as far as whoever looks was awake: of what lies between two looks, `longest` seconds.
+    At most `longest` seconds count between two calls, so that time during which this process was suspended does not.
     """
 
     def __init__(self, limit: float, longest: float) -> None:
         self._limit, self._longest = limit, longest
-        self._signs: dict[int, object] = {}
+        self._beats: dict[int, object] = {}
         self._seconds: dict[int, float] = {}
         self._last: float | None = None
 
-    def look(self, signs: Mapping[int, object], now: float) -> list[int]:
-        """Who of these is silent, given the signs that are seen at the time `now` (time.monotonic)."""
+    def overdue(self, beats: Mapping[int, object], now: float) -> list[int]:
+        """The keys of overdue heartbeats, given the latest ones at the time `now` (time.monotonic)."""
         passed = 0.0 if self._last is None else min(now - self._last, self._longest)
         self._last = now
-        for who, sign in signs.items():
-            same = who in self._signs and self._signs[who] == sign
-            self._seconds[who] = self._seconds[who] + passed if same else 0.0
-            self._signs[who] = sign
-        return sorted(who for who in signs if self._seconds[who] > self._limit)
+        for key, beat in beats.items():
+            same = key in self._beats and self._beats[key] == beat
+            self._seconds[key] = self._seconds[key] + passed if same else 0.0
+            self._beats[key] = beat
+        return sorted(key for key in beats if self._seconds[key] > self._limit)
 
 
 class PeerWatch:
-    """While it is entered, a rank that is silent for `limit` seconds ends the others, with exit code 1.
+    """A context in which all ranks exit, with code 1, when one of them has no heartbeat for `limit` seconds.
 
-    `progress` says how far the run is, and `ending(reason)` is told before the process ends; both are called in another
-    thread. `setting` is the name of what the user sets the limit by. Nothing is watched where there is one rank.
+    `progress` describes how far the run is, and `ending(reason)` is called before the process exits; both are called in
+    another thread. `setting` is the name of the user's setting for the limit. A single rank is not watched.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class PeerWatch:
         self._beat = min(LONGEST_BEAT, limit / BEATS)
         self._closed = threading.Event()
         self._verdict_lock = threading.Lock()
-        self._trainer = 0  # the thread that trains
+        self._training_thread = 0
         self._count = 0
-        self._shown: set[int] = set()  # the ranks that have shown a first sign
-        self._heard: dict[int, str] = {}  # the last beats
-        # A connection of its own: one that waits for an answer keeps all others who use it waiting.
+        self._started: set[int] = set()  # ranks with a first heartbeat
+        self._latest: dict[int, str] = {}  # heartbeats
+        # A separate connection: a request that waits for an answer blocks all others on the same connection.
         alone = store is None or size == 1
         self._store = None if alone else dist.PrefixStore(f"alive/{_watches}", store.clone())  # type: ignore[union-attr]
         self._threads = [
@@ -105,9 +106,9 @@ class PeerWatch:
         ]
 
     def __enter__(self) -> PeerWatch:
-        self._trainer = threading.get_ident()
+        self._training_thread = threading.get_ident()
         if self._store is not None:
-            self._show()
+            self._send_beat()
             for thread in self._threads:
                 thread.start()
         return self
@@ -118,17 +119,17 @@ class PeerWatch:
         self._closed.set()
         if self._store is not None:
             for thread in self._threads:
-                thread.join(2 * self._beat)  # one that waits for a store which does not answer is left behind
+                thread.join(2 * self._beat)  # a thread blocked by a store that does not answer is abandoned
 
-    # Beating and judging
+    # Heartbeats and verdicts
 
     def _exchange_all(self) -> None:
-        silence = Silence(self._limit, 2 * self._beat)
+        timeouts = HeartbeatTimeouts(self._limit, 2 * self._beat)
         try:
             while not self._closed.wait(self._beat):
-                self._exchange(silence)
+                self._exchange(timeouts)
             self._store_in_use.set(f"beat/{self._rank}", _LEFT)
-        except RuntimeError as error:  # the rank that served the store is gone: whoever started the ranks sees that
+        except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
             logger.debug("no longer watching the other ranks: %s", error)
         finally:
             self._closed.set()
@@ -138,66 +139,67 @@ class PeerWatch:
         assert self._store is not None
         return self._store
 
-    def _exchange(self, silence: Silence) -> None:
+    def _exchange(self, timeouts: HeartbeatTimeouts) -> None:
         store = self._store_in_use
-        self._show()
+        self._send_beat()
         if store.check(["silent"]):
             self._end(store.get("silent").decode())
-        self._heard = {rank: beat for rank, beat in self._beats().items() if beat != _LEFT}
-        silent = silence.look(self._heard, time.monotonic())
-        if silent:
-            reason = self._reason([self._describe(rank) for rank in silent])
+        self._latest = {rank: beat for rank, beat in self._beats().items() if beat != _LEFT}
+        overdue = timeouts.overdue(self._latest, time.monotonic())
+        if overdue:
+            reason = self._reason([self._describe(rank) for rank in overdue])
             if self._rank == 0:
                 store.set("silent", reason)
-                time.sleep(2 * self._beat)  # for the others to hear of it, if the store goes with this rank
+                time.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store
             self._end(reason)
 
-    def _show(self) -> None:
-        sign = json.dumps([self._count, socket.gethostname(), self._where()])
-        self._store_in_use.set(f"beat/{self._rank}", sign)
+    def _send_beat(self) -> None:
+        beat = json.dumps([self._count, socket.gethostname(), self._where()])
+        self._store_in_use.set(f"beat/{self._rank}", beat)
         self._count += 1
 
     def _beats(self) -> dict[int, str]:
-        """The last beat of each rank that this one watches; empty where it has not come to training yet."""
+        """The latest heartbeat of each watched rank; empty before it has started training."""
         store = self._store_in_use
         watched = range(1, self._size) if self._rank == 0 else range(1)
-        self._shown.update(rank for rank in watched if rank not in self._shown and store.check([f"beat/{rank}"]))
-        shown = sorted(self._shown)
-        beats = store.multi_get([f"beat/{rank}" for rank in shown])  # type: ignore[attr-defined]
-        return {**dict.fromkeys(watched, ""), **{rank: beat.decode() for rank, beat in zip(shown, beats, strict=True)}}
+        self._started.update(rank for rank in watched if rank not in self._started and store.check([f"beat/{rank}"]))
+        started = sorted(self._started)
+        beats = store.multi_get([f"beat/{rank}" for rank in started])  # type: ignore[attr-defined]
+        latest = {rank: beat.decode() for rank, beat in zip(started, beats, strict=True)}
+        return {**dict.fromkeys(watched, ""), **latest}
 
     def _where(self) -> str:
-        frame = sys._current_frames().get(self._trainer)
+        frame = sys._current_frames().get(self._training_thread)
         return f"{self._progress()}, in {_innermost(frame)}"
 
     def _describe(self, rank: int) -> str:
-        if not self._heard.get(rank):
-            return f"rank {rank} (has not come to training)"
-        _, host, where = json.loads(self._heard[rank])
+        if not self._latest.get(rank):
+            return f"rank {rank} (has not started training)"
+        _, host, where = json.loads(self._latest[rank])
         return f"rank {rank} on {host} (last seen {where})"
 
-    def _reason(self, silent: list[str]) -> str:
-        more = f" and {len(silent) - _SHOWN} more" if len(silent) > _SHOWN else ""
+    def _reason(self, overdue: list[str]) -> str:
+        more = f" and {len(overdue) - _NAMED} more" if len(overdue) > _NAMED else ""
         return (
-            f"{', '.join(silent[:_SHOWN])}{more}: no sign of life for {self._limit:g} s ({self._setting}); find out "
-            "what stopped it there, and start the run again to go on from its last checkpoint"
+            f"{', '.join(overdue[:_NAMED])}{more}: no heartbeat for {self._limit:g} s ({self._setting}); find out what "
+            "stopped the process there, then restart the run to resume from its last checkpoint"
         )
 
     def _tick(self) -> None:
-        silence = Silence(self._limit + self._beat, 2 * self._beat)
+        timeouts = HeartbeatTimeouts(self._limit + self._beat, 2 * self._beat)
         while not self._closed.wait(self._beat):
-            if silence.look({_STORE: self._count}, time.monotonic()):
+            if timeouts.overdue({_STORE: self._count}, time.monotonic()):
                 self._end(self._reason([self._server()]))
 
     def _server(self) -> str:
-        """Who serves the store."""
+        """A description of the store's server."""
         by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self._rank == 0 or by_launcher:
-            return f"the store of the ranks, which {'the launcher' if by_launcher else 'this rank'} serves"
+            return f"the ranks' store, served by {'the launcher' if by_launcher else 'this rank'}"
         return self._describe(0)
 
     def _end(self, reason: str) -> None:
-        """Ends the process, unless training has ended meanwhile."""
+        """Ends the process, unless training has ended in the meantime."""
         with self._verdict_lock:
             if self._closed.is_set():
                 return
@@ -207,7 +209,7 @@ class PeerWatch:
 
 
 def _innermost(frame: FrameType | None) -> str:
-    """Where in this package, or else where at all, a thread is: file, line and function."""
+    """The innermost function of a thread, preferably in this package, with file and line."""
     innermost = frame
     while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
         frame = frame.f_back

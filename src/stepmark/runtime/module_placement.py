@@ -1,8 +1,8 @@
-"""Bringing a module to its device, the same on every rank."""
+"""Moving a module to its device, with equal weights on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,51 +14,63 @@ from stepmark.runtime.host_group import HostGroup
 
 
 def place_module(module: nn.Module, runtime: Runtime) -> None:
-    """Moves parameters and buffers to the device. Every Parameter stays the object it is, so that ties and the
-    optimizers that hold it stay right (`module.to` would make new ones on a lazy device)."""
+    """Moves parameters and buffers to the device.
+
+    Every Parameter stays the same object, so that ties and optimizers remain valid; `module.to` would create new ones
+    on a lazy device.
+    """
     for tensor in _tensors(module):
         if tensor.device == runtime.device:
             continue
         placed = runtime.place(tensor.detach())
         if isinstance(tensor, nn.Parameter):
             placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
-            placed.__dict__.update(tensor.__dict__)  # what is known of it: its layout, its copies
+            placed.__dict__.update(tensor.__dict__)  # its layout and replication
         torch.utils.swap_tensors(tensor, placed)
 
 
-def agree_on_weights(module: nn.Module, runtime: Runtime, host: HostGroup, kinds: int = 1) -> bool:
-    """Makes the module equal on all ranks: where digests differ, the lowest rank's values are taken. Collective.
+def agree_on_weights(
+    module: nn.Module, runtime: Runtime, host: HostGroup, groups: Sequence[Sequence[int]] | None = None
+) -> bool:
+    """Makes the module equal on all ranks: where tensors differ, those of a group's first rank are used. Collective.
 
-    `kinds` different modules are compared each with its like: those of ranks that are equal modulo `kinds`, as the
-    ranks of a tensor parallel group hold different parts. Returns whether any differed.
+    Args:
+        module: The module, on the host or on the device.
+        runtime: The device.
+        host: All ranks.
+        groups: The ranks in groups that hold the same parameters (`Mesh.same_parameters`). None: all ranks do.
+
+    Returns:
+        Whether any tensor differed.
     """
-    if host.size == kinds:
+    groups = groups or [list(range(host.size))]
+    if all(len(group) == 1 for group in groups):
         return False
-    digests = host.all_gather([_digest(value) for value in _on_host(module, runtime)])
-    if any(len(each) != len(digests[0]) for each in digests):
+    checksums = host.all_gather([_checksum(value) for value in _on_host(module, runtime)])
+    if any(len(each) != len(checksums[0]) for each in checksums):
         raise ValueError("the ranks built models of different structure")
     different = [
         index
-        for index, each in enumerate(zip(*digests, strict=True))
-        if any(len(set(each[kind::kinds])) > 1 for kind in range(kinds))
+        for index in range(len(checksums[0]))
+        if any(len({checksums[rank][index] for rank in group}) > 1 for group in groups)
     ]
     tensors = list(_tensors(module))
     for index in different:
-        for kind in range(kinds):
-            own = runtime.to_host([tensors[index]])[0] if host.rank == kind else None
-            value = host.broadcast(own, source=kind)
-            if host.rank % kinds == kind:
-                _take(tensors[index], value, runtime)
+        for group in groups:
+            own = runtime.to_host([tensors[index]])[0] if host.rank == group[0] else None
+            value = host.broadcast(own, source=group[0])
+            if host.rank in group:
+                _assign(tensors[index], value, runtime)
     return bool(different)
 
 
 def _on_host(module: nn.Module, runtime: Runtime) -> Iterator[Tensor]:
-    """One after the other, so that a model on a device is not held on the host whole."""
+    """One after the other, so that the host never holds a complete model."""
     for tensor in _tensors(module):
         yield tensor.detach() if tensor.device.type == "cpu" else runtime.to_host([tensor])[0]
 
 
-def _take(tensor: Tensor, value: Tensor, runtime: Runtime) -> None:
+def _assign(tensor: Tensor, value: Tensor, runtime: Runtime) -> None:
     if tensor.device.type == "cpu":
         with torch.no_grad():
             tensor.copy_(value)
@@ -71,6 +83,6 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _digest(tensor: Tensor) -> str:
+def _checksum(tensor: Tensor) -> str:
     flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(flat)}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with `function` applied to every tensor; other leaves stay as they are."""
+    """Applies `function` to every tensor of a nest; other leaves are unchanged."""
     if isinstance(tree, Tensor):
         return function(tree)
     if hasattr(tree, "items"):

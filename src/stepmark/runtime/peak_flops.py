@@ -1,4 +1,4 @@
-"""The highest rate of dense matrix products that a device's maker states, for model FLOPs utilization.
+"""Peak rates of dense matrix products as manufacturers state them, for model FLOPs utilization.
 
 Sources, in TFLOP/s without sparsity:
 Trainium, Trainium2: AWS Neuron documentation, "Trainium Architecture" and "Trainium2 Architecture". Per chip 190 (BF16,
@@ -25,14 +25,14 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Rates:
-    """TFLOP/s by what is multiplied; None: the device cannot, or its maker does not say."""
+    """TFLOP/s by type; None: not supported, or not stated by the manufacturer."""
 
     bfloat16: float | None
     float32: float
-    tf32: float | None = None  # float32 matrix products with inputs rounded to TF32, where PyTorch is told to
+    tf32: float | None = None  # float32 matrix products with inputs rounded to TF32, if enabled in PyTorch
 
 
-# A name is looked for in the device's own; the first that fits counts.
+# The first name that is contained in the device's own is used.
 GPUS: dict[str, Rates] = {
     "B200": Rates(2250.0, 80.0, 1125.0),
     "H200": Rates(989.4, 67.0, 494.7),
@@ -53,7 +53,7 @@ TRAINIUM2 = Rates(667.0 / 8, 181.0 / 8)  # a physical core of eight
 
 
 def device_model(runtime: Runtime) -> str | None:
-    """What the device calls itself ("NVIDIA H100 80GB HBM3", "trn1.32xlarge"); None where it does not say."""
+    """The device's model name ("NVIDIA H100 80GB HBM3", "trn1.32xlarge"); None where it is unknown."""
     if runtime.device.type == "cuda":
         return torch.cuda.get_device_name(runtime.device)
     if runtime.device.type in ("xla", "neuron") and not runtime.host_memory and neuron_device_present():
@@ -62,7 +62,7 @@ def device_model(runtime: Runtime) -> str | None:
 
 
 def peak_flops(model: str | None, dtype: torch.dtype) -> float | None:
-    """FLOP/s of one rank's device of this name for matrix products of this type; None where that is not known."""
+    """FLOP/s of one rank's device of this model for matrix products of this type; None where it is unknown."""
     if model is None:
         return None
     if model.startswith(("trn1", "trn2")):
@@ -78,11 +78,10 @@ def _teraflops(rates: Rates, dtype: torch.dtype, *, tf32: bool) -> float | None:
 
 
 def _neuron_core(instance: str) -> Rates:
-    """The core that one rank has. On Trainium2, NEURON_LOGICAL_NC_CONFIG physical ones (2, if it is not set) are one
-    logical core."""
+    """The core of one rank. On Trainium2 a logical core is NEURON_LOGICAL_NC_CONFIG physical ones (default 2)."""
     if instance.startswith("trn1"):
         return TRAINIUM
-    told = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "")
-    cores = int(told) if told.isdigit() else 2
+    configured = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "")
+    cores = int(configured) if configured.isdigit() else 2
     assert TRAINIUM2.bfloat16 is not None
     return Rates(TRAINIUM2.bfloat16 * cores, TRAINIUM2.float32 * cores)

@@ -1,8 +1,8 @@
-"""torch.distributed's process groups, each held in one place, so that they can be let go before the interpreter.
+"""Owns torch.distributed's process groups, so that they can be released before the interpreter exits.
 
-A gloo group has threads, and these may be the last to hold a tensor of a collective that has ended. Letting go of it
-needs the interpreter, and a thread that asks an interpreter on its way out ends the process with an abort. The threads
-are joined when nothing refers to their group.
+A gloo group has threads, which may hold the last reference to a tensor of a finished collective. Releasing it needs the
+interpreter, and a thread that enters an exiting interpreter aborts the process. The threads are joined once nothing
+refers to their group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _held: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group:
-    """A process group, or with None the default one, until `leave`."""
+    """A process group, valid until `leave`; None is the default group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
@@ -24,9 +24,9 @@ class Group:
 
 
 def leave() -> None:
-    """Ends all groups, with their threads; no rank can be talked to afterwards."""
+    """Destroys all groups and their threads; no communication is possible afterwards."""
     for group in list(_held):
         group.process_group = None
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # what refers to a group from a cycle
+    gc.collect()  # reference cycles that contain a group

@@ -1,8 +1,7 @@
 """Replica threads: several XLA devices in one process, with collectives inside the graph, on a CPU.
 
-This is where the in-graph way of collectives can be run without Trainium or a TPU: XLA's CPU client has real
-collectives between the threads of one process. Graphs that differ between replicas hang here as they hang there, and
-end with an abort after ten seconds.
+They run collectives inside the graph without Trainium or a TPU: XLA's CPU client implements them between the threads of
+one process. Graphs that differ between replicas hang as they do on such devices, and abort after ten seconds.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from stepmark.launch.world import World
-from stepmark.runtime.collectives import GraphCollectives
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
 
 
 def replica_environment(replicas: int) -> dict[str, str]:
-    """The variables that a process needs before torch_xla starts in it. Room for the threads of 16 devices is asked
-    for, since XLA's pool must hold every replica that waits in a collective."""
+    """Environment variables to set before torch_xla starts. They request threads for 16 devices, since XLA's pool must
+    hold every replica that waits in a collective."""
     return {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(replicas),
@@ -31,7 +29,7 @@ def replica_environment(replicas: int) -> dict[str, str]:
 
 
 def run_replicas(function: Callable[[Context], Any], replicas: int) -> list[Any]:
-    """Calls `function` in one thread a replica, and gives their results by rank. Needs `replica_environment`."""
+    """Calls `function` in one thread per replica; returns the results by rank. Needs `replica_environment`."""
     from stepmark.runtime.xla import XlaRuntime, graph_world, spawn_replicas, wait_for_device
 
     barrier = threading.Barrier(replicas)
@@ -42,7 +40,7 @@ def run_replicas(function: Callable[[Context], Any], replicas: int) -> list[Any]
         rank, size = graph_world()
 
         def take_turns() -> None:
-            """One replica compiles and dispatches, then the next finds the program in the cache."""
+            """One replica compiles and dispatches; the next then finds the program in the cache."""
             wait_for_device()
             barrier.wait()
             for turn in range(size):
@@ -54,11 +52,11 @@ def run_replicas(function: Callable[[Context], Any], replicas: int) -> list[Any]
 
         runtime = XlaRuntime(dispatch=take_turns)
         host = ThreadGroup(rank, slots, barrier)
-        context = Context(World(rank, size, rank, size), runtime, host, GraphCollectives(runtime, rank, size))
+        context = Context(World(rank, size, rank, size), runtime, host)
         try:
             results[rank] = function(context)
         except BaseException:
-            barrier.abort()  # the others would wait for ever
+            barrier.abort()  # otherwise the others would wait forever
             raise
 
     spawn_replicas(replica)

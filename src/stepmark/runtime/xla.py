@@ -12,13 +12,14 @@ from torch import Tensor
 from stepmark.runtime.base import DeviceMemory, GraphCounters
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
 from stepmark.runtime.nested import map_tensors
+from stepmark.runtime.xla_environment import check_no_type_override
 
 
 def prepare_environment() -> None:
-    """Sets what torch_xla and Neuron's compiler read when they are first imported.
+    """Sets the environment variables that torch_xla and Neuron's compiler read when they are first imported.
 
-    Neuron's compiler casts fp32 matrix products to bf16 by default; a user who asks for fp32 means fp32. Flags that the
-    user set are kept.
+    By default Neuron's compiler casts fp32 matrix products to bf16; here fp32 stays fp32. Flags that the user set are
+    kept.
     """
     if neuron_device_present():
         os.environ["PJRT_DEVICE"] = "NEURON"
@@ -43,12 +44,13 @@ from torch_xla._internal import pjrt  # noqa: E402
 
 
 class XlaRuntime:
-    """See `Runtime`. `dispatch` runs one graph; replica threads pass their own, which takes turns."""
+    """See `Runtime`. `dispatch` runs one graph; replica threads pass one that takes turns."""
 
     name = "xla"
     lazy = True
 
     def __init__(self, local_rank: int = 0, local_size: int = 1, dispatch: Callable[[], None] | None = None) -> None:
+        check_no_type_override()
         if xr.device_type() != "CPU" and local_size > 1:
             pjrt.initialize_multiprocess(local_rank, local_size)
         self.device = torch_xla.device()
@@ -60,15 +62,15 @@ class XlaRuntime:
         return map_tensors(batch, self._send)
 
     def _send(self, tensor: Tensor) -> Tensor:
-        """The tensor as device data. `tensor.to(device)` first records a tensor of zeros: a sync of another thread may
-        come in between and leave it at that."""
+        """Copies the tensor to the device without recording an operation. `tensor.to(device)` first records a tensor of
+        zeros, and a sync in another thread may run the graph before the values replace them."""
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
         (sent,) = torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(self.device)])
         return sent
 
     def write(self, target: Tensor, value: Tensor) -> None:
-        # Giving the tensor object a new device buffer records no operation, so that the graphs stay the same.
+        # Assigning a new device buffer records no operation, so the graphs stay the same.
         target.data = self._send(value.to(dtype=target.dtype))
 
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
@@ -98,17 +100,22 @@ class XlaRuntime:
         if self.host_memory:
             return None
         try:
-            told: Any = xm.get_memory_info(self.device)
-        except RuntimeError:  # a PJRT client that keeps no counts
+            info: Any = xm.get_memory_info(self.device)
+        except RuntimeError:  # a PJRT client without memory statistics
             return None
-        return DeviceMemory(told["bytes_used"], told.get("peak_bytes_used"), told.get("bytes_limit"))
+        return DeviceMemory(info["bytes_used"], info.get("peak_bytes_used"), info.get("bytes_limit"))
 
 
 def _host_view(tensor: Tensor) -> Tensor:
-    """The device buffer itself where XLA can lend it; a copy of what it cannot (bool, empty and 0-dim tensors)."""
+    """The device buffer itself where XLA can lend it with the tensor's dtype, otherwise a copy.
+
+    XLA cannot lend bool, empty and 0-dim tensors. A buffer may also have another element type than the tensor, where
+    torch_xla was told to compute float32 in bfloat16 or int64 in int32.
+    """
     if tensor.dtype == torch.bool or tensor.numel() == 0 or tensor.dim() == 0:
         return tensor.cpu()
-    return torch.utils.dlpack.from_dlpack(xla_dlpack.to_dlpack(tensor))
+    view = torch.utils.dlpack.from_dlpack(xla_dlpack.to_dlpack(tensor))
+    return view if view.dtype == tensor.dtype else tensor.cpu()
 
 
 def _samples(metric: str) -> int:
@@ -126,12 +133,12 @@ def all_reduce_in_graph(tensor: Tensor, op: str, groups: Groups) -> Tensor:
 
 
 def all_gather_in_graph(tensor: Tensor, dim: int, groups: Groups) -> Tensor:
-    """The replicas' tensors one after the other along `dim`."""
+    """The concatenation of the replicas' tensors along `dim`."""
     return _one(xm.all_gather(tensor, dim % tensor.dim(), groups=groups, pin_layout=False))
 
 
 def reduce_scatter_in_graph(tensor: Tensor, dim: int, size: int, groups: Groups) -> Tensor:
-    """This replica's part along `dim` of the sum; `size` is that of a group."""
+    """This replica's shard along `dim` of the sum; `size` is the size of a group."""
     return _one(
         xm.reduce_scatter(
             xm.REDUCE_SUM,
@@ -160,7 +167,7 @@ def wait_for_device() -> None:
 
 
 def graph_world() -> tuple[int, int]:
-    """This replica's number and how many there are, as PJRT counts them."""
+    """This replica's number and the number of replicas, as PJRT counts them."""
     return xr.global_ordinal(), xr.world_size()
 
 

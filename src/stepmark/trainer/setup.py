@@ -15,8 +15,8 @@ from transformers.trainer_callback import TrainerCallback
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_arguments import TrainingArguments
 from stepmark.errors import UsageError
+from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.tensor.parallelize import ParallelizedModel, parallelize, parallelized
-from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import agree_on_weights, place_module
@@ -44,8 +44,8 @@ def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -
         enable_gradient_checkpointing(model, runtime)
     if args.dtype == "bfloat16":
         model.to(torch.bfloat16)
-    kinds = mesh.tensor_parallel.size if applied else 1
-    if agree_on_weights(model, runtime, context.host, kinds) and context.host.rank == 0:
+    groups = mesh.same_parameters if applied else None
+    if agree_on_weights(model, runtime, context.host, groups) and context.host.rank == 0:
         logger.warning("the ranks had different weights; all take those of rank 0")
     if not applied:
         options = {name: getattr(args, name) for name in ("sequence_parallel", "parallelize_embedding")}
@@ -70,7 +70,7 @@ def _check_cut(applied: ParallelizedModel | None, args: TrainingArguments) -> No
 
 def make_optimizer(
     model: nn.Module, args: TrainingArguments, mesh: Mesh, given: torch.optim.Optimizer | None
-) -> ParameterOptimizer | ShardedOptimizer:
+) -> StepOptimizer:
     """The optimizer that the user gave, or the one that the arguments name."""
     if given is not None and args.zero_1:
         raise UsageError(

@@ -28,8 +28,9 @@ from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
 from stepmark.launch.process_exit import say
-from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
+from stepmark.optim.protocols import StepOptimizer
 from stepmark.runtime.context import Context, start
+from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.peer_watch import watch_of
 from stepmark.trainer.interruption.preemption import RunInterrupted
@@ -50,7 +51,6 @@ from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -108,9 +108,10 @@ class Trainer:
             self.context.host,
             self._autocast_dtype,
             preprocess_logits_for_metrics,
-            replicas=self.mesh.tensor_parallel.size,
+            reporting=self.mesh.reporting_ranks,
         )
-        self.journal = RunLog(Path(self.args.output_dir), writes=self.is_world_process_zero())
+        writes = self.is_world_process_zero() and not extracting_graphs()
+        self.journal = RunLog(Path(self.args.output_dir), writes=writes)
         self.display = ProgressDisplay(shows=False, total=0, done=0)
         self.state = self._fresh_state()
         self.control = TrainerControl()
@@ -166,15 +167,15 @@ class Trainer:
             **options,
         )
 
-    def make_optimizer(self) -> ParameterOptimizer | ShardedOptimizer:
+    def make_optimizer(self) -> StepOptimizer:
         """The optimizer that the user gave, or the one that the arguments name."""
         return make_optimizer(self.model, self.args, self.mesh, self._optimizers[0])
 
-    def make_schedule(self, optimizer: ParameterOptimizer | ShardedOptimizer, total_steps: int) -> Any:
+    def make_schedule(self, optimizer: StepOptimizer, total_steps: int) -> Any:
         """The schedule that the user gave, or the one that the arguments name."""
         return self._optimizers[1] or make_schedule(self.args, optimizer.inner, total_steps)
 
-    def make_step(self, optimizer: ParameterOptimizer | ShardedOptimizer) -> TrainStep:
+    def make_step(self, optimizer: StepOptimizer) -> TrainStep:
         return TrainStep(
             self.model,
             optimizer,
@@ -277,7 +278,7 @@ class Trainer:
         }
         self.event("on_train_end")
         self.journal.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
-        if self.is_world_process_zero():
+        if self.is_world_process_zero() and not extracting_graphs():
             self._full_state().save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
         self.journal.status("done", self.state.global_step, run.asked_to_stop)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
@@ -287,6 +288,10 @@ class Trainer:
     def save_checkpoint(self, run: TrainingLoop) -> None:
         """Saves all of a run's state as `checkpoint-<step>` in the output folder."""
         step = self.state.global_step
+        if extracting_graphs():
+            warn_not_saved(f"checkpoint-{step}")
+            self.control.should_save = False
+            return
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(Path(self.args.output_dir) / f"checkpoint-{step}")
         metric = self.args.best_metric_key
@@ -307,6 +312,9 @@ class Trainer:
     def save_model(self, output_dir: str | None = None) -> None:
         """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective."""
         folder = Path(output_dir or self.args.output_dir).absolute()
+        if extracting_graphs():
+            warn_not_saved(f"the model in {folder}")
+            return
         write_model(folder, self.model, self.mesh, self.processing_class, self.args.save_timeout)
 
     def _write_files(self, folder: Path) -> None:

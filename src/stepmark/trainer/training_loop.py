@@ -17,6 +17,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.data.batch import StepBatch
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.interruption.pausable_evaluation import EvaluationPaused, PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted, preemption_coordinator
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
@@ -79,7 +80,7 @@ class TrainingLoop:
             "unfinished": self._unfinished,
             "means": self.means.state_dict(),
             "schedule": schedule_state(self.schedule),
-            "rates": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "rates": [float(group["lr"]) for group in self.optimizer.inner.param_groups],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,7 +236,9 @@ class TrainingLoop:
             self._save()
         self.checkpointer.wait()
         self.monitor.close()
-        saved = f"checkpoint-{step} is saved" if step else "nothing was trained yet"
+        saved = "nothing was trained yet" if not step else f"checkpoint-{step} is saved"
+        if extracting_graphs():
+            saved = "nothing is saved"
         raise RunInterrupted(f"{stopper.signal}: stopped {where}after step {step}, {saved}")
 
     def _save(self) -> None:
@@ -334,11 +337,13 @@ class TrainingLoop:
 
     def forget_request(self) -> None:
         """Before training: what was asked of an earlier run is not asked of this one."""
-        if self.trainer.is_world_process_zero():
+        if self.trainer.is_world_process_zero() and not extracting_graphs():
             withdraw(self.checkpointer.folder)
 
     def _heed_request(self) -> None:
         """Behind a save: where somebody has asked the run to stop, it ends here, on all ranks."""
+        if extracting_graphs():  # the request is for the run that trains
+            return
         host = self.trainer.context.host
         asked = host.broadcast(reason_to_stop(self.checkpointer.folder) if host.rank == 0 else None)
         if asked is None or self.trainer.state.global_step >= self.total_steps:

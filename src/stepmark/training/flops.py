@@ -1,9 +1,9 @@
-"""How many floating-point operations a model needs for a token, told from its parameters and its config.
+"""Floating-point operations per token, computed from a model's parameters and config.
 
 After Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B: training takes 6 N + 12 L H
-T operations a token, with N parameters, L layers, H heads of size Q, and T tokens in a sequence. What is computed a
+T operations per token, with N parameters, L layers, H heads of size Q, and T tokens in a sequence. What is computed a
 second time (activation checkpointing) does not count, and causal attention counts in full. N are the parameters that
-are multiplied: an embedding that is only looked up is left out, one that is tied to the head is in.
+are multiplied: an embedding used only for lookup is excluded, one tied to the head is included.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def flops_per_token(model: nn.Module, length: int) -> float | None:
-    """Floating-point operations of forward and backward for one token of a sequence of `length`; None for a model
-    whose config does not tell: one that is not of transformers, or in which a token meets only some parameters."""
+    """Floating-point operations of forward and backward pass for one token of a sequence of `length` tokens.
+
+    None where the config does not determine it: for models that are not from transformers, and for mixtures of experts.
+    """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return None
@@ -36,7 +38,7 @@ def flops_per_token(model: nn.Module, length: int) -> float | None:
 
 
 def multiplied_parameters(model: nn.Module) -> int:
-    """Elements of the parameters that take part in matrix products, each once, over all ranks that share one."""
+    """Elements of the parameters used in matrix products, each counted once, over all shards."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     used = {
         id(parameter)

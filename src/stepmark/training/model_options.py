@@ -1,4 +1,4 @@
-"""What training asks of a model before it is placed."""
+"""Model settings for training, applied before the model is moved to the device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from stepmark.runtime.base import Runtime
 
 
 def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
-    """Activations of each layer are computed again in the backward pass instead of being kept.
+    """Makes a transformers model recompute the activations of each layer in the backward pass instead of keeping them.
 
-    For transformers' models. Lazy devices need torch_xla's own function: torch's crashes there.
+    Lazy devices need torch_xla's function: torch's crashes on them. Raises UsageError for a model without support.
     """
     enable: Any = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise UsageError(
-            f"gradient_checkpointing: {type(model).__name__} has no gradient_checkpointing_enable, as models of "
-            "transformers have; checkpoint its layers yourself"
+            f"gradient_checkpointing: {type(model).__name__} does not support it: it has no method "
+            "gradient_checkpointing_enable; use torch.utils.checkpoint in the model"
         )
     try:
         enable(gradient_checkpointing_kwargs={"use_reentrant": runtime.lazy})
@@ -37,7 +37,7 @@ def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
 
 
 def check_bf16(device: torch.device) -> None:
-    """Raises DeviceError where the device has no bfloat16."""
+    """Raises DeviceError where the device does not support bfloat16."""
     missing = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     if missing:
-        raise DeviceError(f"bf16: {torch.cuda.get_device_name(device)} has no bfloat16; train in float32")
+        raise DeviceError(f"bf16: {torch.cuda.get_device_name(device)} does not support bfloat16; train in float32")

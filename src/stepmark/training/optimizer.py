@@ -1,4 +1,4 @@
-"""Optimizers over named parameters, with fp32 master weights where the parameters are bf16."""
+"""Optimizers over named parameters, with fp32 master weights for bf16 parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
-from stepmark.optim.wrapped import load_rates, plain, take_empty_step
+from stepmark.optim.protocols import StepOptimizer
+from stepmark.optim.wrapped import load_learning_rates, plain, take_empty_step
 from stepmark.parallel.data_parallel import DataParallelGradients
 from stepmark.parallel.zero.sharded_optimizer import MASTER, ShardedOptimizer
 from stepmark.runtime.base import Runtime
@@ -24,8 +25,8 @@ OPTIMIZERS = (*ADAMW, "sgd")
 class ParameterOptimizer:
     """A `torch.optim` optimizer whose state is keyed by parameter names.
 
-    Where a parameter is not fp32 and `master_weights` is set, the optimizer works on an fp32 copy, and the parameter is
-    that copy rounded. `make` gets the parameter groups, with the tensors that the optimizer is to work on.
+    Where a parameter is not fp32 and `master_weights` is set, the optimizer updates an fp32 copy, and the parameter is
+    that copy rounded.
     """
 
     def __init__(
@@ -37,33 +38,34 @@ class ParameterOptimizer:
         order: Sequence[str],
         master_weights: bool = True,
     ) -> None:
-        """`groups`: as for `torch.optim`, but "params" is a list of (name, parameter). `order`: names as the model has
-        them, in which `parameters` come, so that sums over all gradients do not depend on the groups."""
+        """`groups`: as for `torch.optim`, but "params" is a list of (name, parameter). `make` creates the optimizer
+        from groups with the tensors to update. `order`: the names in the model's order, which `parameters` follows, so
+        that sums over all gradients do not depend on the groups."""
         self._runtime = runtime
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
-        self._worked_on: list[Tensor] = []
+        self._updated: list[Tensor] = []
         inner_groups: list[dict[str, Any]] = []
         for group in groups:
-            worked_on = [self._add(name, parameter, master_weights) for name, parameter in group["params"]]
-            inner_groups.append({**group, "params": worked_on})
+            updated = [self._add(name, parameter, master_weights) for name, parameter in group["params"]]
+            inner_groups.append({**group, "params": updated})
         self.inner = make(inner_groups)
-        place = {name: index for index, name in enumerate(order)}
-        as_the_model = sorted(range(len(self.names)), key=lambda index: place[self.names[index]])
-        self.names = [self.names[index] for index in as_the_model]
-        self.parameters = [self.parameters[index] for index in as_the_model]
-        self._worked_on = [self._worked_on[index] for index in as_the_model]
+        position = {name: index for index, name in enumerate(order)}
+        in_order = sorted(range(len(self.names)), key=lambda index: position[self.names[index]])
+        self.names = [self.names[index] for index in in_order]
+        self.parameters = [self.parameters[index] for index in in_order]
+        self._updated = [self._updated[index] for index in in_order]
 
     @classmethod
     def around(
         cls, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], runtime: Runtime
     ) -> ParameterOptimizer:
-        """For an optimizer that the user made over the model's own parameters; `names` are the model's."""
+        """Wraps an optimizer that the user created over the model's parameters; `names` are the model's."""
         groups = []
         for group in optimizer.param_groups:
             if any(parameter not in names for parameter in group["params"]):
                 raise UsageError(
-                    "optimizers: the optimizer holds a parameter that the model does not have; make it from "
+                    "optimizers: the optimizer holds a parameter that is not in the model; create it from "
                     "model.parameters()"
                 )
             groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
@@ -72,77 +74,79 @@ class ParameterOptimizer:
     def _add(self, name: str, parameter: nn.Parameter, master_weights: bool) -> Tensor:
         self.names.append(name)
         self.parameters.append(parameter)
-        worked_on: Tensor = parameter
+        updated: Tensor = parameter
         if master_weights and parameter.dtype != torch.float32:
             (on_host,) = self._runtime.to_host([parameter])
-            worked_on = nn.Parameter(self._runtime.place(on_host.float()))
-        self._worked_on.append(worked_on)
-        return worked_on
+            updated = nn.Parameter(self._runtime.place(on_host.float()))
+        self._updated.append(updated)
+        return updated
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
     def gradients(self, mesh: Mesh, *, accumulation: int) -> DataParallelGradients:
-        """What gathers the gradients that `set_gradients` takes."""
+        """Makes the reducer of the gradients that `set_gradients` takes."""
         return DataParallelGradients(self.parameters, mesh, accumulation=accumulation)
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Gives each parameter, in the order of `parameters`, its gradient, or None."""
-        for tensor, gradient in zip(self._worked_on, gradients, strict=True):
+        """Sets the gradient, or None, of each of `parameters`."""
+        for tensor, gradient in zip(self._updated, gradients, strict=True):
             tensor.grad = gradient if gradient is None or gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
 
     @torch.no_grad()
     def step(self) -> None:
         self.inner.step()
-        for parameter, worked_on in zip(self.parameters, self._worked_on, strict=True):
-            if worked_on is not parameter:
-                parameter.copy_(worked_on)
+        for parameter, updated in zip(self.parameters, self._updated, strict=True):
+            if updated is not parameter:
+                parameter.copy_(updated)
 
     def ensure_state(self) -> None:
-        """Creates state that the optimizer would make in its first step, so that it can be restored in place.
+        """Creates the state that the first step would create, so that it can be restored in place.
 
-        Any optimizer makes it in a step; this one has zero gradients and learning rate 0, on parameters that are put
-        back afterwards. Its values mean nothing: call it only when they are about to be replaced. What has state keeps
-        it, and its gradient.
+        Takes a step with zero gradients and learning rate 0, and restores the parameters afterwards. The state's values
+        are meaningless: call it only when they are about to be replaced. Existing states and gradients are kept.
         """
-        missing = [tensor for tensor in self._worked_on if tensor not in self.inner.state]
+        missing = [tensor for tensor in self._updated if tensor not in self.inner.state]
         if not missing:
             return
-        gradients = [tensor.grad for tensor in self._worked_on]
-        for tensor in self._worked_on:
+        gradients = [tensor.grad for tensor in self._updated]
+        for tensor in self._updated:
             tensor.grad = None
         saved = self._runtime.to_host(missing)
         take_empty_step(self.inner, missing, self._runtime)
         for tensor, value in zip(missing, saved, strict=True):
             self._runtime.write(tensor, value)
-        for tensor, gradient in zip(self._worked_on, gradients, strict=True):
+        for tensor, gradient in zip(self._updated, gradients, strict=True):
             tensor.grad = gradient
 
     def forget_state(self, names: Sequence[str]) -> bool:
-        """Removes the state of these parameters, as before their first gradient. False, and nothing is removed, where
-        the optimizer has made it at the start and cannot do without."""
+        """Removes the state of these parameters, as before their first gradient.
+
+        Returns False, and removes nothing, where the optimizer needs its state from the start (lazy devices).
+        """
         if self._runtime.lazy:
             return False
-        gone = set(names)
-        for name, tensor in zip(self.names, self._worked_on, strict=True):
-            if name in gone:
+        removed = set(names)
+        for name, tensor in zip(self.names, self._updated, strict=True):
+            if name in removed:
                 self.inner.state.pop(tensor, None)
         return True
 
     def named_state(self) -> dict[str, dict[str, Any]]:
-        """Parameter name to state: the inner optimizer's live tensors and values, and `master` where there is one."""
+        """Parameter name to state: the inner optimizer's live tensors and values, and `master` where there are master
+        weights."""
         states: dict[str, dict[str, Any]] = {}
-        for name, parameter, worked_on in zip(self.names, self.parameters, self._worked_on, strict=True):
-            state = dict(self.inner.state.get(worked_on, {}))
-            if worked_on is not parameter:
-                state[MASTER] = worked_on
-            states[name] = {key: _cut_alike(value, parameter) for key, value in state.items()}
+        for name, parameter, updated in zip(self.names, self.parameters, self._updated, strict=True):
+            state = dict(self.inner.state.get(updated, {}))
+            if updated is not parameter:
+                state[MASTER] = updated
+            states[name] = {key: _with_layout(value, parameter) for key, value in state.items()}
         return states
 
     def named_groups(self) -> list[dict[str, Any]]:
-        """The groups' plain hyperparameters, with parameter names in place of tensors."""
-        name_of = {id(tensor): name for tensor, name in zip(self._worked_on, self.names, strict=True)}
+        """The groups' plain hyperparameters, with parameter names instead of tensors."""
+        name_of = {id(tensor): name for tensor, name in zip(self._updated, self.names, strict=True)}
         return [
             {
                 key: [name_of[id(tensor)] for tensor in value] if key == "params" else plain(value)
@@ -152,12 +156,12 @@ class ParameterOptimizer:
         ]
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Takes up the saved learning rates."""
-        load_rates(self.inner, groups, self._runtime)
+        """Restores the saved learning rates."""
+        load_learning_rates(self.inner, groups, self._runtime)
 
 
-def _cut_alike(value: Any, parameter: Tensor) -> Any:
-    """A state of the parameter's shape holds the same part of a whole as the parameter does."""
+def _with_layout(value: Any, parameter: Tensor) -> Any:
+    """Annotates a state of the parameter's shape with the parameter's layout."""
     layout = layout_of(parameter)
     if layout is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
@@ -176,12 +180,26 @@ def build_optimizer(
     epsilon: float = 1e-8,
     options: Mapping[str, Any] | None = None,
     sharded_over: Mesh | None = None,
-) -> ParameterOptimizer | ShardedOptimizer:
-    """One of OPTIMIZERS over the parameters that train; weight decay for those whose name `decay` accepts.
+) -> StepOptimizer:
+    """Creates an optimizer over the parameters that require gradients.
 
-    `options` are the optimizer's own further arguments (`momentum` and `nesterov` of SGD, `amsgrad` of AdamW).
-    `sharded_over`: a mesh over whose data parallel ranks the state is divided (ZeRO-1). Raises UsageError for a name or
-    an option that is unknown.
+    Args:
+        name: One of OPTIMIZERS.
+        named_parameters: `list(model.named_parameters())`, on the device.
+        runtime: The device.
+        decay: Whether weight decay applies to the parameter of a name. Default: to all.
+        learning_rate: Default 5e-5.
+        weight_decay: Default 0.
+        betas: Of AdamW.
+        epsilon: Of AdamW.
+        options: Further arguments of the optimizer: `momentum` and `nesterov` of SGD, `amsgrad` of AdamW.
+        sharded_over: The mesh over whose data parallel ranks the state is sharded (ZeRO-1); None: not sharded.
+
+    Returns:
+        The optimizer for `TrainStep` and `Checkpointer`.
+
+    Raises:
+        UsageError: The name or an option is unknown.
     """
     check_optimizer(name)
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
@@ -197,7 +215,7 @@ def build_optimizer(
         try:
             return _torch_class(name, runtime, keywords)(inner_groups, **keywords)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"optim_args: {name} refuses {dict(options or {})}: {error}") from error
+            raise UsageError(f"optim_args: {name} does not accept {dict(options or {})}: {error}") from error
 
     used = [group for group in groups if group["params"]]
     if sharded_over is not None:
@@ -206,7 +224,7 @@ def build_optimizer(
 
 
 def check_optimizer(name: str) -> None:
-    """Raises UsageError for a name that is none of OPTIMIZERS."""
+    """Raises UsageError for a name that is not in OPTIMIZERS."""
     if name not in OPTIMIZERS:
         raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
 
@@ -220,11 +238,11 @@ def _torch_class(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[
 
 
 def decays_by_default(model: nn.Module) -> Callable[[str], bool]:
-    """Weight decay as Hugging Face's Trainer applies it: to every parameter but biases and those of norms."""
-    spared = {
+    """Weight decay as Hugging Face's Trainer applies it: to every parameter except biases and those of norms."""
+    exempt = {
         f"{module_name}.{name}" if module_name else name
         for module_name, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
         if "norm" in type(module).__name__.lower() or name.split(".")[-1] == "bias"
     }
-    return lambda name: name not in spared
+    return lambda name: name not in exempt

@@ -1,4 +1,4 @@
-"""Learning rate schedules: transformers' own, placed at a step rather than replayed to it."""
+"""Learning rate schedules of transformers, set to a step directly rather than replayed up to it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from stepmark.errors import UsageError
 def build_schedule(
     name: str, optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int, options: Mapping[str, Any]
 ) -> LRScheduler:
-    """Any schedule of `transformers.get_scheduler`, by name; `options` are its further arguments.
+    """Any schedule of `transformers.get_scheduler`, by name; `options` are its other arguments.
 
     Raises UsageError for an unknown name or option.
     """
     from transformers import get_scheduler
 
     check_schedule(name)
-    if options and name in ("constant", "constant_with_warmup"):  # get_scheduler drops them without a word
-        raise UsageError(f"lr_scheduler_kwargs: the schedule {name} takes none; leave them out")
+    if options and name in ("constant", "constant_with_warmup"):  # get_scheduler ignores them silently
+        raise UsageError(f"lr_scheduler_kwargs: the schedule {name} takes no arguments; remove them")
     try:
         return get_scheduler(
             name,
@@ -34,7 +34,9 @@ def build_schedule(
             scheduler_specific_kwargs=dict(options),
         )
     except (TypeError, ValueError) as error:
-        raise UsageError(f"lr_scheduler_kwargs: the schedule {name} refuses {dict(options)}: {error}") from error
+        raise UsageError(
+            f"lr_scheduler_kwargs: the schedule {name} does not accept {dict(options)}: {error}"
+        ) from error
 
 
 def check_schedule(name: str) -> None:
@@ -54,15 +56,15 @@ def warmup_length(warmup_steps: float, warmup_ratio: float, total_steps: int) ->
 
 
 def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
-    """The plain values to save: the step for a function of the step, else the schedule's whole state."""
+    """The plain values to save: the step for a function of the step, otherwise the schedule's complete state."""
     if isinstance(schedule, LambdaLR):
         return {"step": schedule.last_epoch}
     return {key: value for key, value in schedule.state_dict().items() if _is_plain(value)}
 
 
 def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[float]) -> None:
-    """Puts the schedule where it was. A schedule that is a function of the step takes its rates from this run's
-    arguments, which may differ from those of the run that saved; any other gets `rates` too, the groups' saved ones."""
+    """Restores the schedule. A function of the step computes its rates from this run's arguments, which may differ from
+    those of the run that saved; any other schedule gets `rates`, the groups' saved ones, as well."""
     if isinstance(schedule, LambdaLR):
         place_at(schedule, state["step"])
         return
@@ -81,13 +83,13 @@ def place_at(schedule: LambdaLR, step: int) -> None:
 
 
 def advance(schedule: LRScheduler) -> None:
-    """One optimizer step on; a schedule that follows a metric is moved by the evaluation instead."""
+    """Advances the schedule by one optimizer step, unless it follows a metric: then evaluations advance it."""
     if not follows_metric(schedule):
         schedule.step()
 
 
 def follows_metric(schedule: LRScheduler) -> bool:
-    """Whether the schedule's steps take a metric, as those of torch's ReduceLROnPlateau and transformers' GreedyLR."""
+    """Whether `schedule.step` takes a metric, like torch's ReduceLROnPlateau and transformers' GreedyLR."""
     return "metrics" in inspect.signature(schedule.step).parameters
 
 

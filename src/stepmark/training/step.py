@@ -9,21 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.batch import StepBatch
+from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradients import scale_to
-from stepmark.parallel.zero.sharded_gradients import ShardedGradients
-from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
-from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.loss import MicroBatchLoss, Weight
-from stepmark.training.optimizer import ParameterOptimizer
-from stepmark.training.seeds import derive_seed
+from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.micro_batches import SequentialSchedule
 
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What a step tells of itself, still on the device: `values` is a float32 vector of the loss (mean over the target
-    tokens of all ranks and micro-batches), the number of those tokens, and the norm of the gradient before clipping."""
+    """What a step measured, still on the device.
+
+    Attributes:
+        step: The step's number, from 0.
+        values: Float32 vector of the mean loss over the target tokens of all ranks and micro-batches, the number of
+            those tokens, and the gradient's 2-norm before clipping.
+    """
 
     step: int
     values: Tensor
@@ -35,7 +37,7 @@ def _nothing() -> None:
 
 @dataclass
 class StepHooks:
-    """Called inside a step, on the host: after each micro-step but the last, before and after the update."""
+    """Functions that a step calls on the host: after each micro-batch but the last, before and after the update."""
 
     after_micro_step: Callable[[], Any] = field(default=_nothing)
     before_update: Callable[[], Any] = field(default=_nothing)
@@ -43,13 +45,26 @@ class StepHooks:
 
 
 class TrainStep:
-    """A pure function of the state (parameters, optimizer) and the step's number: its random numbers are seeded by
-    (seed, step, micro-step, data parallel coordinate), so nothing that runs between steps can shift them."""
+    """One training step: forward and backward passes, gradient reduction, clipping, update.
+
+    It is a pure function of the state (parameters, optimizer) and the step's number. Random numbers are seeded for each
+    micro-batch, so nothing that runs between steps can shift them.
+
+    Args:
+        model: The model, on the device.
+        optimizer: What `build_optimizer` returns, over this model's parameters.
+        loss: Computes a micro-batch's share of the step's loss.
+        mesh: The mesh that the model is on.
+        accumulation: Micro-batches per step and rank.
+        max_grad_norm: 2-norm to which larger gradients are scaled; 0 or less: never.
+        autocast: Type of matrix products, such as `torch.bfloat16`; None: that of the parameters.
+        seed: Seed of dropout and other random numbers of the model.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: ParameterOptimizer | ShardedOptimizer,
+        optimizer: StepOptimizer,
         loss: MicroBatchLoss,
         mesh: Mesh,
         *,
@@ -60,65 +75,35 @@ class TrainStep:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self._loss = loss
         self._runtime = mesh.runtime
-        self._rank = mesh.data_parallel.rank
         self._gradients = optimizer.gradients(mesh, accumulation=accumulation)
+        self._schedule = SequentialSchedule(model, loss, self._gradients, mesh, autocast=autocast, seed=seed)
         self._max_grad_norm = max_grad_norm
-        self._autocast = autocast
-        self._seed = seed
 
     def __call__(self, step: int, batch: StepBatch, hooks: StepHooks | None = None) -> StepStatistics:
-        """Trains one step; `step` counts from 0. `batch` holds this rank's micro-batches, on the device."""
+        """Trains one step. Collective.
+
+        Args:
+            step: The step's number, from 0.
+            batch: This rank's micro-batches, on the device.
+            hooks: Functions to call on the way.
+
+        Returns:
+            The step's statistics; reading them waits for the device.
+        """
         hooks = hooks or StepHooks()
-        loss, tokens = self._accumulate(step, batch, hooks)
+        loss, tokens = self._schedule.run(step, batch, hooks.after_micro_step)
         reduced = self._gradients.reduce(loss, tokens)
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
+        self._update(reduced, hooks)
+        statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
+        self._runtime.step_boundary()
+        return StepStatistics(step, statistics)
+
+    def _update(self, reduced: ReducedGradients, hooks: StepHooks) -> None:
         self.optimizer.set_gradients(reduced.gradients)
         hooks.before_update()
         self.optimizer.step()
         hooks.after_update()
         self.optimizer.set_gradients([None] * len(reduced.gradients))
         self._gradients.reset()
-        statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
-        self._runtime.step_boundary()
-        return StepStatistics(step, statistics)
-
-    def _accumulate(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
-        total, tokens, divisor, counts = self._weights(batch)
-        last = len(batch.micro_batches) - 1
-        for index, (micro_batch, count) in enumerate(zip(batch.micro_batches, counts, strict=True)):
-            weight = Weight(count.reshape(()), divisor.reshape(()))
-            self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
-            with autocast(self._runtime, self._autocast):
-                loss = self._loss(self.model, micro_batch.inputs, weight)[0]
-            if index == last and isinstance(self._gradients, ShardedGradients):
-                self._gradients.last_backward(tokens.reshape(()))
-            loss.backward()
-            self._gradients.collect()
-            total = total + loss.detach()
-            if index < last:
-                hooks.after_micro_step()
-            if last:  # micro-steps share one graph, the update has its own
-                self._runtime.step_boundary()
-        return total.reshape(()), tokens.reshape(())
-
-    def _weights(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """A zero to add losses to, this rank's target tokens in the step, the same but at least 1 (so that a rank whose
-        share is empty gives zeros), and each micro-batch's, as vectors of one element: a 0-dim 0 or 1 on a lazy device
-        becomes a constant of the graph, and another graph."""
-        counts = [float(weigh(micro_batch)) for micro_batch in batch.micro_batches]
-        on_host = [torch.tensor([count]) for count in [0.0, sum(counts), max(sum(counts), 1.0), *counts]]
-        zero, tokens, divisor, *each = self._runtime.place(on_host)
-        return zero, tokens, divisor, each
-
-
-def weigh(micro_batch: MicroBatch) -> int:
-    """What a micro-batch counts for in means: its target tokens, or its samples where it has no labels to count."""
-    return micro_batch.rows if micro_batch.targets is None else micro_batch.targets
-
-
-def autocast(runtime: Runtime, dtype: torch.dtype | None) -> torch.autocast:
-    """Matrix products in `dtype` (bfloat16); does nothing where it is None."""
-    kind = runtime.device.type
-    return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)

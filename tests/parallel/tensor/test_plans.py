@@ -10,13 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.errors import UsageError
-from stepmark.parallel.tensor.parallelize import local_part
-from stepmark.parallel.tensor.plans import Placement, Style, cut, cut_shared, cut_vocabulary, parse_style, plan_of
+from stepmark.parallel.tensor.parallelize import local_shard
+from stepmark.parallel.tensor.plans import (
+    Placement,
+    Style,
+    parse_style,
+    plan_of,
+    shard,
+    shard_among_groups,
+    shard_vocabulary,
+)
 from tests.support.models import build
 
 
 def held(whole: torch.Tensor, placement: Placement) -> torch.Tensor:
-    return local_part(whole, placement.layout, placement.shape)
+    return local_shard(whole, placement.layout, placement.shape)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1))
@@ -26,13 +34,13 @@ def test_packed_projections_are_cut_one_by_one(size: int, packed: int, part: int
     whole = torch.arange(shape[0] * shape[1]).view(shape)
     for rank in range(size):
         expected = [projection.chunk(size, dim)[rank] for projection in whole.chunk(packed, dim)]
-        assert torch.equal(held(whole, cut(tuple(shape), dim, rank, size, packed)), torch.cat(expected, dim))
+        assert torch.equal(held(whole, shard(tuple(shape), dim, rank, size, packed)), torch.cat(expected, dim))
 
 
 @given(st.integers(1, 40), st.integers(1, 6))
 def test_a_vocabulary_is_padded_with_zeros(rows: int, size: int) -> None:
     whole = torch.arange(1, rows + 1)
-    parts = [held(whole, cut_vocabulary((rows,), rank, size)) for rank in range(size)]
+    parts = [held(whole, shard_vocabulary((rows,), rank, size)) for rank in range(size)]
     assert len({len(part) for part in parts}) == 1
     joined = torch.cat(parts)
     assert torch.equal(joined[:rows], whole)
@@ -41,9 +49,9 @@ def test_a_vocabulary_is_padded_with_zeros(rows: int, size: int) -> None:
 
 def test_neighbours_share_heads() -> None:
     whole = torch.arange(6)
-    parts = [held(whole, cut_shared((6,), 0, rank, 4, 2)).tolist() for rank in range(4)]
+    parts = [held(whole, shard_among_groups((6,), 0, rank, 4, 2)).tolist() for rank in range(4)]
     assert parts == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
-    assert cut_shared((6,), 0, 0, 4, 2).count == 2
+    assert shard_among_groups((6,), 0, 0, 4, 2).count == 2
 
 
 def test_styles_say_how_much_is_packed() -> None:

@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from stepmark.errors import UsageError
-from stepmark.parallel.tensor.parallelize import local_part, parallelize
+from stepmark.parallel.tensor.parallelize import local_shard, parallelize
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
@@ -39,7 +39,7 @@ def logits(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     differences = []
     for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
         layout = layout_of(ours)
-        part = theirs.detach() if layout is None else local_part(theirs.detach(), layout, tuple(ours.shape))
+        part = theirs.detach() if layout is None else local_shard(theirs.detach(), layout, tuple(ours.shape))
         differences.append(float((ours.detach() - part).abs().max()))
     found["parameters"] = max(differences)
     return found

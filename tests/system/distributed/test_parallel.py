@@ -1,4 +1,4 @@
-"""A model cut among ranks: its logits, its dropout, and what is refused."""
+"""A tensor parallel model: its logits, its dropout, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = "tests.system.distributed.parallel_programs:"
 
 @pytest.mark.parametrize("options", [{}, {"parallelize_embedding": False}, {"sequence_parallel": True}])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_logits_are_whole_for_who_asks(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
+def test_logits_are_complete_where_they_are_used(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
     for found in ranks.run(CASES + "logits", {"kind": kind}, options, nproc=2).check():
         assert found["evaluation"] < 1e-5
         assert found["training"] < 1e-5
@@ -36,22 +36,22 @@ def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
             "no module 'model.nothing'",
         ),
         ({"kind": "llama"}, {"plan": {"model.layers.*.mlp.up_proj": "moe_tp_experts"}}, "moe_tp_experts"),
-        ({"kind": "llama"}, {"plan": {"model.layers.*.input_layernorm": "colwise"}}, "no linear layer"),
+        ({"kind": "llama"}, {"plan": {"model.layers.*.input_layernorm": "colwise"}}, "is not a linear layer"),
         (
             {"kind": "llama", "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
             {},
             "has 3 heads and 3 key/value heads, which 2 ranks cannot share",
         ),
-        ({"kind": "gpt2", "n_inner": 5}, {}, "cannot be cut in 2 equal parts"),
+        ({"kind": "gpt2", "n_inner": 5}, {}, "cannot be split into 2 equal shards"),
         (
             {"kind": "llama"},
             {"plan": {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}},
-            "does not say what becomes of model.layers.0.mlp.gate_proj.weight",
+            "does not mention model.layers.0.mlp.gate_proj.weight",
         ),
         ({"kind": "llama"}, {"sequence_parallel": True, "length": 7}, "sequences of 7 tokens"),
     ],
 )
-def test_what_cannot_be_is_refused(ranks: Ranks, model: dict[str, Any], options: dict[str, Any], words: str) -> None:
+def test_unsupported_requests_fail(ranks: Ranks, model: dict[str, Any], options: dict[str, Any], words: str) -> None:
     for message in ranks.run(CASES + "refusal", model, options, nproc=2).check():
         assert words in message
         assert "\n" not in message
@@ -64,7 +64,7 @@ def test_dropout_agrees_where_activations_do(ranks: Ranks) -> None:
     assert one["attention 0"] != one["attention 1"]
 
 
-def test_dropout_differs_along_a_cut_sequence(ranks: Ranks) -> None:
+def test_dropout_differs_along_a_sharded_sequence(ranks: Ranks) -> None:
     options = {"sequence_parallel": True}
     one, other = ranks.run(CASES + "dropped", {"kind": "gpt2", "dropout": 0.5}, options, nproc=2).check()
     for place in one:
@@ -72,7 +72,7 @@ def test_dropout_differs_along_a_cut_sequence(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_recomputation_draws_the_same(ranks: Ranks, sequence: bool) -> None:
+def test_recomputation_draws_the_same_numbers(ranks: Ranks, sequence: bool) -> None:
     arguments: list[Any] = [{"kind": "gpt2", "dropout": 0.5}, {"sequence_parallel": sequence}]
     for found in ranks.run(CASES + "dropped_checkpointed", *arguments, nproc=2).check():
         assert found["difference"] < 1e-6

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +62,18 @@ def written(device: str) -> dict[str, Any]:
     }
 
 
+def lent_under_a_narrower_type() -> dict[str, list[float]]:
+    """What a save reads of a float32 tensor whose buffer is bfloat16."""
+    from stepmark.runtime.context import start
+
+    runtime = start("xla").runtime
+    os.environ["XLA_USE_BF16"] = "1"  # torch_xla reads it with the first tensor
+    tensor = runtime.place(torch.arange(6.0))
+    (copied,), (lent,) = runtime.to_host([tensor]), runtime.to_host([tensor], copy=False)
+    assert copied.dtype == lent.dtype == torch.float32
+    return {"copied": copied.tolist(), "lent": lent.tolist()}
+
+
 def seeded(device: str) -> list[list[float]]:
     """Dropout under seeds 1, 2 and 1 again, with draws and boundaries in between."""
     from stepmark.runtime.context import start
@@ -84,6 +100,40 @@ def test_writing_keeps_the_object_and_compiles_nothing(ranks: Ranks, device: str
     (found,) = ranks.run(f"{HERE}:written", device).check()
     ones, trained = [[1.0] * 3] * 2, [[-1.0] * 3] * 2
     assert found == {"compiled by writing": 0, "copied": ones, "viewed": ones, "trained on": trained}
+
+
+@pytest.mark.xla
+def test_memory_is_lent_only_with_the_tensors_own_type(ranks: Ranks) -> None:
+    (found,) = ranks.run(f"{HERE}:lent_under_a_narrower_type").check()
+    values = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert found == {"copied": values, "lent": values}
+
+
+SAVE_ON_XLA = """
+import sys, torch, torch_xla
+from stepmark import Checkpointer, save
+from stepmark.errors import StepmarkError
+
+state = {"w": torch.arange(6.0).to(torch_xla.device())}
+checkpointer = Checkpointer(sys.argv[1])
+for write in (lambda: checkpointer.save(1, {"model": state}, block=True), lambda: save(state, sys.argv[2])):
+    try:
+        write()
+    except StepmarkError as error:
+        print(error)
+"""
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
+def test_nothing_is_saved_where_float32_is_bfloat16(tmp_path: Path, name: str) -> None:
+    command = [sys.executable, "-c", SAVE_ON_XLA, str(tmp_path / "run"), str(tmp_path / "file")]
+    ended = subprocess.run(command, env={**os.environ, name: "1"}, capture_output=True, text=True, check=True)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("device: xla: ")]
+    assert len(lines) == 2, ended.stdout
+    assert all(f"{name}=1" in line and "bf16: true" in line for line in lines)
+    assert not list(tmp_path.glob("**/checkpoint-*"))
+    assert not (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize("device", devices())

@@ -70,5 +70,5 @@ def test_a_stopped_rank_ends_the_job_and_is_named(
     assert done.returncode == 1, done.stderr
     assert took < TIMEOUT[device] + MORE[launcher], done.stderr
     assert f"rank {stopped}" in done.stderr
-    assert ("no sign of life" if phase in TRAINING else "save_timeout") in done.stderr
+    assert ("no heartbeat" if phase in TRAINING else "save_timeout") in done.stderr
     assert "the stacks of all threads" in done.stderr

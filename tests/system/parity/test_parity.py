@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stepmark import DataLoader
-from stepmark.training.seeds import derive_seed
+from stepmark.runtime.seeds import derive_seed
 from tests.conftest import devices
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks

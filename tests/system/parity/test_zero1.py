@@ -86,12 +86,18 @@ def test_every_elementwise_optimizer(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "Lamb", "RowNorm"])
-def test_optimizers_that_look_at_whole_parameters_are_refused_by_name(ranks: Ranks, name: str) -> None:
+def test_optimizers_that_use_complete_parameters_are_refused_by_name(ranks: Ranks, name: str) -> None:
     (message,) = ranks.run("tests.support.zero1_programs:refused", name).check()
-    assert f"zero_1: {name} looks at whole parameters" in message
+    assert f"zero_1: {name} uses complete parameters" in message
 
 
-def test_an_elementwise_class_of_the_users_is_taken(ranks: Ranks) -> None:
+def test_an_unknown_optimizer_class_is_refused_with_the_remedy(ranks: Ranks) -> None:
+    (message,) = ranks.run("tests.support.zero1_programs:refused", "Derived").check()
+    assert "zero_1: it is unknown whether Derived" in message
+    assert "`elementwise = True`" in message
+
+
+def test_a_class_that_says_it_is_elementwise_is_accepted(ranks: Ranks) -> None:
     assert ranks.run("tests.support.zero1_programs:refused", "Sign").check() == [""]
 
 
@@ -102,7 +108,7 @@ def test_gradients_that_travel_during_the_backward_pass(ranks: Ranks, nproc: int
     assert all(each == found[0] for each in found)
     assert found[0]["early"] == found[0]["late"]
     for each in ranks.run("tests.support.zero1_programs:announced", True, nproc=nproc).check():
-        assert each["message"].startswith("a backward pass came after the one that was said to be the step's last")
+        assert each["message"].startswith("a backward pass ran after the one that last_backward() announced")
 
 
 SAVED = [(1, False), (3, True)]  # number of ranks, and whether they share the optimizer's state

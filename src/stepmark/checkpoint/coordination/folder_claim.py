@@ -39,6 +39,7 @@ from stepmark.checkpoint.coordination.heartbeat import (
 from stepmark.checkpoint.format.directory import COORDINATION, recover
 from stepmark.errors import CheckpointBusy
 from stepmark.filesystem import files
+from stepmark.runtime.xla_environment import extracting_graphs
 
 _POLL = 0.5  # seconds between two looks at the heartbeats of other runs
 _REPORT = 15.0  # seconds between two log lines while waiting
@@ -131,7 +132,7 @@ class FolderClaim:
             if other in judged or (number < self._term if number is not None else other.name.startswith(".")):
                 _remove(other)
         self._check_ownership(folder)
-        for leftover in recover(folder):
+        for leftover in () if extracting_graphs() else recover(folder):
             logger.info("removed %s, which a run that died had left", leftover)
 
     def _check_ownership(self, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""The model types whose own tensor parallel plan gave the unsharded model's results.
+"""The model types whose own tensor parallel plan reproduces the results of the unsharded model.
 
-docs/architectures.md says how that was tried and why others are not here; `scripts/architectures.py` makes both.
+docs/architectures.md describes the comparison and why other types failed it; `scripts/architectures.py` generates both.
 """
 
 from __future__ import annotations

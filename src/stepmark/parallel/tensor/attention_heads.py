@@ -1,4 +1,4 @@
-"""Attention heads, divided among ranks."""
+"""Attention heads, distributed over ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ WIDTHS = ("split_size", "embed_dim", "hidden_size", "all_head_size", "inner_dim"
 
 @dataclass(frozen=True)
 class Heads:
-    """Query and key/value heads of an attention module, whole, and the number of ranks they are divided among. Where
-    there are fewer key/value heads than ranks, neighbours whose queries need the same one hold it together."""
+    """Query and key/value heads of a complete attention module, and the number of ranks that share them.
+
+    Where there are fewer key/value heads than ranks, neighbouring ranks hold a replica of the head that their queries
+    need.
+    """
 
     queries: int
     keys_and_values: int
     ranks: int
 
     def groups(self, child: str) -> int | None:
-        """Into how many parts a projection's heads fall; None: as many as ranks."""
+        """Number of different shards of a projection; None: one per rank."""
         return min(self.keys_and_values, self.ranks) if child in KEYS_AND_VALUES else None
 
     def adapt(self, module: Any) -> None:
-        """Lets the module reckon with this rank's heads."""
+        """Sets the module's own head counts and widths to those of this rank."""
         queries = self.queries // self.ranks
         keys_and_values = max(self.keys_and_values // self.ranks, 1)
         if hasattr(module, "num_key_value_groups"):
@@ -47,8 +50,8 @@ class Heads:
 
 
 def heads_of(name: str, module: nn.Module, config: Any, ranks: int) -> Heads | None:
-    """The heads of an attention module; None for a module that has none. Raises UsageError where they cannot be divided
-    among `ranks`."""
+    """The heads of an attention module; None for any other module. Raises UsageError where `ranks` cannot share them
+    equally."""
     width = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
     if not isinstance(width, int):
         return None

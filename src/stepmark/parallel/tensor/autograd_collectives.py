@@ -1,19 +1,19 @@
 """Collectives with gradients.
 
-Each comes as forward / backward, in pairs that are each other's transpose:
+The backward pass of each is the transpose of its forward pass:
 
 | function         | forward                 | backward                |
 | ---------------- | ----------------------- | ----------------------- |
 | `copy_to`        | identity                | all-reduce              |
 | `reduce_from`    | all-reduce              | identity                |
-| `gather`         | all-gather              | own part                |
-| `scatter`        | own part                | all-gather              |
+| `gather`         | all-gather              | own shard               |
+| `scatter`        | own shard               | all-gather              |
 | `gather_partial` | all-gather              | reduce-scatter          |
 | `reduce_scatter` | reduce-scatter          | all-gather              |
 
 A tensor is replicated (the same on all ranks, and so is its gradient), partial (its value is the sum over the ranks) or
 sharded along a dim. `gather` is for a result whose gradient is then replicated, `gather_partial` for one whose gradient
-is partial. Sharded dims have as many equal parts as ranks.
+is partial. A sharded dim has one equal shard per rank.
 """
 
 # autograd.Function's own signatures are loose: mypy cannot follow them.
@@ -30,32 +30,32 @@ from stepmark.runtime.collectives import Collectives
 
 
 def copy_to(tensor: Tensor, axis: Collectives) -> Tensor:
-    """A replicated tensor, for use by computations that differ among ranks and give it partial gradients."""
+    """A replicated tensor, for use by computations that differ among ranks and produce partial gradients."""
     return _CopyTo.apply(tensor, axis)
 
 
 def reduce_from(tensor: Tensor, axis: Collectives) -> Tensor:
-    """The sum of a partial tensor, replicated. The memory of `tensor` may be used for the result."""
+    """The sum of a partial tensor, replicated. The result may reuse the memory of `tensor`."""
     return _ReduceFrom.apply(tensor, axis)
 
 
 def gather(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
-    """The whole of a tensor sharded along `dim`, replicated."""
+    """The complete tensor of shards along `dim`, replicated."""
     return _Gather.apply(tensor, axis, dim)
 
 
 def scatter(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
-    """This rank's part along `dim` of a replicated tensor."""
+    """This rank's shard along `dim` of a replicated tensor."""
     return _Scatter.apply(tensor, axis, dim)
 
 
 def gather_partial(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
-    """As `gather`, for use by computations that differ among ranks and give the whole partial gradients."""
+    """Like `gather`, for use by computations that differ among ranks and produce partial gradients."""
     return _GatherPartial.apply(tensor, axis, dim)
 
 
 def reduce_scatter(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of a partial tensor."""
+    """This rank's shard along `dim` of the sum of a partial tensor."""
     return _ReduceScatter.apply(tensor, axis, dim)
 
 
@@ -88,14 +88,14 @@ class _Gather(Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return context.axis.own_part(gradient, context.dim), None, None
+        return context.axis.own_shard(gradient, context.dim), None, None
 
 
 class _Scatter(Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
         context.axis, context.dim = axis, dim
-        return axis.own_part(tensor.detach(), dim).contiguous()
+        return axis.own_shard(tensor.detach(), dim).contiguous()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

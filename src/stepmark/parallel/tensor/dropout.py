@@ -1,9 +1,10 @@
 """Random numbers of a tensor parallel model.
 
-Where activations are the same on all ranks, dropout must drop the same; where each rank has its own part, it should
-not. Both come from seeds set on the way: entering a region of sharded activations seeds from (the seed in force when
-the model's forward began, the region's number, the rank), leaving it from the first two alone. A recomputation of a
-region (gradient checkpointing) passes the same places, so it draws the same numbers. Seeds are data to a lazy device.
+Where activations are replicated, dropout must drop the same elements on all ranks; where they are sharded, it should
+not. So the generator is seeded during the forward pass: on entering a region of sharded activations from (the seed in
+force when the model's forward pass began, the region's number, the rank), on leaving it from the first two. Recomputing
+a region (gradient checkpointing) runs the same hooks and therefore draws the same numbers. On a lazy device seeds are
+data, not constants of the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from stepmark.runtime.seeds import derive_seed
 
 
 class RegionSeeds:
-    """Sets the device's generator at the borders of sharded regions, while training a model that has dropout."""
+    """Seeds the device's generator at the boundaries of sharded regions, while a model with dropout is training."""
 
     def __init__(self, runtime: Runtime, rank: int, enabled: bool) -> None:
         self._runtime = runtime
@@ -26,23 +27,23 @@ class RegionSeeds:
         self._base = 0
 
     def begin(self, model: nn.Module) -> None:
-        """At the start of the model's forward: the seed that is in force belongs to this micro-step."""
+        """Called when the model's forward pass begins: the seed in force is the micro-batch's."""
         if self._enabled and model.training:
             self._base = self._runtime.current_seed()
 
     def sharded(self, module: nn.Module, region: int) -> None:
-        """What follows works on this rank's own activations."""
+        """The following operations work on sharded activations."""
         if self._enabled and module.training:
             self._runtime.seed(derive_seed(self._base, region, "rank", self._rank))
 
     def replicated(self, module: nn.Module, region: int) -> None:
-        """What follows works on activations that all ranks have."""
+        """The following operations work on replicated activations."""
         if self._enabled and module.training:
             self._runtime.seed(derive_seed(self._base, region))
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether training the model draws random numbers, as far as its modules and its configuration tell."""
+    """Whether training the model draws random numbers, judging by its modules and its configuration."""
     if any(getattr(module, "p", 0) for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)):
         return True
     config: Any = getattr(model, "config", None)

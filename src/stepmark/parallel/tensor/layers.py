@@ -1,9 +1,8 @@
-"""Linear layers cut by columns or rows, and the regions between them.
+"""Linear layers sharded by columns or rows, and the regions between them.
 
-A region is a module (attention, a feed-forward network) with cut children. Inside it each rank has its own heads or
-hidden units. Its entry is shared: children that take the same input share one `copy_to`, hence one all-reduce in the
-backward pass. Under sequence parallelism the region gathers its input along the sequence, and reduces and scatters at
-its end.
+A region is a module (attention, a feed-forward network) with sharded children, in which each rank computes its own
+heads or hidden units. Children with the same input share one `copy_to`, hence one all-reduce in the backward pass.
+Under sequence parallelism the region gathers its input along the sequence, and reduces and scatters its output.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SEQUENCE_DIM = 1
 
 
 class TensorParallelRegion:
-    """The cut children of one module; `number` tells regions of a model apart."""
+    """The sharded children of one module; `number` identifies the region within the model."""
 
     def __init__(self, module: nn.Module, axis: Collectives, seeds: RegionSeeds, number: int, sequence: bool) -> None:
         self.axis = axis
@@ -48,15 +47,15 @@ class TensorParallelRegion:
             return args, kwargs
         if args:
             return (gather_partial(args[0], self.axis, SEQUENCE_DIM), *args[1:]), kwargs
-        whole = gather_partial(kwargs["hidden_states"], self.axis, SEQUENCE_DIM)
-        return args, {**kwargs, "hidden_states": whole}
+        hidden_states = gather_partial(kwargs["hidden_states"], self.axis, SEQUENCE_DIM)
+        return args, {**kwargs, "hidden_states": hidden_states}
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside = False
         self._input = self._copy = None
 
     def enter(self, module: nn.Module, tensor: Tensor, sharded: bool) -> Tensor:
-        """The input of a child cut by columns; `sharded` if its output stays cut."""
+        """The input of a child sharded by columns; `sharded`: whether its output stays sharded."""
         if self._copy is not None and self._input is tensor:
             return self._copy
         copy = tensor if self._sequence else copy_to(tensor, self.axis)
@@ -67,7 +66,7 @@ class TensorParallelRegion:
         return copy
 
     def leave(self, module: nn.Module, partial: Tensor) -> Tensor:
-        """The sum over ranks of what a child cut by rows has computed."""
+        """The sum over the ranks of the outputs of a child sharded by rows."""
         if self._sequence:
             return reduce_scatter(partial, self.axis, SEQUENCE_DIM)
         self._seeds.replicated(module, self._number)
@@ -75,7 +74,7 @@ class TensorParallelRegion:
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer cut along its inputs: its bias is added to the sum."""
+    """A linear layer sharded along its inputs; the bias is added to the sum."""
 
     region: TensorParallelRegion
 
@@ -84,7 +83,7 @@ class RowParallelLinear(nn.Linear):
 
 
 class RowParallelConv1D(nn.Module):
-    """The same of transformers' Conv1D, whose weight is (inputs, outputs)."""
+    """The same for transformers' Conv1D, whose weight is (inputs, outputs)."""
 
     region: TensorParallelRegion
     weight: Tensor
@@ -99,12 +98,12 @@ def _biased(output: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def input_dim(module: nn.Module) -> int:
-    """Which dim of the weight counts inputs; raises UsageError for a module that is no linear layer."""
+    """The weight's input dim; raises UsageError for a module that is not a linear layer."""
     if isinstance(module, nn.Linear):
         return 1
     if _is_transposed(module):
         return 0
-    raise UsageError(f"plan: {type(module).__name__} is no linear layer; only those can be cut by columns or rows")
+    raise UsageError(f"plan: {type(module).__name__} is not a linear layer, and only those have columns and rows")
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -113,23 +112,23 @@ def _is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def cut_columns(module: nn.Module, region: TensorParallelRegion, gather_output: bool) -> None:
-    """Makes a linear layer, whose parameters are cut along their outputs, part of a region."""
+def shard_columns(module: nn.Module, region: TensorParallelRegion, gather_output: bool) -> None:
+    """Adds a linear layer, whose parameters are sharded along their outputs, to a region."""
 
     def enter(module: nn.Module, args: Any) -> Any:
         return (region.enter(module, args[0], not gather_output), *args[1:])
 
-    def whole(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def gather_columns(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return gather(output, region.axis, -1)
 
     module.register_forward_pre_hook(enter)
     if gather_output:
-        module.register_forward_hook(whole)
+        module.register_forward_hook(gather_columns)
     _set_widths(module, outputs=True, size=region.axis.size)
 
 
-def cut_rows(module: nn.Module, region: TensorParallelRegion, split_input: bool) -> None:
-    """Makes a linear layer, whose weight is cut along its inputs, part of a region."""
+def shard_rows(module: nn.Module, region: TensorParallelRegion, split_input: bool) -> None:
+    """Adds a linear layer, whose weight is sharded along its inputs, to a region."""
     transposed = _is_transposed(module)
     become(module, RowParallelConv1D if transposed else RowParallelLinear)
     object.__setattr__(module, "region", region)
@@ -139,7 +138,7 @@ def cut_rows(module: nn.Module, region: TensorParallelRegion, split_input: bool)
 
 
 def _set_widths(module: nn.Module, outputs: bool, size: int) -> None:
-    """The layer's own notes of its width, which repr() shows and Conv1D uses."""
+    """Updates the layer's own width attributes, which repr() shows and Conv1D uses."""
     for name in ("out_features", "nf") if outputs else ("in_features", "nx"):
         if hasattr(module, name):
             weight: Any = module.weight
@@ -147,7 +146,7 @@ def _set_widths(module: nn.Module, outputs: bool, size: int) -> None:
 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Gives the module `kind`'s forward; a class derived from `kind`'s base keeps what it does around it."""
+    """Replaces the module's forward by that of `kind`; a subclass of `kind`'s base keeps what its own forward adds."""
     own = type(module)
     bases = (kind,) if kind.__bases__[0] is own else (own, kind)
     if kind is RowParallelConv1D:

@@ -1,4 +1,4 @@
-"""Makes a transformers model tensor parallel: cuts its parameters and wires its modules, in one fixed order."""
+"""Makes a transformers model tensor parallel: shards its parameters, then inserts the collectives."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from stepmark.errors import UsageError
 from stepmark.parallel.tensor.attention_heads import Heads, heads_of
 from stepmark.parallel.tensor.autograd_collectives import reduce_from
 from stepmark.parallel.tensor.dropout import RegionSeeds, has_dropout
-from stepmark.parallel.tensor.layers import TensorParallelRegion, cut_columns, cut_rows, input_dim
+from stepmark.parallel.tensor.layers import TensorParallelRegion, input_dim, shard_columns, shard_rows
 from stepmark.parallel.tensor.plan_checks import check_plan
 from stepmark.parallel.tensor.plans import (
     COLUMN_STYLES,
     ROW_STYLES,
     Placement,
     Style,
-    cut,
-    cut_shared,
-    cut_vocabulary,
     plan_of,
+    shard,
+    shard_among_groups,
+    shard_vocabulary,
 )
-from stepmark.parallel.tensor.sequence import cut_sequence, partial_parameters, sequence_modules
-from stepmark.parallel.tensor.vocabulary import VocabParallelHead, Vocabulary, cut_embedding, cut_loss
+from stepmark.parallel.tensor.sequence import partial_parameters, sequence_modules, shard_sequence
+from stepmark.parallel.tensor.vocabulary import VocabParallelHead, Vocabulary, shard_embedding, use_vocab_parallel_loss
 from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, Shape, annotate, layout_of
@@ -38,7 +38,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class ParallelizedModel:
-    """How a model was cut."""
+    """How a model was parallelized."""
 
     mesh: Mesh
     sequence_parallel: bool
@@ -49,7 +49,7 @@ _applied: WeakKeyDictionary[nn.Module, ParallelizedModel] = WeakKeyDictionary()
 
 
 def parallelized(model: nn.Module) -> ParallelizedModel | None:
-    """How `parallelize` has cut the model; None where it has not."""
+    """How the model was parallelized; None where it was not."""
     return _applied.get(model)
 
 
@@ -61,46 +61,55 @@ def parallelize(
     parallelize_embedding: bool = True,
     plan: Mapping[str, str] | None = None,
 ) -> Model:
-    """Cuts the model over the mesh's tensor parallel axis, in place, and returns it.
+    """Shards a transformers model over the mesh's tensor parallel axis, in place.
 
-    Every rank gives the same whole model, on the host or on the meta device, before it goes to the device and before
-    there is an optimizer. Parameters stay the objects they are (ties stay ties), hold this rank's part afterwards and
-    are annotated with its layout. While training with labels the outputs hold a loss and no logits; otherwise logits
-    are whole.
+    Every rank passes the same complete model, before it is moved to the device and before an optimizer is created.
+    Parameters stay the same objects, so ties are preserved; afterwards each holds this rank's shard and is annotated
+    with its layout, which the Checkpointer reads. While the model trains with labels, its outputs contain a loss and no
+    logits; otherwise the logits are complete. On a mesh whose "tp" axis has size 1 the model is returned unchanged.
 
-    `plan` maps module names to styles, in place of the model's own tp_plan; embedding and head are cut along the
-    vocabulary whatever a plan says, unless `parallelize_embedding` is off.
+    Args:
+        model: A complete model, on the host or on the meta device.
+        mesh: The mesh from `Mesh.create`.
+        sequence_parallel: Shard activations between layers along the sequence, whose length must then be a multiple
+            of the axis size. Default False.
+        parallelize_embedding: Shard embedding and head along the vocabulary, whatever the plan says. Default True.
+        plan: Module name (with `*` for a layer's number) to style, instead of the model's own `tp_plan`.
 
-    Raises UsageError, before anything is changed, for a model without a plan that is known to be right, or with
-    unsupported styles; for learned modules among cut ones that the plan does not name; for sizes that do not divide;
-    and for a model that has no sequence parallelism where that is asked for.
+    Returns:
+        The model that was passed.
+
+    Raises:
+        UsageError: Before anything is changed: the model has no plan that was verified, the plan has unsupported
+            styles or misses a module with parameters among sharded ones, sizes are not divisible, or the model does not
+            support sequence parallelism.
     """
     axis = mesh.tensor_parallel
     if axis.size == 1:
         return model
-    work = _Work(model, mesh, plan_of(model, plan), parallelize_embedding, sequence_parallel)
-    work.cut_parameters()
+    work = _Parallelization(model, mesh, plan_of(model, plan), parallelize_embedding, sequence_parallel)
+    work.shard_parameters()
     work.wire()
     _applied[model] = ParallelizedModel(mesh, sequence_parallel, parallelize_embedding)
     return model
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _ShardedParameter:
     name: str
     parameter: nn.Parameter
     placement: Placement
 
 
-class _Work:
-    """One call of `parallelize`: everything is checked when it is made, and changed afterwards."""
+class _Parallelization:
+    """One call of `parallelize`: the constructor checks everything, the other methods change the model."""
 
     def __init__(self, model: Any, mesh: Mesh, plan: dict[str, Style], embedding: bool, sequence: bool) -> None:
         self._model = model
         self._mesh = mesh
         self._axis: Collectives = mesh.tensor_parallel
         if any(layout_of(parameter) is not None for parameter in model.parameters()):
-            raise UsageError("parallelize: the model is cut already; give it a whole one")
+            raise UsageError("parallelize: the model is already sharded; pass a complete one")
         if sequence:
             sequence_modules(model)
         self._sequence = sequence
@@ -110,11 +119,11 @@ class _Work:
         modules = dict(model.named_modules())
         self._styles = [(name, modules[name], style) for name, style in plan.items() if modules[name] not in skipped]
         self._heads = self._find_heads(modules)
-        self._cuts = [*self._vocabulary_cuts(), *self._plan_cuts()]
+        self._sharded = [*self._vocabulary_shards(), *self._plan_shards()]
         check_plan(model, plan, tables)
 
     def _find_heads(self, modules: dict[str, nn.Module]) -> dict[str, Heads]:
-        """Of each module with heads that are cut."""
+        """The heads of every module whose heads are sharded, by module name."""
         parents = {_parent(name) for name, _, style in self._styles if style.kind == "colwise"}
         found = {}
         for name in sorted(parents):
@@ -123,13 +132,13 @@ class _Work:
                 found[name] = heads
         return found
 
-    def _vocabulary_cuts(self) -> Iterator[_Cut]:
+    def _vocabulary_shards(self) -> Iterator[_ShardedParameter]:
         for module in self._tables:
             for name, parameter in module.named_parameters(recurse=False):
                 shape = tuple(parameter.shape)
-                yield _Cut(name, parameter, cut_vocabulary(shape, self._axis.rank, self._axis.size))
+                yield _ShardedParameter(name, parameter, shard_vocabulary(shape, self._axis.rank, self._axis.size))
 
-    def _plan_cuts(self) -> Iterator[_Cut]:
+    def _plan_shards(self) -> Iterator[_ShardedParameter]:
         for name, module, style in self._styles:
             if style.kind in COLUMN_STYLES or style.kind in ROW_STYLES:
                 inputs = input_dim(module)
@@ -138,37 +147,39 @@ class _Work:
                 groups = heads.groups(name.rpartition(".")[2]) if heads and not rows else None
                 for own, parameter in module.named_parameters(recurse=False):
                     if rows and parameter.dim() == 1:
-                        continue  # the bias is added once, after the sum
+                        continue  # the bias stays complete: it is added once, after the sum
                     dim = 0 if parameter.dim() == 1 else inputs if rows else 1 - inputs
-                    yield _Cut(f"{name}.{own}", parameter, self._place(f"{name}.{own}", parameter, dim, style, groups))
+                    full_name = f"{name}.{own}"
+                    placement = self._place(full_name, parameter, dim, style, groups)
+                    yield _ShardedParameter(full_name, parameter, placement)
             elif style.kind == "embedding_rowwise":
                 shape = tuple(module.weight.shape)
-                yield _Cut(name, module.weight, cut_vocabulary(shape, self._axis.rank, self._axis.size))
+                yield _ShardedParameter(name, module.weight, shard_vocabulary(shape, self._axis.rank, self._axis.size))
 
     def _place(self, name: str, parameter: Tensor, dim: int, style: Style, groups: int | None) -> Placement:
         shape, rank, size = tuple(parameter.shape), self._axis.rank, self._axis.size
         if groups is not None and groups < size:
-            return cut_shared(shape, dim, rank, size, groups)
+            return shard_among_groups(shape, dim, rank, size, groups)
         if shape[dim] % (style.packed * size):
             packed = f" of {style.packed} projections" if style.packed > 1 else ""
             raise UsageError(
-                f"tensor_parallel_size: {name}, {list(shape)}{packed}, cannot be cut in {size} equal parts along dim "
-                f"{dim}; choose a divisor of {shape[dim] // style.packed}"
+                f"tensor_parallel_size: {name}, {list(shape)}{packed}, cannot be split into {size} equal shards "
+                f"along dim {dim}; choose a divisor of {shape[dim] // style.packed}"
             )
-        return cut(shape, dim, rank, size, style.packed)
+        return shard(shape, dim, rank, size, style.packed)
 
-    def cut_parameters(self) -> None:
-        for each in self._cuts:
+    def shard_parameters(self) -> None:
+        for each in self._sharded:
             if layout_of(each.parameter) is not None:
-                continue  # tied to one that was cut before
+                continue  # tied to one that is sharded already
             _replace(each.parameter, each.placement)
             annotate(each.parameter, each.placement.layout)
             if each.placement.count > 1:
                 annotate_replication(each.parameter, Replication(each.placement.count, partial=True))
         partial = [m for _, m, style in self._styles if style.kind == "replicated_with_grad_allreduce"]
-        whole = [parameter for module in partial for parameter in module.parameters()]
-        whole += partial_parameters(self._model) if self._sequence else []
-        for parameter in whole:
+        replicated = [parameter for module in partial for parameter in module.parameters()]
+        replicated += partial_parameters(self._model) if self._sequence else []
+        for parameter in replicated:
             if layout_of(parameter) is None:
                 annotate_replication(parameter, Replication(self._axis.size, partial=True))
 
@@ -183,12 +194,12 @@ class _Work:
             if (style.kind in COLUMN_STYLES or style.kind in ROW_STYLES) and parent not in regions:
                 regions[parent] = TensorParallelRegion(modules[parent], axis, seeds, len(regions), self._sequence)
             if style.kind in COLUMN_STYLES:
-                cut_columns(module, regions[parent], style.kind == "colwise_gather_output")
+                shard_columns(module, regions[parent], style.kind == "colwise_gather_output")
             elif style.kind in ROW_STYLES:
-                cut_rows(module, regions[parent], style.kind == "rowwise_split_input")
+                shard_rows(module, regions[parent], style.kind == "rowwise_split_input")
             elif style.kind == "embedding_rowwise":
                 assert isinstance(module, nn.Embedding)
-                cut_embedding(module, Vocabulary(module.num_embeddings, axis, runtime))
+                shard_embedding(module, Vocabulary(module.num_embeddings, axis, runtime))
             elif style.kind == "all_reduce":
                 module.register_forward_hook(lambda module, args, output: reduce_from(output.clone(), axis))
         for name, heads in self._heads.items():
@@ -196,23 +207,23 @@ class _Work:
         self._wire_vocabulary()
         if self._sequence:
             head = model.get_output_embeddings()
-            cut_sequence(model, axis, seeds, any(module is head for module in self._tables))
+            shard_sequence(model, axis, seeds, any(module is head for module in self._tables))
 
     def _wire_vocabulary(self) -> None:
         head = self._model.get_output_embeddings()
         for module in self._tables:
-            size = next(c.placement.layout.shape[0] for c in self._cuts if c.parameter is module.weight)
+            size = next(c.placement.layout.shape[0] for c in self._sharded if c.parameter is module.weight)
             vocabulary = Vocabulary(size, self._axis, self._mesh.runtime)
             if isinstance(module, nn.Embedding):
-                cut_embedding(module, vocabulary)
+                shard_embedding(module, vocabulary)
             else:
-                cut = VocabParallelHead(module, vocabulary, self._sequence)
+                sharded_head = VocabParallelHead(module, vocabulary, self._sequence)
                 if module is head:
-                    cut_loss(self._model, cut)
+                    use_vocab_parallel_loss(self._model, sharded_head)
 
 
 def _tables(model: Any) -> list[Any]:
-    """The input embedding, the head, and whatever is tied to one of them."""
+    """The input embedding, the head, and all modules tied to one of them."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     weights = {id(module.weight) for module in ends if isinstance(module, nn.Embedding | nn.Linear)}
     return [
@@ -227,22 +238,22 @@ def _parent(name: str) -> str:
 
 
 def _replace(parameter: nn.Parameter, placement: Placement) -> None:
-    """Gives the parameter this rank's part as its value."""
+    """Replaces the parameter's value by this rank's shard."""
     if parameter.is_meta:
         parameter.data = torch.empty(placement.shape, dtype=parameter.dtype, device="meta")
         return
-    part = local_part(parameter.detach().cpu(), placement.layout, placement.shape)
-    parameter.data = part.to(parameter.device)
+    shard = local_shard(parameter.detach().cpu(), placement.layout, placement.shape)
+    parameter.data = shard.to(parameter.device)
     parameter.grad = None
 
 
-def local_part(whole: Tensor, layout: Layout, shape: Shape) -> Tensor:
-    """The local tensor of `shape` that `layout` describes, taken from the whole one, on the host; padding is zero."""
-    part = torch.zeros(shape, dtype=whole.dtype)
+def local_shard(complete: Tensor, layout: Layout, shape: Shape) -> Tensor:
+    """The local tensor of `shape` that `layout` describes, copied from the complete one; padding is zero."""
+    local = torch.zeros(shape, dtype=complete.dtype)
     for each in layout.parts:
         box = each.piece.box
-        at = each.at if isinstance(each.at, tuple) else (0,) * part.dim()
+        at = each.at if isinstance(each.at, tuple) else (0,) * local.dim()
         target = tuple(slice(start, start + length) for start, length in zip(at, box.lengths, strict=True))
         source = tuple(slice(start, start + length) for start, length in zip(box.offsets, box.lengths, strict=True))
-        part[target] = whole[source]
-    return part
+        local[target] = complete[source]
+    return local

@@ -1,7 +1,7 @@
-"""Which modules tensor parallelism cuts, and which part of each parameter a rank then holds. Arithmetic, no devices.
+"""Which modules tensor parallelism shards, and which slice of each parameter a rank then holds. Arithmetic only.
 
-A plan maps module names (with `*` for a layer's number) to styles, as transformers' `tp_plan`s do. A module that a plan
-does not name is the same on all ranks.
+A plan maps module names (with `*` for a layer's number) to styles, as transformers' `tp_plan`s do. Modules that a plan
+does not name are replicated.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ PLANS: dict[str, dict[str, str]] = {
         "h.*.mlp.c_proj": "rowwise",
     },
 }
-"""Plans of ours, by model type, for models that have none; names as seen from the base model."""
+"""Our plans, by model type, for models without one; names are relative to the base model."""
 
 ADDED: dict[str, dict[str, str]] = {
-    # An activation function with parameters, between columns and rows, which its plan does not speak of.
+    # An activation function with parameters, between columns and rows, which its plan does not name.
     "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
 }
-"""What transformers' plan of a model type leaves out; names as seen from the base model."""
+"""What transformers' plan of a model type lacks; names are relative to the base model."""
 
 REFUSED = {
-    "doge": "its attention's mask has parameters for whole heads, which its plan cuts along other lines",
-    "youtu": "its plan leaves out the rotary part that all heads share (multi-head latent attention)",
+    "doge": "its attention mask has per-head parameters, which its plan shards differently from the heads",
+    "youtu": "its plan omits the rotary part that all heads share (multi-head latent attention)",
 }
-"""Model types whose plan in transformers does not give the unsharded model's results, and why."""
+"""Model types whose plan in transformers does not reproduce the unsharded model's results, and why."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """`kind` is one of STYLES. `packed`: how many projections of one width lie one after the other in the cut dim."""
+    """`kind` is one of STYLES. `packed`: equally wide projections that are concatenated in the sharded dim."""
 
     kind: str
     packed: int = 1
@@ -59,8 +59,8 @@ class Style:
 
 @dataclass(frozen=True)
 class Placement:
-    """What this rank holds of a parameter: `layout`, in a local tensor of `shape`. Places of the local tensor that the
-    layout does not speak of are padding, and zero. `count` neighbours hold the same."""
+    """This rank's shard of a parameter: `layout`, in a local tensor of `shape`, whose other elements are zero padding.
+    `count` neighbouring ranks hold the same shard."""
 
     layout: Layout
     shape: Shape
@@ -68,10 +68,10 @@ class Placement:
 
 
 def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Style]:
-    """Module name to style, for a transformers model (a user's plan, `given`, comes before the model's own).
+    """Module name to style, for a transformers model; the user's plan, `given`, takes precedence over the model's own.
 
-    Raises UsageError for a model without a plan, a plan of its own that has not passed a parity check, styles that are
-    not supported, and names of the user's plan that are no modules of the model.
+    Raises UsageError for a model without a plan, for a model's own plan that was not verified, for unsupported styles,
+    and for names in the user's plan that match no module.
     """
     patterns = dict(given) if given is not None else own_plan(model)
     if not patterns:
@@ -83,28 +83,28 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
     unknown = sorted({style for style in patterns.values() if style.split(":")[0] not in STYLES})
     if unknown:
         raise UsageError(
-            f"tensor_parallel_size: the plan of {type(model).__name__} has styles that are not supported: "
-            f"{', '.join(unknown)}; supported are {', '.join(STYLES)}"
+            f"tensor_parallel_size: the plan of {type(model).__name__} has unsupported styles: {', '.join(unknown)}; "
+            f"supported are {', '.join(STYLES)}"
         )
     found, matched = _match(model, patterns)
     missing = sorted(set(patterns) - matched)
     if given is not None and missing:
         raise UsageError(
-            f"plan: {type(model).__name__} has no module {missing[0]!r}; name modules as named_modules() does, with * "
+            f"plan: {type(model).__name__} has no module {missing[0]!r}; use the names of named_modules(), with * "
             "for a layer's number"
         )
     kind = _model_type(model)
     if given is None and kind not in PASSED:
         raise UsageError(
-            f"tensor_parallel_size: {kind} is not among the architectures whose results were compared with the "
-            "unsharded model's (docs/architectures.md); compare them yourself and pass parallelize(plan=...), with "
-            "model.tp_plan if that is right"
+            f"tensor_parallel_size: {kind} is not among the architectures that were verified against the unsharded "
+            "model (docs/architectures.md); compare the results yourself and pass parallelize(plan=...), with "
+            "model.tp_plan if it is right"
         )
     return found
 
 
 def _match(model: Any, patterns: Mapping[str, str]) -> tuple[dict[str, Style], set[str]]:
-    """The modules that the patterns mean, and the patterns that mean one."""
+    """The modules that match a pattern, and the patterns that match a module."""
     compiled = [(re.compile(_expression(pattern)), pattern, style) for pattern, style in patterns.items()]
     found: dict[str, Style] = {}
     matched = set()
@@ -117,7 +117,7 @@ def _match(model: Any, patterns: Mapping[str, str]) -> tuple[dict[str, Style], s
 
 
 def parse_style(text: str) -> Style:
-    """`packed_colwise` holds two projections in one; `packed_colwise:3` three."""
+    """Parses `packed_colwise` (two projections in one) or `packed_colwise:3` (three)."""
     kind, _, count = text.partition(":")
     if not kind.startswith("packed_"):
         return Style(kind)
@@ -125,7 +125,7 @@ def parse_style(text: str) -> Style:
 
 
 def own_plan(model: Any) -> dict[str, str]:
-    """transformers' plan with what we add, or ours, whether or not it has passed a check; empty if there is none.
+    """transformers' plan with our additions, or our plan, verified or not; empty if there is none.
 
     Raises UsageError for a model whose plan is known to be wrong.
     """
@@ -146,12 +146,8 @@ def _expression(pattern: str) -> str:
     return re.escape(pattern).replace(r"\*", r"\d+")
 
 
-def whole(shape: Shape) -> Placement:
-    return Placement(Layout.whole(shape), shape)
-
-
-def cut(shape: Shape, dim: int, rank: int, size: int, packed: int = 1) -> Placement:
-    """This rank's equal part along `dim`, of each of `packed` projections. The caller has checked that it divides."""
+def shard(shape: Shape, dim: int, rank: int, size: int, packed: int = 1) -> Placement:
+    """This rank's equal shard along `dim`, of each of `packed` projections. The caller checked divisibility."""
     dim %= len(shape)
     width = shape[dim] // packed
     part = width // size
@@ -167,15 +163,15 @@ def cut(shape: Shape, dim: int, rank: int, size: int, packed: int = 1) -> Placem
     return Placement(Layout.boxes(shape, boxes), local)
 
 
-def cut_shared(shape: Shape, dim: int, rank: int, size: int, groups: int) -> Placement:
-    """As `cut`, into fewer parts (`groups`) than ranks: neighbours hold the same part."""
+def shard_among_groups(shape: Shape, dim: int, rank: int, size: int, groups: int) -> Placement:
+    """Like `shard`, but into fewer shards (`groups`) than ranks: neighbouring ranks hold replicas."""
     count = size // groups
-    placement = cut(shape, dim, rank // count, groups)
+    placement = shard(shape, dim, rank // count, groups)
     return Placement(placement.layout, placement.shape, count)
 
 
-def cut_vocabulary(shape: Shape, rank: int, size: int) -> Placement:
-    """ceil(rows / size) rows of a table whose first dim is the vocabulary; the last ranks' are padded to that."""
+def shard_vocabulary(shape: Shape, rank: int, size: int) -> Placement:
+    """ceil(rows / size) rows of a table whose first dim is the vocabulary; the last ranks' shards are padded."""
     rows = vocabulary_rows(shape[0], size)
     begin = min(rank * rows, shape[0])
     held = min(rows, shape[0] - begin)
@@ -187,5 +183,5 @@ def cut_vocabulary(shape: Shape, rank: int, size: int) -> Placement:
 
 
 def vocabulary_rows(vocabulary: int, size: int) -> int:
-    """Rows that each of `size` ranks holds, padding included."""
+    """Rows held by each of `size` ranks, padding included."""
     return -(-vocabulary // size)

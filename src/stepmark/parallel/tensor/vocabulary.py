@@ -1,6 +1,6 @@
-"""Embedding, head and loss with the vocabulary cut among ranks.
+"""Embedding, head and loss with the vocabulary sharded over ranks.
 
-Each rank holds ceil(vocabulary / ranks) rows; the last ranks' may be padded. Where a rank's rows begin is device data,
+Each rank holds ceil(vocabulary / ranks) rows; the last ranks' shards may be padded. A rank's first row is device data,
 so that the graphs of all ranks are the same.
 """
 
@@ -25,7 +25,7 @@ IGNORED = -100
 
 
 class Vocabulary:
-    """Which entries of a vocabulary of `size` this rank holds."""
+    """This rank's rows of a vocabulary of `size` tokens."""
 
     def __init__(self, size: int, axis: Collectives, runtime: Runtime) -> None:
         self.size = size
@@ -36,7 +36,7 @@ class Vocabulary:
         self._held: Tensor | None = None
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of the tokens in this rank's part, 0 for others; and which are others."""
+        """The tokens' rows in this rank's shard, 0 for tokens of other ranks; and a mask of the latter."""
         if self._begin is None:
             self._begin = self._runtime.place(torch.tensor([self.axis.rank * self.rows]))
         rows = tokens - self._begin
@@ -44,68 +44,73 @@ class Vocabulary:
         return rows.masked_fill(elsewhere, 0), elsewhere
 
     def mask_padding(self, logits: Tensor) -> Tensor:
-        """Logits (…, rows) whose padding has no probability."""
+        """Logits (…, rows) with padding set to -inf, so that it has probability 0."""
         if self.size == self.rows * self.axis.size:
             return logits
         if self._held is None:
             self._held = self._runtime.place(torch.arange(self.rows) + self.axis.rank * self.rows < self.size)
         return torch.where(self._held, logits, torch.full_like(logits, -torch.inf))
 
-    def whole(self, logits: Tensor) -> Tensor:
-        """All logits (…, vocabulary) from this rank's (…, rows)."""
+    def complete(self, logits: Tensor) -> Tensor:
+        """Complete logits (…, vocabulary) from this rank's (…, rows)."""
         return gather(logits, self.axis, -1)[..., : self.size]
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding of which this rank holds some rows."""
+    """An embedding sharded by rows."""
 
     vocabulary: Vocabulary
 
     def forward(self, input: Tensor) -> Tensor:
         rows, elsewhere = self.vocabulary.local(input)
         output = F.embedding(rows, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        if self.padding_idx is not None:  # that row takes no gradient
+        if self.padding_idx is not None:  # that row gets no gradient
             output = torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)
         return reduce_from(output, self.vocabulary.axis)
 
 
-def cut_embedding(module: nn.Embedding, vocabulary: Vocabulary) -> None:
-    """For an embedding whose weight is cut by rows."""
+def shard_embedding(module: nn.Embedding, vocabulary: Vocabulary) -> None:
+    """Replaces the forward of an embedding whose weight is sharded by rows."""
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise UsageError(
-            "parallelize_embedding: embeddings with max_norm, scale_grad_by_freq or sparse cannot be cut; switch it off"
+            "parallelize_embedding: embeddings with max_norm, scale_grad_by_freq or sparse cannot be sharded; set it "
+            "to false"
         )
     become(module, VocabParallelEmbedding)
     object.__setattr__(module, "vocabulary", vocabulary)
 
 
 class VocabParallelHead:
-    """The layer that gives logits. `keep_cut`: whether the forward pass that runs leaves them cut, which it does when
-    it only needs a loss from them."""
+    """The layer that computes logits.
+
+    Attributes:
+        keep_sharded: Whether the current forward pass leaves the logits sharded, because only a loss is computed from
+            them.
+    """
 
     def __init__(self, module: nn.Module, vocabulary: Vocabulary, input_gathered: bool) -> None:
         self.vocabulary = vocabulary
-        self.keep_cut = False
+        self.keep_sharded = False
         self._input_gathered = input_gathered
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: Any) -> Any:
-        if self._input_gathered:  # with a backward pass that sums already
+        if self._input_gathered:  # by a gather whose backward pass sums already
             return args
         return (copy_to(args[0], self.vocabulary.axis), *args[1:])
 
     def _leave(self, module: nn.Module, args: Any, logits: Tensor) -> Tensor:
-        return logits if self.keep_cut else self.vocabulary.whole(logits)
+        return logits if self.keep_sharded else self.vocabulary.complete(logits)
 
 
 class VocabParallelLoss:
-    """Takes the place of transformers' ForCausalLMLoss in a model whose head is cut: the same loss, from logits that
-    may be cut."""
+    """Replaces transformers' ForCausalLMLoss in a model with a sharded head: the same loss, from logits that may be
+    sharded."""
 
-    def __init__(self, head: VocabParallelHead, on_whole: Callable[..., Tensor]) -> None:
+    def __init__(self, head: VocabParallelHead, on_complete: Callable[..., Tensor]) -> None:
         self._head = head
-        self._on_whole = on_whole
+        self._on_complete = on_complete
 
     def __call__(
         self,
@@ -117,20 +122,21 @@ class VocabParallelLoss:
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        if not self._head.keep_cut:
-            return self._on_whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
+        if not self._head.keep_sharded:
+            given = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+            return self._on_complete(*given, **options)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         counted = shift_labels != ignore_index
-        losses = cut_cross_entropy(logits, shift_labels.masked_fill(~counted, 0), self._head.vocabulary)
+        losses = vocab_parallel_cross_entropy(logits, shift_labels.masked_fill(~counted, 0), self._head.vocabulary)
         total = losses.masked_fill(~counted, 0).sum()
         return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def cut_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Cross entropy of each target, in float32.
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Cross entropy of each target, in float32, without gathering the logits.
 
-    logits: (…, rows), this rank's; targets: (…) token numbers. Two collectives, of (…) and (2, …) numbers.
+    logits: (…, rows), this rank's; targets: (…), token ids. Two all-reduces, of (…) and (2, …) elements.
     """
     axis = vocabulary.axis
     logits = vocabulary.mask_padding(logits.float())
@@ -142,8 +148,8 @@ def cut_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -
     return total.log() - target
 
 
-def cut_loss(model: Any, head: VocabParallelHead) -> None:
-    """Lets a causal model's own loss be computed from cut logits while it trains."""
+def use_vocab_parallel_loss(model: Any, head: VocabParallelHead) -> None:
+    """Makes a causal model compute its own loss from sharded logits while it trains."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     forward = inspect.unwrap(type(model).forward)
@@ -156,12 +162,12 @@ def cut_loss(model: Any, head: VocabParallelHead) -> None:
         given = signature.bind_partial(module, *args, **kwargs).arguments
         options = {**given.get("kwargs", {}), **given}
         as_tuple = options.get("return_dict") is False or not getattr(model.config, "return_dict", True)
-        head.keep_cut = module.training and options.get("labels") is not None and not as_tuple
+        head.keep_sharded = module.training and options.get("labels") is not None and not as_tuple
 
     def end(module: nn.Module, args: Any, outputs: Any) -> Any:
-        if not head.keep_cut:
+        if not head.keep_sharded:
             return outputs
-        head.keep_cut = False
+        head.keep_sharded = False
         return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
 
     model.register_forward_pre_hook(begin, with_kwargs=True)

@@ -1,7 +1,7 @@
-"""Parameters laid end to end in buckets, of which every data parallel rank has one contiguous part.
+"""Parameters concatenated in flat buckets, of which every data parallel rank holds one contiguous shard.
 
-A bucket holds parameters of one optimizer group, one dtype, and alike in their copies on the tensor parallel axis. It
-is cut evenly, wherever that falls, so that ranks differ by nothing; what pads its end is less than one element a rank.
+A bucket holds parameters of one optimizer group, one dtype and one replication over the tensor parallel axis. Its
+shards have equal sizes regardless of parameter boundaries; padding at its end is less than one element per rank.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from stepmark.runtime.collectives import Collectives
 from stepmark.sharding.layout import Box, Layout, Part, Piece, Shape, layout_of
 from stepmark.sharding.replication import replication_of
 
-HOST_BUCKET_ELEMENTS = 2**20  # several travel at a time, what has come is added up meanwhile, and caches are small
+HOST_BUCKET_ELEMENTS = 2**20  # several are in flight while received ones are added up, and they fit in caches
 EAGER_BUCKET_ELEMENTS = 8 * 2**20  # the full bandwidth between accelerators, and still several to overlap
 LAZY_BUCKET_ELEMENTS = 32 * 2**20  # few large collectives in a graph, and little memory beside the model
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter and its place in the bucket, in elements: `boxes` of it one after the other, each in row-major order.
+    """A parameter and its position in the bucket, in elements.
 
-    One box, the whole, unless the parameter holds several projections side by side, as GPT-2's fused query, key and
-    value do. Those lie one after the other, so that a rank's part is few pieces of the global tensor, not some for
-    every row. `runs` are these pieces of all of the parameter, with their first elements' places in the member.
+    Attributes:
+        name: The parameter's name.
+        parameter: This rank's parameter, which tensor parallelism may have sharded.
+        begin: Offset of its first element in the bucket.
+        boxes: The parameter's slices in the order in which they are concatenated, each in row-major order. One box, the
+            complete parameter, unless it holds several projections side by side, such as GPT-2's fused query, key and
+            value: stored one after the other, a rank's shard covers few slices of the global tensor, not one per row.
+        runs: The slices of the global tensor that the parameter holds, with their offsets in the member.
     """
 
     name: str
@@ -61,17 +66,17 @@ class Member:
 
     @property
     def in_order(self) -> bool:
-        """Whether the member's elements lie in the bucket as they do in the parameter."""
+        """Whether the elements have the same order in the bucket as in the parameter."""
         return len(self.boxes) == 1
 
     def boxes_of(self, tensor: Tensor) -> list[Tensor]:
-        """Views of a tensor of the parameter's shape."""
+        """Views of the boxes of a tensor of the parameter's shape."""
         if self.in_order:
             return [tensor]
         return [tensor[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.lengths, strict=True))] for b in self.boxes]
 
     def places_in(self, flat: Tensor) -> list[Tensor]:
-        """Where these boxes lie in the bucket's flat tensor: views of their shapes."""
+        """Views of the boxes in the bucket's flat tensor."""
         places, begin = [], self.begin
         for box in self.boxes:
             places.append(flat[begin : begin + box.numel].view(box.lengths))
@@ -79,32 +84,32 @@ class Member:
         return places
 
     def write_to(self, flat: Tensor) -> None:
-        """Gives the bucket's flat tensor the parameter's values."""
+        """Copies the parameter's values to the bucket's flat tensor."""
         for place, box in zip(self.places_in(flat), self.boxes_of(self.parameter), strict=True):
             place.copy_(box)
 
     def read_from(self, flat: Tensor) -> None:
-        """Gives the parameter its values in the bucket's flat tensor."""
+        """Copies the values in the bucket's flat tensor to the parameter."""
         for place, box in zip(self.places_in(flat), self.boxes_of(self.parameter), strict=True):
             box.copy_(place)
 
 
 class Bucket:
-    """`members` without gaps, from element 0 on; `part` elements a rank, padding included."""
+    """`members` concatenated from element 0 on; a rank's shard has `shard_size` elements, padding included."""
 
     def __init__(self, group: int, members: Sequence[Member], axis: Collectives, tensor_axis_size: int) -> None:
         self.group = group
         self.members = list(members)
-        self.copies = replication_of(members[0].parameter, tensor_axis_size)
+        self.replication = replication_of(members[0].parameter, tensor_axis_size)
         self.dtype = members[0].parameter.dtype
         self.numel = members[-1].end
-        self.part = -(-self.numel // axis.size)
-        self.padded = self.part * axis.size
-        self.begin = axis.rank * self.part
-        self.end = min(self.begin + self.part, self.numel)
+        self.shard_size = -(-self.numel // axis.size)
+        self.padded = self.shard_size * axis.size
+        self.begin = axis.rank * self.shard_size
+        self.end = min(self.begin + self.shard_size, self.numel)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The members' tensors end to end, with zeros as padding."""
+        """The members' tensors concatenated, padded with zeros."""
         pairs = zip(self.members, tensors, strict=True)
         flat = [box.reshape(-1) for member, tensor in pairs for box in member.boxes_of(tensor)]
         if self.padded > self.numel:
@@ -112,20 +117,20 @@ class Bucket:
         return torch.cat(flat)
 
     def local_layouts(self) -> Iterator[tuple[Member, Layout]]:
-        """What this rank's part holds of each member's global tensor. The part is one tensor of `part` elements."""
+        """Which elements of each member's global tensor this rank's shard holds, at which offsets in it."""
         for member in self.members:
             begin, end = max(self.begin, member.begin), min(self.end, member.end)
             if begin < end:
                 shape = layout_of(member.parameter) or Layout.whole(member.parameter.shape)
                 yield (
                     member,
-                    cut(member.runs, shape.shape, begin - member.begin, end - member.begin, begin - self.begin),
+                    slice_of(member.runs, shape.shape, begin - member.begin, end - member.begin, begin - self.begin),
                 )
 
 
-def cut(runs: Sequence[tuple[Piece, int]], shape: Shape, start: int, stop: int, at: int) -> Layout:
-    """Elements [start, stop) of a member with these runs, of a global tensor of `shape`; they lie from `at` on in
-    another tensor."""
+def slice_of(runs: Sequence[tuple[Piece, int]], shape: Shape, start: int, stop: int, at: int) -> Layout:
+    """Layout of elements [start, stop) of a member with these runs, of a global tensor of `shape`, stored at offset
+    `at` of another tensor."""
     parts = []
     for piece, begin in runs:
         low, high = max(start, begin), min(stop, begin + piece.numel)
@@ -136,7 +141,7 @@ def cut(runs: Sequence[tuple[Piece, int]], shape: Shape, start: int, stop: int, 
 
 
 def _place_of_run(part: Part, local_shape: Shape) -> int | None:
-    """Where the part begins in the flattened local tensor; None where it does not lie there in one run."""
+    """Offset of the part in the flattened local tensor; None where it is not contiguous there."""
     if isinstance(part.at, int):
         return part.at
     lengths = part.piece.box.lengths
@@ -160,11 +165,11 @@ def make_buckets(
             kind = (parameter.dtype, replication_of(parameter, tensor_axis_size))
             kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
-            buckets += [Bucket(index, run, axis, tensor_axis_size) for run in _cut_into_runs(parameters, limit)]
+            buckets += [Bucket(index, run, axis, tensor_axis_size) for run in _split_into_buckets(parameters, limit)]
     return buckets
 
 
-def _cut_into_runs(parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[Member]]:
+def _split_into_buckets(parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[Member]]:
     run: list[Member] = []
     for name, parameter in parameters:
         if run and run[-1].end + parameter.numel() > limit:
@@ -175,7 +180,7 @@ def _cut_into_runs(parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -
         yield run
 
 
-def whole_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:
-    """The members' values in float32, on the host; `padded` elements."""
+def complete_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:
+    """The members' values in float32, on the host: `padded` elements."""
     on_host = runtime.to_host([member.parameter for member in bucket.members])
     return bucket.join([tensor.float() for tensor in on_host])

@@ -1,7 +1,8 @@
-"""Sends gradients between ranks while the backward pass that makes them goes on.
+"""Reduce-scatters gradients while the backward pass that computes them is still running.
 
-Every rank sends the buckets in one order, which is fixed at first and after one pass the one in which they became
-complete, averaged over the ranks, so that none waits long for one before it.
+All ranks send the buckets in the same order: in the first pass from the last bucket to the first, afterwards in the
+order in which the buckets were complete in the first pass, averaged over the ranks, so that no bucket waits long for
+another.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from stepmark.runtime.collectives import GroupCollectives
 
 
 class OverlappedReduceScatter:
-    """One backward pass at a time, from `begin` to `finish`. `collect` takes up the gradient of one parameter, `send`
-    starts the way of one bucket, and gives what waits for this rank's part."""
+    """Overlaps communication with one backward pass at a time, from `begin` to `finish`.
+
+    `collect` adds the gradient of one parameter to its bucket. `send` starts the reduce-scatter of one bucket and
+    returns a function that waits for this rank's shard.
+    """
 
     def __init__(
         self,
@@ -33,7 +37,7 @@ class OverlappedReduceScatter:
         self._collect = collect
         self._send = send
         self._number = {id(m.parameter): number for number, b in enumerate(self._buckets) for m in b.members}
-        self._order = [number for number in reversed(range(len(self._buckets))) if self._alone(number)]
+        self._order = [number for number in reversed(range(len(self._buckets))) if self._is_independent(number)]
         self._learned = False
         self._hooks: list[RemovableHandle] = []
         self._missing: list[int] = []
@@ -44,10 +48,10 @@ class OverlappedReduceScatter:
     def running(self) -> bool:
         return bool(self._hooks)
 
-    def _alone(self, number: int) -> bool:
-        """Whether a bucket needs nothing of the tensor parallel neighbours before it is sent."""
-        copies = self._buckets[number].copies
-        return not copies.partial or copies.count == 1
+    def _is_independent(self, number: int) -> bool:
+        """Whether a bucket can be sent without a reduction over tensor parallel neighbours first."""
+        replication = self._buckets[number].replication
+        return not replication.partial or replication.count == 1
 
     def begin(self) -> None:
         self._missing = [len(bucket.members) for bucket in self._buckets]
@@ -59,8 +63,8 @@ class OverlappedReduceScatter:
         number = self._number[id(parameter)]
         if number in self._sent:
             raise UsageError(
-                "a backward pass came after the one that was said to be the step's last, and its gradients would be "
-                "lost; announce the last one"
+                "a backward pass ran after the one that last_backward() announced as the step's last, and its "
+                "gradients would be lost; call last_backward() before the last one"
             )
         self._collect(parameter)
         self._missing[number] -= 1
@@ -72,21 +76,21 @@ class OverlappedReduceScatter:
             self._sent[waiting] = self._send(waiting)
 
     def finish(self) -> list[Tensor]:
-        """This rank's parts, bucket by bucket; sends what has not been sent, such as buckets of parameters that took no
-        part."""
+        """This rank's shards, one per bucket; sends the remaining buckets, such as those of parameters without a
+        gradient."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         for number in [*self._order, *range(len(self._buckets))]:
             if number not in self._sent:
                 self._sent[number] = self._send(number)
-        parts = [self._sent[number]() for number in range(len(self._buckets))]
+        shards = [self._sent[number]() for number in range(len(self._buckets))]
         if not self._learned:
             self._learn()
-        return parts
+        return shards
 
     def _learn(self) -> None:
-        """All ranks' order for the passes that come: by when each bucket was complete, on the average."""
+        """Sets the order of all further passes: by when each bucket was complete, averaged over the ranks."""
         places = [float(len(self._buckets))] * len(self._buckets)
         for place, number in enumerate(self._completed):
             places[number] = float(place)

@@ -1,4 +1,4 @@
-"""From the backward passes of a step to each rank's part of the mean gradient, for ZeRO-1."""
+"""Reduces the gradients of a step to each rank's shard of their mean, for ZeRO-1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stepmark.parallel.gradients import ReducedGradients, squares
+from stepmark.optim.protocols import ReducedGradients
+from stepmark.parallel.gradients import squares
 from stepmark.parallel.zero.buckets import Bucket
 from stepmark.parallel.zero.overlap import OverlappedReduceScatter
 from stepmark.runtime.collectives import GroupCollectives
@@ -15,18 +16,19 @@ from stepmark.runtime.mesh import Mesh
 
 
 class ShardedGradients:
-    """The gradients of the buckets' parameters over one step of `accumulation` micro-steps.
+    """The gradients of the buckets' parameters over one step of `accumulation` micro-batches. See `GradientReducer`.
 
-    On an eager device autograd adds fp32 gradients straight into the buckets; others are added to them. On a lazy
-    device, where views would be operations of the graph, each parameter has a sum of its own, joined once a step.
+    On an eager device autograd accumulates fp32 gradients directly in the buckets; others are added to them. On a lazy
+    device, where views would be operations of the graph, each parameter has a separate sum, and these are concatenated
+    once per step.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], mesh: Mesh, *, accumulation: int = 1, travel_in_fp32: bool = True
+        self, buckets: Sequence[Bucket], mesh: Mesh, *, accumulation: int = 1, reduce_in_fp32: bool = True
     ) -> None:
-        """`travel_in_fp32`: between ranks; otherwise in the parameters' dtype."""
+        """`reduce_in_fp32`: send gradients in fp32 rather than in the parameters' dtype."""
         self._buckets = list(buckets)
-        self._travel_in_fp32 = travel_in_fp32
+        self._reduce_in_fp32 = reduce_in_fp32
         self._mesh = mesh
         self._axis = mesh.data_parallel
         runtime = mesh.runtime
@@ -47,7 +49,7 @@ class ShardedGradients:
             for b, f in zip(self._buckets, self._flat, strict=False)
         ]
         self._weight: Tensor | None = None
-        self._early = (
+        self._overlap = (
             OverlappedReduceScatter(self._buckets, self._axis, self.collect_one, self._start)
             if isinstance(self._axis, GroupCollectives)
             else None
@@ -56,14 +58,14 @@ class ShardedGradients:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Takes up what a backward pass left in `parameter.grad`."""
+        """Adds what a backward pass left in `parameter.grad` to the sums."""
         for bucket in self._buckets if self._flat or self._sums else ():
             for member in bucket.members:
                 self.collect_one(member.parameter)
 
     @torch.no_grad()
     def collect_one(self, parameter: Tensor) -> None:
-        """The same, of one parameter, once its gradient is there."""
+        """Does the same for one parameter whose gradient is complete."""
         number, position = self._index[id(parameter)]
         gradient = parameter.grad
         if self._flat:
@@ -72,7 +74,7 @@ class ShardedGradients:
                 return
             member = self._buckets[number].members[position]
             places = member.places_in(self._flat[number])
-            if view is not None:  # somebody has put another tensor, or None, there: that is the gradient now
+            if view is not None:  # the user has assigned another tensor, or None: that is the gradient now
                 view.zero_() if gradient is None else view.copy_(gradient)
                 parameter.grad = view
             elif gradient is not None:
@@ -85,41 +87,41 @@ class ShardedGradients:
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
-        """This rank's parts, one tensor a bucket. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim
-        float32)."""
-        parts = [part.float() for part in self._parts(tokens)]
-        sums = squares(parts, [bucket.copies.count for bucket in self._buckets])
+        """This rank's shards of the mean gradients, one tensor per bucket. `loss` (0-dim) is this rank's mean over its
+        `tokens` (0-dim float32)."""
+        shards = [shard.float() for shard in self._reduce_scatter(tokens)]
+        sums = squares(shards, [bucket.replication.count for bucket in self._buckets])
         (heads,) = self._axis.all_reduce([torch.cat([(loss.float() * tokens).reshape(1), tokens.reshape(1), sums])])
         (square,) = self._mesh.tensor_parallel.all_reduce([heads[2:]])
         total = heads[1]
-        gradients: list[Tensor | None] = [part.div_(total) for part in parts]
+        gradients: list[Tensor | None] = [shard.div_(total) for shard in shards]
         return ReducedGradients(gradients, heads[0] / total, total, square.reshape(()).sqrt() / total)
 
     def last_backward(self, tokens: Tensor) -> None:
-        """Says that the next backward pass is the step's last: on an eager device each bucket is sent as soon as its
-        gradients are complete. `tokens` is what `reduce` will be given."""
-        if self._early is not None:
+        """Announces the step's last backward pass: on an eager device each bucket is then sent as soon as its gradients
+        are complete. `tokens` is the value that `reduce` will be given."""
+        if self._overlap is not None:
             self._weight = tokens
-            self._early.begin()
+            self._overlap.begin()
 
-    def _parts(self, tokens: Tensor) -> list[Tensor]:
-        """Of each bucket, this rank's part of the sum over ranks of their gradients times their tokens."""
-        found = self._flat or [bucket.join(self._apart(number)) for number, bucket in enumerate(self._buckets)]
+    def _reduce_scatter(self, tokens: Tensor) -> list[Tensor]:
+        """This rank's shard of each bucket's gradients, weighted by tokens and summed over the ranks."""
+        found = self._flat or [bucket.join(self._gradients_of(number)) for number, bucket in enumerate(self._buckets)]
         partial: dict[int, list[int]] = {}
         for number, bucket in enumerate(self._buckets):
-            if bucket.copies.partial and bucket.copies.count > 1:
-                partial.setdefault(bucket.copies.count, []).append(number)
+            if bucket.replication.partial and bucket.replication.count > 1:
+                partial.setdefault(bucket.replication.count, []).append(number)
         for count, numbers in sorted(partial.items()):
-            whole = self._mesh.replicas(count).all_reduce([found[number] for number in numbers])
-            found = [dict(zip(numbers, whole, strict=True)).get(number, flat) for number, flat in enumerate(found)]
-        if self._early is not None and self._early.running:
-            return self._early.finish()
+            sums = self._mesh.replicas(count).all_reduce([found[number] for number in numbers])
+            found = [dict(zip(numbers, sums, strict=True)).get(number, flat) for number, flat in enumerate(found)]
+        if self._overlap is not None and self._overlap.running:
+            return self._overlap.finish()
         pairs = zip(self._buckets, found, strict=True)
         return self._axis.reduce_scatter([self._to_send(bucket, flat, tokens) for bucket, flat in pairs])
 
     def _to_send(self, bucket: Bucket, flat: Tensor, tokens: Tensor) -> Tensor:
         weighted = flat.mul_(tokens)
-        return weighted if self._travel_in_fp32 else weighted.to(bucket.dtype)
+        return weighted if self._reduce_in_fp32 else weighted.to(bucket.dtype)
 
     @torch.no_grad()
     def _start(self, number: int) -> Callable[[], Tensor]:
@@ -128,7 +130,7 @@ class ShardedGradients:
         sent = self._to_send(self._buckets[number], self._flat[number], self._weight)
         return self._axis.start_reduce_scatter(sent)
 
-    def _apart(self, number: int) -> list[Tensor]:
+    def _gradients_of(self, number: int) -> list[Tensor]:
         """A bucket's gradients on a lazy device."""
         if self._sums:
             return self._sums[number]
@@ -137,11 +139,11 @@ class ShardedGradients:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Makes ready for the next step."""
-        if self._early is not None and self._early.running:
-            self._early.finish()
+        """Clears the sums for the next step."""
+        if self._overlap is not None and self._overlap.running:
+            self._overlap.finish()
         for number, flat in enumerate(self._flat):
-            if self._clean[number] != flat._version:  # else nobody has written there since
+            if self._clean[number] != flat._version:  # otherwise it is still zero
                 flat.zero_()
                 self._clean[number] = flat._version
         for totals in self._sums:

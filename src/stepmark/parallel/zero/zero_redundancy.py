@@ -1,4 +1,4 @@
-"""ZeRO-1 for a loop of one's own: an optimizer that reduces, clips, steps and gathers."""
+"""ZeRO-1 for custom training loops: an optimizer that reduces, clips, updates and gathers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,31 @@ from stepmark.runtime.mesh import Mesh
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
-    """`optimizer_class` with its state divided among the data parallel ranks; the arguments are those of torch_xla's
-    class of this name.
+    """Shards the state of an elementwise optimizer over the data parallel ranks (ZeRO-1).
 
-    `params`: parameters, (name, parameter) pairs, or groups of either; give pairs (`model.named_parameters()`) where
-    checkpoints are to be restored by name. `optimizer_dtype`: that of the state, and of master weights where parameters
-    have another: torch.float32. `grad_clipping` with `max_norm`: the global 2-norm, over all ranks.
-    `use_grad_acc_hook`: gradients are added up in float32 as each backward pass makes them. `higher_cc_precision`: they
-    travel in float32, else in the parameters' dtype. `mesh`: all ranks as data parallel where it is not given. Other
-    keywords go to `optimizer_class`, or to the groups.
+    Takes the arguments of torch_xla's class of the same name. `step` reduces the gradients to their mean over the
+    ranks, clips, updates this rank's shard and gathers the new parameters on all ranks. `param_groups` are the groups
+    that learning rate schedules change; their "params" are the flat shards that this rank updates.
 
-    `step` takes the mean of the ranks' gradients. `param_groups` are the groups that learning rate schedules change;
-    their "params" are the flat parts that this rank updates. Raises UsageError for an optimizer that looks at whole
-    parameters.
+    Args:
+        params: Parameters, (name, parameter) pairs, or groups of either. Pass pairs (`model.named_parameters()`) to
+            restore checkpoints by name.
+        optimizer_class: A class of `torch.optim`, or any other with the class attribute `elementwise = True`.
+        optimizer_dtype: Type of the state, and of the master weights of parameters of another type: `torch.float32`,
+            which is the default, is the only one.
+        grad_clipping: Clip the 2-norm of the gradient over all ranks to `max_norm`. Default True.
+        max_norm: Norm to clip to, above 0. Default 1.0.
+        use_grad_acc_hook: Accumulate gradients in float32 as each backward pass computes them. Default False.
+        higher_cc_precision: Send gradients in float32 rather than in the parameters' type. Default False.
+        mesh: The mesh from `Mesh.create`; default: all ranks are data parallel.
+        **defaults: Arguments of `optimizer_class`, such as `lr`.
+
+    Attributes:
+        grad_norm: 2-norm of the last step's gradient before clipping, a 0-dim tensor on the device; None before the
+            first step.
+
+    Raises:
+        UsageError: The optimizer is not elementwise, or an argument is not supported.
     """
 
     def __init__(
@@ -48,8 +60,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if optimizer_dtype not in (None, torch.float32):
             raise UsageError(f"optimizer_dtype: {optimizer_dtype} is not supported; the state is kept in torch.float32")
         if grad_clipping and not (max_norm is not None and max_norm > 0):
-            raise UsageError(f"max_norm: {max_norm!r} is no norm to clip to; give one above 0, or grad_clipping=False")
-        check_elementwise(optimizer_class, defaults)
+            raise UsageError(f"max_norm: {max_norm!r} is not above 0; pass a positive norm, or grad_clipping=False")
+        check_elementwise(optimizer_class)
         mesh = mesh or Mesh.create()
         groups = _named_groups(params)
         make: Callable[..., torch.optim.Optimizer]
@@ -58,9 +70,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._runtime = mesh.runtime
         self._max_norm = float(max_norm or 0.0) if grad_clipping else 0.0
         self._gradients = self._sharded.gradients(
-            mesh, accumulation=2 if use_grad_acc_hook else 1, travel_in_fp32=higher_cc_precision
+            mesh, accumulation=2 if use_grad_acc_hook else 1, reduce_in_fp32=higher_cc_precision
         )
-        self.grad_norm: Tensor | None = None  # before clipping, of the last step; 0-dim, on the device
+        self.grad_norm: Tensor | None = None
         super().__init__(self._sharded.parameters, dict(self._sharded.inner.defaults))
         self.param_groups = self._sharded.inner.param_groups
         if use_grad_acc_hook:
@@ -68,14 +80,23 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 parameter.register_post_accumulate_grad_hook(self._gradients.collect_one)
 
     def last_backward(self) -> None:
-        """Says that the next backward pass is the last before `step`: on an eager device gradients then travel while it
-        goes on. Nothing else changes; without it they travel in `step`. All ranks say so, or none."""
+        """Announces the last backward pass before `step`, so that communication overlaps with it on an eager device.
+
+        Optional, but all ranks must call it or none. Without it gradients are sent in `step`.
+        """
         (one,) = self._runtime.place([torch.ones(1)])
         self._gradients.last_backward(one.reshape(()))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters on all ranks; collective. Returns what `closure` gives, if there is one."""
+        """Updates all parameters on all ranks. Collective.
+
+        Args:
+            closure: Computes the loss and its gradients again, as in `torch.optim`. Default None.
+
+        Returns:
+            What `closure` returned, None without one.
+        """
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -92,18 +113,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients. `step` does so as well."""
+        """Clears the gradients. `step` does so as well."""
         self._gradients.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Not the way to save it: one rank's state dict is a part that fits no other mesh. Raises UsageError."""
+        """Raises UsageError: one rank's state dict would be a shard that fits no other mesh."""
         raise UsageError(
-            "ZeroRedundancyOptimizer has no state dict of its own; give the optimizer itself to stepmark.Checkpointer, "
+            "ZeroRedundancyOptimizer has no state dict; pass the optimizer itself to stepmark.Checkpointer, "
             "which saves and restores it on any mesh"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `state_dict`. Raises UsageError."""
+        """Raises UsageError, like `state_dict`."""
         self.state_dict()
 
     def state_bytes(self) -> int:
@@ -123,7 +144,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return self._sharded.named_groups()
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """For `Checkpointer`: takes up what was saved of the groups."""
+        """Restores the groups' saved learning rates, for `Checkpointer`."""
         self._sharded.load_named_groups(groups)
 
 
@@ -131,7 +152,7 @@ def _named_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Groups whose "params" are (name, parameter); parameters without a name are numbered."""
     given = list(params)
     if not given:
-        raise UsageError("params: there are none")
+        raise UsageError("params: no parameters given")
     groups = given if isinstance(given[0], dict) else [{"params": given}]
     named, count = [], 0
     for group in groups:

@@ -1,0 +1,72 @@
+"""What a training step needs of an optimizer, and of what reduces the gradients among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stepmark.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ReducedGradients:
+    """The result of one step's backward passes over all ranks.
+
+    Attributes:
+        gradients: Mean gradients in the form that the optimizer's `set_gradients` takes: of complete parameters, or of
+            this rank's shards. None where a parameter took no part.
+        loss: Mean loss per target token, a 0-dim tensor on the device.
+        tokens: Number of target tokens, a 0-dim float32 tensor on the device.
+        norm: 2-norm of the complete model's gradient, a 0-dim float32 tensor on the device.
+    """
+
+    gradients: list[Tensor | None]
+    loss: Tensor
+    tokens: Tensor
+    norm: Tensor
+
+
+class GradientReducer(Protocol):
+    """Turns the backward passes of one step into mean gradients over all ranks. Collective."""
+
+    def collect(self) -> None:
+        """Adds what a backward pass left in `parameter.grad` to the step's sums; called after each of them."""
+
+    def last_backward(self, tokens: Tensor) -> None:
+        """Announces the step's last backward pass, so that communication may overlap with it. `tokens` is the value
+        that `reduce` will be given."""
+
+    def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32)."""
+
+    def reset(self) -> None:
+        """Clears the sums for the next step."""
+
+
+class StepOptimizer(Protocol):
+    """The optimizer of a training step.
+
+    Attributes:
+        inner: The `torch.optim` optimizer that computes the update. Learning rate schedules and callbacks work on its
+            parameter groups.
+    """
+
+    inner: torch.optim.Optimizer
+
+    def gradients(self, mesh: Mesh, *, accumulation: int) -> GradientReducer:
+        """Makes the reducer whose gradients `set_gradients` takes: only the optimizer knows which tensors it updates.
+        `accumulation` is the number of micro-batches in a step."""
+
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Sets the reduced gradients, or clears them with None. Separate from `step`, so that callbacks can read them
+        before the update."""
+
+    def step(self) -> None:
+        """Updates the parameters on all ranks. Collective."""
+
+    def ensure_state(self) -> None:
+        """Creates the state that the first step would create, so that a checkpoint can be restored in place."""

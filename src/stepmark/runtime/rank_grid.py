@@ -1,0 +1,52 @@
+"""Rank numbers and mesh coordinates: pure arithmetic, in this module only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+
+class RankGrid:
+    """Ranks laid out over named axes, in row-major order.
+
+    The first axis is the outermost: its coordinate changes slowest with the rank. So the ranks along the last axis,
+    which communicates most, are neighbours and share a node.
+    """
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        """`axes`: axis name to size, outermost first."""
+        self.axes = dict(axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis name to this rank's coordinate."""
+        return {axis: rank // self._stride(axis) % size for axis, size in self.axes.items()}
+
+    def groups(self, axis: str, count: int | None = None) -> list[list[int]]:
+        """Divides all ranks into groups that differ in their coordinate on `axis` only, in the order of it.
+
+        Args:
+            axis: An axis name.
+            count: Ranks per group, a divisor of the axis's size: consecutive coordinates form a group. None: all.
+        """
+        count = count or self.axes[axis]
+        stride = self._stride(axis)
+        firsts = [rank for rank in range(self.size) if rank // stride % self.axes[axis] % count == 0]
+        return [[first + stride * index for index in range(count)] for first in firsts]
+
+    def origin(self, *axes: str) -> list[int]:
+        """The ranks whose coordinate on each of `axes` is 0, in order."""
+        return [rank for rank in range(self.size) if not any(self.coordinates(rank)[axis] for axis in axes)]
+
+    def _stride(self, axis: str) -> int:
+        names = list(self.axes)
+        return math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
+
+
+def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The group that contains `rank`."""
+    return next(group for group in groups if rank in group)

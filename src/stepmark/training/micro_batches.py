@@ -1,0 +1,112 @@
+"""The forward and backward passes of one step, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.optim.protocols import GradientReducer
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.seeds import derive_seed
+from stepmark.training.loss import MicroBatchLoss, Weight
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Target tokens of one rank's step, on the device, as vectors of one element.
+
+    On a lazy device a 0-dim 0 or 1 would become a constant of the graph, and another graph would be compiled.
+
+    Attributes:
+        total: Of all micro-batches.
+        divisor: The same but at least 1, so that a rank without target tokens contributes zeros.
+        each: Of each micro-batch.
+        zero: A zero to add losses to.
+    """
+
+    total: Tensor
+    divisor: Tensor
+    each: list[Tensor]
+    zero: Tensor
+
+    @classmethod
+    def of(cls, batch: StepBatch, runtime: Runtime) -> TokenCounts:
+        counts = [float(weigh(micro_batch)) for micro_batch in batch.micro_batches]
+        on_host = [torch.tensor([count]) for count in [sum(counts), max(sum(counts), 1.0), 0.0, *counts]]
+        total, divisor, zero, *each = runtime.place(on_host)
+        return cls(total, divisor, each, zero)
+
+
+class SequentialSchedule:
+    """Runs the micro-batches one after the other, each forward and then backward, on ranks that hold the complete
+    model, or a tensor parallel slice of every layer.
+
+    The random numbers of a micro-batch are seeded by (seed, step, micro-batch, data parallel coordinate), so nothing
+    that runs between steps can shift them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: MicroBatchLoss,
+        gradients: GradientReducer,
+        mesh: Mesh,
+        *,
+        autocast: torch.dtype | None = None,
+        seed: int = 42,
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._gradients = gradients
+        self._runtime = mesh.runtime
+        self._rank = mesh.data_parallel.rank
+        self._autocast = autocast
+        self._seed = seed
+
+    def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+        """Leaves the sums of the step's gradients in the reducer.
+
+        Args:
+            step: The step's number, from 0.
+            batch: This rank's micro-batches, on the device.
+            after_micro_batch: Called after each micro-batch but the last.
+
+        Returns:
+            This rank's mean loss over its target tokens, and their number: 0-dim float32 tensors on the device.
+        """
+        counts = TokenCounts.of(batch, self._runtime)
+        total, last = counts.zero, len(batch.micro_batches) - 1
+        for index, micro_batch in enumerate(batch.micro_batches):
+            self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
+            loss = self._forward(micro_batch, Weight(counts.each[index].reshape(()), counts.divisor.reshape(())))
+            if index == last:
+                self._gradients.last_backward(counts.total.reshape(()))
+            loss.backward()
+            self._gradients.collect()
+            total = total + loss.detach()
+            if index < last:
+                after_micro_batch()
+            if last:  # micro-batches share one graph, the update has its own
+                self._runtime.step_boundary()
+        return total.reshape(()), counts.total.reshape(())
+
+    def _forward(self, micro_batch: MicroBatch, weight: Weight) -> Tensor:
+        with autocast(self._runtime, self._autocast):
+            return self._loss(self._model, micro_batch.inputs, weight)[0]
+
+
+def weigh(micro_batch: MicroBatch) -> int:
+    """The weight of a micro-batch in means: its target tokens, or its samples where it has no labels to count."""
+    return micro_batch.rows if micro_batch.targets is None else micro_batch.targets
+
+
+def autocast(runtime: Runtime, dtype: torch.dtype | None) -> torch.autocast:
+    """Computes matrix products in `dtype` (bfloat16); disabled where it is None."""
+    kind = runtime.device.type
+    return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)

@@ -1,0 +1,59 @@
+"""Which optimizers ZeRO-1 accepts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stepmark.errors import UsageError
+from stepmark.optim.elementwise import check_elementwise
+from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
+
+ACCEPTED = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+REFUSED = ["Adafactor", "LBFGS", "Muon", "SparseAdam"]
+
+
+def subclass(name: str, base: type[torch.optim.Optimizer], **attributes: object) -> type[torch.optim.Optimizer]:
+    return type(name, (base,), attributes)
+
+
+def test_every_optimizer_of_torch_is_known() -> None:
+    classes = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name != "Optimizer"
+    }
+    assert classes == {*ACCEPTED, *REFUSED}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(getattr(torch.optim, name) for name in ACCEPTED),
+        LazyAdamW,
+        LazySGD,
+        subclass("Mine", torch.optim.Optimizer, elementwise=True),
+        subclass("Lamb", torch.optim.Adam, elementwise=True),
+    ],
+)
+def test_elementwise_optimizers_are_accepted(kind: type[torch.optim.Optimizer]) -> None:
+    check_elementwise(kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(getattr(torch.optim, name) for name in REFUSED),
+        subclass("Lamb", torch.optim.Adam),
+        subclass("Mine", torch.optim.AdamW, elementwise=False),
+    ],
+)
+def test_others_are_refused_by_name(kind: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(UsageError, match=f"zero_1: {kind.__name__} uses complete parameters"):
+        check_elementwise(kind)
+
+
+@pytest.mark.parametrize("base", [torch.optim.Optimizer, torch.optim.AdamW])
+def test_unknown_classes_are_refused_with_the_remedy(base: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(UsageError, match="unknown whether Mine .* set the attribute `elementwise = True`"):
+        check_elementwise(subclass("Mine", base))

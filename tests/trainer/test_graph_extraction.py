@@ -1,0 +1,87 @@
+"""A run that only extracts graphs (`neuron_parallel_compile`) computes placeholders: it leaves nothing of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepmark import Checkpointer, Trainer, TrainingArguments, save
+from stepmark.trainer.interruption.stop_request import ask_to_stop, reason_to_stop
+from tests.support.programs import Blocks, tiny_model
+
+VARIABLE = "NEURON_EXTRACT_GRAPHS_ONLY"
+
+
+def train(folder: Path, steps: int, **options: Any) -> Trainer:
+    args = TrainingArguments(
+        output_dir=str(folder),
+        device="cpu",
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        logging_steps=1,
+        disable_tqdm=True,
+        report_to="none",
+        **options,
+    )
+    trainer = Trainer(tiny_model(), args, train_dataset=Blocks(20), eval_dataset=Blocks(4))
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and ".stepmark" not in path.parts
+    }
+
+
+def test_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr("stepmark.runtime.xla_environment._warned", False)
+    with caplog.at_level(logging.WARNING, "stepmark"):
+        trainer = train(tmp_path, 4, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+    assert trainer.state.global_step == 4
+    assert files_in(tmp_path) == {}
+    assert [record.message for record in caplog.records if VARIABLE in record.message] == [
+        f"checkpoint-2 is not saved: under {VARIABLE} values are placeholders"
+    ]
+
+
+def test_what_a_real_run_has_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 2)
+    (tmp_path / ".checkpoint-3.left").mkdir()
+    (tmp_path / ".checkpoint-3.left" / "half").write_bytes(b"a save that a kill has ended")
+    ask_to_stop(tmp_path, "a real request")
+    before = files_in(tmp_path)
+    assert json.loads(before["status.json"])["step"] == 2
+    monkeypatch.setenv(VARIABLE, "1")
+    train(tmp_path, 6, resume_from_checkpoint=True)
+    assert files_in(tmp_path) == before
+    assert reason_to_stop(tmp_path) == "a real request"
+    monkeypatch.delenv(VARIABLE)
+    assert train(tmp_path, 4, resume_from_checkpoint=True).state.global_step == 4
+    assert (tmp_path / "checkpoint-4").is_dir()
+
+
+def test_the_engine_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"model": {"weight": torch.ones(3)}}
+    with Checkpointer(tmp_path / "run", keep_last=1) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        save({"a": torch.ones(2)}, tmp_path / "file")
+        before = files_in(tmp_path)
+        monkeypatch.setenv(VARIABLE, "1")
+        assert checkpointer.save(2, state, block=True) is None
+        save({"a": torch.zeros(2)}, tmp_path / "file")
+        assert files_in(tmp_path) == before
+        monkeypatch.setenv(VARIABLE, "0")
+        assert checkpointer.save(2, state, block=True) is not None
