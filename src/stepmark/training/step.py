@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.batch import StepBatch
 from stepmark.parallel.gradients import scale_to
 from stepmark.parallel.zero.sharded_gradients import ShardedGradients
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -107,15 +107,10 @@ class TrainStep:
         """A zero to add losses to, this rank's target tokens in the step, the same but at least 1 (so that a rank whose
         share is empty gives zeros), and each micro-batch's, as vectors of one element: a 0-dim 0 or 1 on a lazy device
         becomes a constant of the graph, and another graph."""
-        counts = [float(weigh(micro_batch)) for micro_batch in batch.micro_batches]
+        counts = [float(self._loss.count(self.model, micro_batch)) for micro_batch in batch.micro_batches]
         on_host = [torch.tensor([count]) for count in [0.0, sum(counts), max(sum(counts), 1.0), *counts]]
         zero, tokens, divisor, *each = self._runtime.place(on_host)
         return zero, tokens, divisor, each
-
-
-def weigh(micro_batch: MicroBatch) -> int:
-    """What a micro-batch counts for in means: its target tokens, or its samples where it has no labels to count."""
-    return micro_batch.rows if micro_batch.targets is None else micro_batch.targets
 
 
 def autocast(runtime: Runtime, dtype: torch.dtype | None) -> torch.autocast:
