@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepmark.data.batch import count_targets
 from stepmark.data.loader import DataLoader
 from stepmark.errors import DataError, UsageError
 
@@ -171,11 +170,3 @@ class TestRanksAgree:
     def test_samples_whose_length_cannot_be_known(self) -> None:
         with pytest.raises(UsageError, match="give one length"):
             self.shapes([{"text": "a"}] * 4, collate_fn=lambda rows: {"input_ids": torch.ones(2, 1)})
-
-
-def test_targets_are_counted_as_the_loss_sees_them() -> None:
-    labels = torch.tensor([[5, 6, -100], [-100, 7, 8]])
-    assert count_targets(labels, causal_shift=True) == 3
-    assert count_targets(labels, causal_shift=False) == 4
-    assert count_targets(torch.tensor([1, -100, 2]), causal_shift=True) == 2
-    assert count_targets(torch.zeros(2, 3, 4, dtype=torch.long), causal_shift=True) == 18

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from stepmark.data.batch import StepBatch
+from stepmark.data.labels import LabelRule
 from stepmark.data.loader import DataLoader
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 
@@ -118,7 +119,7 @@ class TestTheLastStep:
     """11 samples in steps of 8: three are left, which two ranks with two micro-steps of two rows share."""
 
     def last(self, rank: int, **arguments: Any) -> StepBatch:
-        arguments = {"shuffle": False, **arguments}
+        arguments = {"shuffle": False, "labels": LabelRule(causal_shift=True), **arguments}
         steps = list(DataLoader(ROWS, 2, rank=rank, world_size=2, accumulation=2, **arguments))
         assert len(steps) == 2
         assert steps[-1].samples == 3
@@ -164,7 +165,7 @@ class TestTheLastStep:
         assert step[0].inputs["input_ids"].shape == (4, 3)
 
     def test_a_collator_that_joins_rows_cannot_be_filled(self) -> None:
-        with pytest.raises(DataError, match="the collate_fn made 1 rows of labels from 2 samples"):
+        with pytest.raises(DataError, match="the collate_fn returned 1 rows of labels for 2 samples"):
             self.last(1, fixed_shape=True, collate_fn=lambda rows: {"labels": torch.ones(1, 6, dtype=torch.long)})
 
     def test_dropped(self) -> None:

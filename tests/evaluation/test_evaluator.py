@@ -181,7 +181,7 @@ def test_a_classifier_is_averaged_over_samples(batch_size: int, fixed_shape: boo
     generator = torch.Generator().manual_seed(1)
     rows = [{"features": torch.randn(4, generator=generator), "labels": torch.tensor(i % 3)} for i in range(7)]
     model = Classifier()
-    found = evaluator(model)(loader(rows, batch_size, fixed_shape=fixed_shape, causal_shift=False), gather=True)
+    found = evaluator(model)(loader(rows, batch_size, fixed_shape=fixed_shape), gather=True)
     features, labels = (torch.stack([row[name] for row in rows]) for name in ("features", "labels"))
     expected = F.cross_entropy(model.linear(features), labels)
     assert found.loss == pytest.approx(expected.item(), rel=1e-6)
@@ -199,7 +199,7 @@ def test_a_regression_with_float_labels_is_averaged_over_samples(batch_size: int
     for fixed_shape in (False, True):
         if fixed_shape and len(rows) % batch_size:
             continue  # filler rows cannot be told from samples within a mean; see MicroBatch
-        found = evaluator(model)(loader(rows, batch_size, fixed_shape=fixed_shape, causal_shift=False))
+        found = evaluator(model)(loader(rows, batch_size, fixed_shape=fixed_shape))
         errors = [(row["features"].sum() - row["labels"]) ** 2 for row in rows]
         assert found.loss == pytest.approx(torch.stack(errors).mean().item(), rel=1e-5)
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from stepmark.training.loss import MicroBatchLoss, Weight, accepts_num_items, shifts_labels, smoothed_cross_entropy
+from stepmark.training.loss import MicroBatchLoss, Weight, smoothed_cross_entropy
+from stepmark.training.model_labels import known_shift, names_num_items
 from tests.support.programs import VOCABULARY, tiny_model
 
 # Micro-batches with few and many target tokens: a mean of their means would be far from the mean over tokens.
@@ -74,19 +75,17 @@ def model() -> nn.Module:
     return tiny_model(dropout=0.0).eval()
 
 
-def test_models_that_count_items_give_the_mean_over_tokens(model: nn.Module) -> None:
+def test_a_causal_models_loss_is_the_mean_over_tokens(model: nn.Module) -> None:
     batches = micro_batches()
     counts = [shifted_targets(batch) for batch in batches]
-    assert accepts_num_items(model)
     found = step_loss(MicroBatchLoss(model), model, batches, counts)
     torch.testing.assert_close(found, mean_over_tokens(model, batches))
 
 
-def test_models_that_do_not_count_are_weighted_by_their_tokens() -> None:
+def test_a_mean_over_a_micro_batch_is_weighted_by_its_tokens() -> None:
     model = OwnMean()
     batches = micro_batches()
     counts = [shifted_targets(batch) for batch in batches]
-    assert not accepts_num_items(model)
     found = step_loss(MicroBatchLoss(model), model, batches, counts)
     torch.testing.assert_close(found, mean_over_tokens(model.inner, batches))
 
@@ -139,7 +138,7 @@ def test_label_smoothing_without_shift_for_classes() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_the_users_function_gets_outputs_labels_and_the_steps_tokens(model: nn.Module) -> None:
+def test_the_users_function_gets_outputs_labels_and_the_number_of_targets(model: nn.Module) -> None:
     batches = micro_batches()
     counts = [shifted_targets(batch) for batch in batches]
     seen: list[float] = []
@@ -153,7 +152,7 @@ def test_the_users_function_gets_outputs_labels_and_the_steps_tokens(model: nn.M
     loss = MicroBatchLoss(model, compute_loss_func=compute, label_smoothing=0.3)  # the function wins over smoothing
     found = step_loss(loss, model, batches, counts)
     torch.testing.assert_close(found, mean_over_tokens(model, batches))
-    assert seen == [float(sum(counts))] * len(batches)
+    assert seen == [float(count) for count in counts]
     assert all("labels" in batch for batch in batches)
 
 
@@ -177,12 +176,12 @@ def test_which_models_shift() -> None:
             max_position_embeddings=8,
         )
     )
-    assert shifts_labels(tiny_model())
-    assert not shifts_labels(classifier)
-    assert not shifts_labels(nn.Linear(2, 2))
+    assert known_shift(tiny_model()) is True
+    assert known_shift(classifier) is False
+    assert known_shift(nn.Linear(2, 2)) is False
 
 
-def test_models_may_say_that_they_count_items() -> None:
+def test_models_may_declare_that_they_divide_by_num_items() -> None:
     class Says(nn.Linear):
         accepts_loss_kwargs = True
 
@@ -194,9 +193,9 @@ def test_models_may_say_that_they_count_items() -> None:
         def forward(self, input: Tensor, **_: Any) -> Tensor:
             return super().forward(input)
 
-    assert accepts_num_items(Says(1, 1))
-    assert accepts_num_items(Names(1, 1))
-    assert not accepts_num_items(Swallows(1, 1))
+    assert names_num_items(Says(1, 1))
+    assert names_num_items(Names(1, 1))
+    assert not names_num_items(Swallows(1, 1))
 
 
 @pytest.mark.parametrize("accepts", [False, True])

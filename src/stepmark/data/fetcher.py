@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from stepmark.data.batch import MicroBatch, count_targets, integer_labels
+from stepmark.data.batch import MicroBatch
 from stepmark.data.collate import Padding, collate, pad_collated
+from stepmark.data.labels import LabelRule
 from stepmark.data.order import Stream, generator
-from stepmark.data.packing import IGNORED, PackedBlocks
+from stepmark.data.packing import PackedBlocks
 from stepmark.errors import DataError, StepmarkError
 
 CollateFn = Callable[[list[Any]], Any]
@@ -53,11 +54,11 @@ class WorkerFailure:
 class Fetcher(Dataset[MicroBatch]):
     """Fetches and collates micro-batches of a dataset."""
 
-    def __init__(self, dataset: Any, collate_fn: CollateFn | None, padding: Padding, causal_shift: bool) -> None:
+    def __init__(self, dataset: Any, collate_fn: CollateFn | None, padding: Padding, labels: LabelRule) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.padding = padding
-        self.causal_shift = causal_shift
+        self.labels = labels
         # Seeding three generators and restoring them costs more than copying a batch of blocks does.
         self._draws_nothing = collate_fn is None and isinstance(dataset, PackedBlocks)
 
@@ -98,20 +99,23 @@ class Fetcher(Dataset[MicroBatch]):
         return pad_collated(self.collate_fn(samples), task.indices, self.padding, task.length)
 
     def _labelled(self, inputs: Any, task: MicroTask) -> MicroBatch:
-        """With the filler's labels out of the loss, and the targets counted."""
-        labels = integer_labels(inputs)
-        if labels is None:
-            return MicroBatch(inputs, task.rows, None)
+        """With the filler's labels ignored, and the targets counted."""
         if task.filler:
-            if labels.shape[0] != task.rows + task.filler:
+            inputs = self._without_filler(inputs, task)
+        count = self.labels.count(inputs)
+        if count is None:
+            return MicroBatch(inputs, task.rows, None)
+        return MicroBatch(inputs, task.rows, count.total, count.first)
+
+    def _without_filler(self, inputs: Any, task: MicroTask) -> Any:
+        expected = task.rows + task.filler
+        for labels in self.labels.integers(inputs).values():
+            if labels.shape[0] != expected:
                 raise DataError(
-                    f"the collate_fn made {labels.shape[0]} rows of labels from {task.rows + task.filler} samples;"
-                    " where batches keep their shape it must make one row of each sample"
+                    f"the collate_fn returned {labels.shape[0]} rows of labels for {expected} samples; batches of a"
+                    " fixed shape need one row for each sample"
                 )
-            labels = labels.clone()  # may be the very tensor that input_ids is
-            labels[task.rows :] = IGNORED
-            inputs = {**inputs, "labels": labels}
-        return MicroBatch(inputs, task.rows, count_targets(labels, self.causal_shift))
+        return self.labels.without(inputs, task.rows) if isinstance(inputs, dict) else inputs
 
 
 @contextmanager

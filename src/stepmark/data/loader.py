@@ -18,6 +18,7 @@ from torch import Tensor
 from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.data.collate import FIXED_SHAPES, Padding, sample_length
 from stepmark.data.fetcher import CollateFn, Fetcher, MicroTask, WorkerFailure
+from stepmark.data.labels import LabelRule
 from stepmark.data.order import BatchLayout, Epoch, Position, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signals import STOPPING
@@ -59,7 +60,7 @@ class DataLoader:
         fixed_shape: bool = False,
         pad_to: int | Sequence[int] | None = None,
         pad_token_id: int = 0,
-        causal_shift: bool = True,
+        labels: LabelRule | None = None,
     ) -> None:
         self.dataset = dataset
         self.rank = rank
@@ -71,7 +72,7 @@ class DataLoader:
         self._padding = Padding.of(pad_to, pad_token_id, free=not fixed_shape)
         self._epoch = Epoch(_checked_size(dataset), self.layout.global_batch, drop_last)
         self._check()
-        self._fetcher = Fetcher(dataset, collate_fn, self._padding, causal_shift)
+        self._fetcher = Fetcher(dataset, collate_fn, self._padding, labels or LabelRule())
         self._position = Position(0, 0)
         self._shapes: dict[str, torch.Size] | None = None
         self._lengths: np.ndarray | None = None

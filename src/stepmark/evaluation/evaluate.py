@@ -77,7 +77,7 @@ def evaluate(
             fixed_shape=runtime.lazy,
             pad_to=padded.lengths if padded else None,
             pad_token_id=pad_token_id,
-            causal_shift=loss.causal_shift,
+            labels=loss.labels,
         )
         evaluation = evaluator(loader, gather=compute_metrics is not None)
         metrics |= summarize(evaluation, prefix, causal=loss.causal_shift, compute_metrics=compute_metrics)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,8 @@ from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.training.loss import MicroBatchLoss, Weight
-from stepmark.training.micro_batches import autocast, weigh
+from stepmark.training.micro_batches import autocast
+from stepmark.training.model_labels import evaluating, unwrapped
 
 HELD_BATCHES = 16  # whose losses wait on the device before they are fetched, and whose predictions travel at a time
 
@@ -41,8 +44,8 @@ class Evaluation:
 @dataclass(frozen=True)
 class Evaluator:
     """Runs `model` over a loader without touching training: module modes come back as they were, no generator is drawn
-    from, and on a lazy device there is one graph, always of the same shapes. The results of the `reporting` ranks count
-    (`Mesh.reporting_ranks`; None: of all): the others see the same samples as one of them."""
+    from, and on a lazy device there is one graph, always of the same shapes. `replicas` neighbouring ranks see the same
+    samples: those of a tensor parallel group."""
 
     model: nn.Module
     loss: MicroBatchLoss
@@ -50,7 +53,7 @@ class Evaluator:
     host: HostGroup
     autocast_dtype: torch.dtype | None = None
     preprocess_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    reporting: Sequence[int] | None = None
+    replicas: int = 1
 
     def __call__(
         self,
@@ -66,12 +69,12 @@ class Evaluator:
         pending: list[Tensor] = []
         sums = [0.0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, batches with a loss
         kept: list[tuple[Any, Any]] = []
-        with _evaluating(self.model), contextlib.closing(iter(DevicePrefetcher(loader, self.runtime))) as batches:
+        with evaluating(self.model), contextlib.closing(iter(DevicePrefetcher(loader, self.runtime))) as batches:
             for batch in batches:
                 before_batch()
                 (micro_batch,) = batch.micro_batches
                 loss, logits = self._forward(micro_batch)
-                sums[1] += weigh(micro_batch)
+                sums[1] += self.loss.count(self.model, micro_batch)
                 sums[2] += micro_batch.rows
                 sums[3] += 1
                 if loss is not None:
@@ -96,20 +99,34 @@ class Evaluator:
         )
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor | None, Any]:
-        """The sum of the losses over the batch's target tokens, and its logits."""
-        labels = micro_batch.inputs.get("labels")
+        """The sum of the losses over the batch's targets (None where it has no labels), and its predictions."""
+        inputs = micro_batch.inputs
         with torch.no_grad(), autocast(self.runtime, self.autocast_dtype):
-            if labels is None:
-                loss, outputs = None, self.model(**micro_batch.inputs)
+            if self._has_loss(inputs):
+                count = float(self.loss.count(self.model, micro_batch))
+                targets, one = self.runtime.place([torch.tensor([count]), torch.ones(1)])
+                loss, outputs = self.loss(self.model, inputs, Weight(targets.reshape(()), one.reshape(())))
             else:
-                count, one = self.runtime.place([torch.tensor([float(weigh(micro_batch))]), torch.ones(1)])
-                weight = Weight(count.reshape(()), one.reshape(()))
-                loss, outputs = self.loss(self.model, micro_batch.inputs, weight)
+                loss, outputs = None, self.model(**inputs)
             logits = _logits(outputs)
             if self.preprocess_logits is not None:
-                logits = self.preprocess_logits(logits, labels)
+                logits = self.preprocess_logits(logits, self._labels(inputs))
         self.runtime.step_boundary()
         return (None if loss is None else loss.float()), logits
+
+    def _has_loss(self, inputs: Any) -> bool:
+        return bool(self.loss.labels.present(inputs)) or self._loss_without_labels
+
+    @functools.cached_property
+    def _loss_without_labels(self) -> bool:
+        """Some models, such as CLIP, need no labels: their `return_loss` is true by default."""
+        parameter = inspect.signature(unwrapped(self.model).forward).parameters.get("return_loss")
+        return parameter is not None and parameter.default is True
+
+    def _labels(self, inputs: Any) -> Any:
+        """The batch's labels: one tensor, a tuple where the model has several, None without."""
+        present = tuple(self.loss.labels.present(inputs).values())
+        return present[0] if len(present) == 1 else present or None
 
     def _settle(self, pending: list[Tensor]) -> float:
         total = math.fsum(value.item() for value in self.runtime.to_host(pending))
@@ -119,7 +136,7 @@ class Evaluator:
     def _fetch(self, logits: Any, micro_batch: MicroBatch) -> tuple[Any, Any]:
         """Predictions and labels of the batch's real rows, as numpy arrays on the host."""
         rows = micro_batch.rows
-        return self._rows(logits, rows), self._rows(micro_batch.inputs.get("labels"), rows)
+        return self._rows(logits, rows), self._rows(self._labels(micro_batch.inputs), rows)
 
     def _rows(self, tree: Any, rows: int) -> Any:
         if isinstance(tree, (list, tuple)):
@@ -131,10 +148,9 @@ class Evaluator:
         return on_host.numpy()[:rows]
 
     def _from_all(self, value: Any) -> list[Any]:
-        """The values of the reporting ranks."""
-        reporting = range(self.host.size) if self.reporting is None else self.reporting
-        values = self.host.all_gather(value if self.host.rank in reporting else None)
-        return [values[rank] for rank in reporting]
+        """The value of one rank of each group that sees the same samples."""
+        tells = self.host.rank % self.replicas == 0
+        return self.host.all_gather(value if tells else None)[:: self.replicas]
 
     def _gather(self, kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. A few batches go
@@ -171,21 +187,11 @@ def perplexity(loss: float) -> float:
 
 
 def _logits(outputs: Any) -> Any:
-    """What the model predicts: all outputs but the loss and caches, alone where it is one."""
+    """The predictions: `logits`, else all outputs but the loss and caches, alone where it is one."""
     if isinstance(outputs, Mapping):
         if "logits" in outputs:
             return outputs["logits"]
-        left = tuple(value for key, value in outputs.items() if key not in ("loss", "past_key_values"))
-        return left[0] if len(left) == 1 else left
+        outputs = tuple(value for key, value in outputs.items() if key not in ("loss", "past_key_values"))
+    if isinstance(outputs, (tuple, list)):
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
     return getattr(outputs, "logits", outputs)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -28,7 +28,7 @@ def summarize(
         found["loss"] = evaluation.loss
         if causal:
             found["perplexity"] = perplexity(evaluation.loss)
-    if compute_metrics is not None and evaluation.predictions is not None:
+    if compute_metrics is not None and evaluation.predictions is not None and evaluation.labels is not None:
         from transformers.trainer_utils import EvalPrediction
 
         computed = compute_metrics(EvalPrediction(evaluation.predictions, evaluation.labels))

@@ -163,7 +163,7 @@ class Trainer:
             fixed_shape=self.context.runtime.lazy,
             pad_to=padded.lengths if padded else None,
             pad_token_id=getattr(self.processing_class, "pad_token_id", None) or 0,
-            causal_shift=self.loss.causal_shift,
+            labels=self.loss.labels,
             **options,
         )
 

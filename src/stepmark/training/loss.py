@@ -1,44 +1,69 @@
 """The loss of a micro-batch as its share of the step's mean over target tokens.
 
-The mean is over the tokens of the whole step, so a micro-batch gives (sum of its tokens' losses) / (the step's tokens
-on this rank); micro-batches then simply add, and ranks are weighted by their tokens (gradients.py).
+Every loss is brought to the mean over its own micro-batch, and weighted by (the micro-batch's targets) / (the step's
+targets on this rank). So it does not matter whether a model divides by `num_items_in_batch` or ignores it;
+micro-batches are added, and ranks are weighted by their targets when gradients are reduced. Where there are no labels
+to count, the mean is over samples.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepmark.data.batch import integer_labels
-from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
+from stepmark.data.batch import MicroBatch
+from stepmark.data.labels import LabelRule
+from stepmark.data.packing import IGNORED
+from stepmark.errors import UsageError
 from stepmark.training.attention_masks import masks_by_shape
-
-IGNORED = -100
+from stepmark.training.model_labels import (
+    counts_first_label,
+    evaluating,
+    label_rule,
+    names_num_items,
+    sums_samples,
+    takes_labels,
+    unwrapped,
+)
 
 LossFunction = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """0-dim float32 tensors on the device: the micro-batch's target tokens, and the step's on this rank."""
+    """0-dim float32 tensors on the device: the targets of the micro-batch, and those of the step on this rank, which
+    the sum of losses is divided by (at least 1)."""
 
-    micro_batch: Tensor
-    step: Tensor
+    count: Tensor
+    divisor: Tensor
+
+    @property
+    def share(self) -> Tensor:
+        """The micro-batch's part of the step's mean."""
+        return self.count / self.divisor
 
 
 class MicroBatchLoss:
-    """Calls the model and gives (loss, outputs).
+    """Calls a model and returns its weighted loss and outputs.
 
-    In order of preference: the user's `compute_loss_func(outputs, labels, num_items_in_batch=…)`; cross entropy with
-    label smoothing; the model's own loss with `num_items_in_batch`, as transformers' causal models take it; else the
-    model's mean loss, weighted by its share of the tokens.
+    The loss is, in order of preference: the user's `compute_loss_func(outputs, labels, num_items_in_batch=…)`; cross
+    entropy with label smoothing, for batches with `labels`; the model's own loss.
+
+    `compute_loss_func` may return a mean, or a sum divided by `num_items_in_batch`: it is given the number of targets
+    of its own micro-batch, so that both are the same, and its result is weighted like a model's own loss.
+
+    Args:
+        model: the model that will be called; only its class and configuration are read.
+        compute_loss_func: the user's function; None for the model's own loss.
+        label_smoothing: from 0 (none) to 1.
+        lazy: the model is on a lazy device, where attention masks must not depend on values.
     """
 
     def __init__(
@@ -49,43 +74,123 @@ class MicroBatchLoss:
         label_smoothing: float = 0.0,
         lazy: bool = False,
     ) -> None:
+        self.labels: LabelRule = label_rule(model)
         self._lazy = lazy
         self._compute = compute_loss_func
         self._smoothing = label_smoothing
-        self._counts_items = accepts_num_items(model)
-        self.causal_shift = shifts_labels(model)
-        # Generation's cache is of no use here, and models make one unless they are told.
-        self._fixed = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        self._names_items = names_num_items(model)
+        self._sums_samples = sums_samples(model)
+        # The cache that generation needs is of no use here, and some models return one by default.
+        self._options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+    @property
+    def causal_shift(self) -> bool:
+        """Whether position t predicts label t + 1, as in causal language models. A model whose class does not show
+        it is asked when its first batch is counted; until then False."""
+        return bool(self.labels.causal_shift)
+
+    def count(self, model: nn.Module, micro_batch: MicroBatch) -> int:
+        """The weight of a micro-batch in means: its targets, or its samples where no labels can be counted."""
+        if micro_batch.targets is None:
+            return micro_batch.rows
+        if not micro_batch.first_targets:
+            return micro_batch.targets
+        shifts = self._shifts_labels(model, micro_batch.inputs)
+        return micro_batch.targets - micro_batch.first_targets if shifts else micro_batch.targets
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        with masks_by_shape(inputs) if self._lazy else nullcontext():
-            return self._loss(model, inputs, weight)
+        """The micro-batch's share of the step's loss, a 0-dim tensor, and the model's outputs. A model that returns a
+        tuple has its loss first; it is not among the outputs then.
 
-    def _loss(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        if self._compute is not None or self._smoothing:
-            inputs = dict(inputs)
-            labels = inputs.pop("labels", None)
-            outputs = model(**inputs, **self._fixed)
+        Raises UsageError where the model returns no loss.
+        """
+        with self._masks(inputs):
+            if "labels" in inputs and (self._compute is not None or self._smoothing):
+                return self._from_logits(model, inputs, weight)
             if self._compute is not None:
-                return self._compute(outputs, labels, num_items_in_batch=weight.step), outputs
-            loss_sum = smoothed_cross_entropy(_field(outputs, "logits"), labels, self._smoothing, self.causal_shift)
-            return loss_sum / weight.step, outputs
-        if self._counts_items:
-            outputs = model(**inputs, **self._fixed, num_items_in_batch=weight.step)
-            return _field(outputs, "loss"), outputs
-        outputs = model(**_some_target(inputs, weight), **self._fixed)
-        loss = _field(outputs, "loss")
-        share = weight.micro_batch / weight.step
-        return torch.where(weight.micro_batch > 0, loss, torch.zeros_like(loss)) * share, outputs
+                outputs = model(**inputs, **self._options)
+                return self._weighted(self._computed(outputs, None, weight), weight), outputs
+            loss, outputs = self._own_loss(model, with_targets(self.labels, inputs, weight), weight)
+            return (loss / weight.divisor if self._sums_samples else self._weighted(loss, weight)), outputs
+
+    def _masks(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        return masks_by_shape(inputs) if self._lazy else nullcontext()
+
+    def _own_loss(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
+        items = {"num_items_in_batch": weight.count.clamp(min=1)} if self._names_items else {}
+        return split_loss(model(**inputs, **self._options, **items))
+
+    def _from_logits(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
+        """The user's loss, or the smoothed one. The model gets no labels, so that it computes no loss of its own."""
+        shifts = self._compute is None and self._shifts_labels(model, inputs)
+        given = with_targets(self.labels, inputs, weight) if self._compute is not None else inputs
+        rest = {name: value for name, value in given.items() if name != "labels"}
+        outputs = model(**rest, **_decoder_inputs(model, inputs), **self._options)
+        if self._compute is not None:
+            return self._weighted(self._computed(outputs, given["labels"], weight), weight), outputs
+        loss_sum = smoothed_cross_entropy(logits_of(outputs), inputs["labels"], self._smoothing, shifts)
+        return loss_sum / weight.divisor, outputs
+
+    def _computed(self, outputs: Any, labels: Any, weight: Weight) -> Tensor:
+        assert self._compute is not None
+        return self._compute(outputs, labels, num_items_in_batch=weight.count.clamp(min=1))
+
+    @staticmethod
+    def _weighted(mean: Tensor, weight: Weight) -> Tensor:
+        return torch.where(weight.count > 0, mean, torch.zeros_like(mean)) * weight.share
+
+    def _shifts_labels(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+        """Asks the model where its class does not show it, once."""
+        labels = inputs.get("labels")
+        if self.labels.causal_shift is None and isinstance(labels, Tensor) and labels.ndim > 1 and labels.shape[1] > 1:
+            self.labels = replace(self.labels, causal_shift=self._ask(model, inputs))
+        return self.causal_shift
+
+    def _ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+        one = torch.ones((), device=inputs["labels"].device)
+
+        def call(given: Mapping[str, Any]) -> Tensor:
+            return self._own_loss(model, given, Weight(one, one))[0]
+
+        with torch.no_grad(), _same_random_numbers(one.device), evaluating(model), self._masks(inputs):
+            return takes_labels(unwrapped(model)) and not counts_first_label(call, inputs, self.labels.ignored)
 
 
-def _some_target(inputs: Mapping[str, Any], weight: Weight) -> Mapping[str, Any]:
-    """A micro-batch of padding alone has weight 0, but the mean of no losses is nan, and so may be its gradient: it
-    gets targets of class 0 instead."""
-    labels = integer_labels(inputs)
-    if labels is None:
-        return inputs
-    return {**inputs, "labels": torch.where(weight.micro_batch > 0, labels, torch.zeros_like(labels))}
+def with_targets(rule: LabelRule, inputs: Mapping[str, Any], weight: Weight) -> Mapping[str, Any]:
+    """The inputs, with class 0 for every label where the micro-batch has no target: it has weight 0, but the mean of
+    no losses is nan, and so may be its gradient."""
+    integers = rule.integers(inputs)
+    some = {name: torch.where(weight.count > 0, each, torch.zeros_like(each)) for name, each in integers.items()}
+    return {**inputs, **some}
+
+
+def split_loss(outputs: Any) -> tuple[Tensor, Any]:
+    """The loss of a model's outputs, and what predictions are taken from.
+
+    Raises UsageError where there is no loss.
+    """
+    if isinstance(outputs, Tensor) and outputs.ndim == 0:
+        return outputs, ()
+    if isinstance(outputs, (tuple, list)):
+        loss, outputs = (outputs[0], outputs[1:]) if outputs else (None, outputs)
+    else:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor):
+        found = ", ".join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise UsageError(
+            f"the model returned no loss (its outputs: {found or 'none'}); give it labels under the names that its"
+            " forward has, or pass compute_loss_func"
+        )
+    return loss, outputs
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """The logits of a model that was called without labels; the first value of a tuple."""
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        return outputs["logits"]
+    if isinstance(outputs, (tuple, list)):
+        return outputs[0]
+    return outputs if isinstance(outputs, Tensor) else outputs.logits
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, causal_shift: bool) -> Tensor:
@@ -99,28 +204,14 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, cau
     return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
 
 
-def accepts_num_items(model: nn.Module) -> bool:
-    """Whether the model's forward divides its summed loss by `num_items_in_batch`, as transformers' models that pass
-    their keyword arguments on to the loss do."""
-    declared = getattr(model, "accepts_loss_kwargs", None)
-    if declared is not None:
-        return bool(declared)
-    parameters = inspect.signature(model.forward).parameters
-    if "num_items_in_batch" in parameters:
-        return True
-    passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return passes_on and hasattr(model, "loss_function")
+def _decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What an encoder-decoder would derive from labels, for a call without them."""
+    prepare = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
+    if prepare is None or "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs:
+        return {}
+    return {"decoder_input_ids": prepare(inputs["labels"])}
 
 
-def shifts_labels(model: nn.Module) -> bool:
-    """Whether the token at a position is predicted from those before it, so that the first label has no prediction."""
-    loss_function = getattr(model, "loss_function", None)
-    if loss_function is None:
-        return False
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    return loss_function is ForCausalLMLoss or isinstance(loss_function, VocabParallelLoss)
-
-
-def _field(outputs: Any, name: str) -> Tensor:
-    return outputs[name] if isinstance(outputs, Mapping) else getattr(outputs, name)
+def _same_random_numbers(device: torch.device) -> AbstractContextManager[Any]:
+    """The generators of the CPU and of `device` are left as they were."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,8 @@ class TokenCounts:
     zero: Tensor
 
     @classmethod
-    def of(cls, batch: StepBatch, runtime: Runtime) -> TokenCounts:
-        counts = [float(weigh(micro_batch)) for micro_batch in batch.micro_batches]
+    def on_device(cls, counts: Sequence[float], runtime: Runtime) -> TokenCounts:
+        """Places the counts of a step's micro-batches on the device."""
         on_host = [torch.tensor([count]) for count in [sum(counts), max(sum(counts), 1.0), 0.0, *counts]]
         total, divisor, zero, *each = runtime.place(on_host)
         return cls(total, divisor, each, zero)
@@ -80,7 +80,8 @@ class SequentialSchedule:
         Returns:
             This rank's mean loss over its target tokens, and their number: 0-dim float32 tensors on the device.
         """
-        counts = TokenCounts.of(batch, self._runtime)
+        found = [float(self._loss.count(self._model, micro_batch)) for micro_batch in batch.micro_batches]
+        counts = TokenCounts.on_device(found, self._runtime)
         total, last = counts.zero, len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
@@ -99,11 +100,6 @@ class SequentialSchedule:
     def _forward(self, micro_batch: MicroBatch, weight: Weight) -> Tensor:
         with autocast(self._runtime, self._autocast):
             return self._loss(self._model, micro_batch.inputs, weight)[0]
-
-
-def weigh(micro_batch: MicroBatch) -> int:
-    """The weight of a micro-batch in means: its target tokens, or its samples where it has no labels to count."""
-    return micro_batch.rows if micro_batch.targets is None else micro_batch.targets
 
 
 def autocast(runtime: Runtime, dtype: torch.dtype | None) -> torch.autocast:

@@ -1,0 +1,102 @@
+"""How a model's loss uses the labels of a batch: which inputs are labels, and how many of them are targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from stepmark.data.packing import IGNORED
+
+POSITIONS = ("start_positions", "end_positions")
+
+
+class TargetCount(NamedTuple):
+    """The targets of a micro-batch, and how many of them are the first label of their row, which a causal model does
+    not predict."""
+
+    total: int
+    first: int
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """How a model's loss uses its labels.
+
+    Args:
+        names: the inputs that are labels, in the order of `label_ids`.
+        causal_shift: whether position t predicts label t + 1, so that the first label of each row is not a target.
+            None: not known before the model was asked (`MicroBatchLoss.count`).
+        ignored: the label that is not a target.
+        by_sample: the loss is a mean over samples, even where a sample has many labels (CTC).
+    """
+
+    names: tuple[str, ...] = ("labels",)
+    causal_shift: bool | None = None
+    ignored: int = IGNORED
+    by_sample: bool = False
+
+    def present(self, inputs: Any) -> dict[str, Any]:
+        """The labels that a batch has, by name."""
+        if not isinstance(inputs, Mapping):
+            return {}
+        return {name: inputs[name] for name in self.names if inputs.get(name) is not None}
+
+    def integers(self, inputs: Any) -> dict[str, Tensor]:
+        """The labels that are signed integers with a row for each sample, so that they can hold `ignored`."""
+        if not isinstance(inputs, Mapping):
+            return {}
+        names = dict.fromkeys((*self.names, "shift_labels"))
+        return {name: inputs[name] for name in names if _is_integer(inputs.get(name))}
+
+    def count(self, inputs: Any) -> TargetCount | None:
+        """The targets among the labels; None where samples are counted instead."""
+        if self.by_sample:
+            return None
+        integers = self.integers(inputs)
+        if "shift_labels" in integers:  # shifted by the collator, as packed sequences are
+            return TargetCount(int((integers["shift_labels"] != self.ignored).sum()), 0)
+        if "labels" in integers:
+            return self._count_labels(integers["labels"])
+        if POSITIONS[0] in integers:
+            return self._count_positions(integers[POSITIONS[0]], inputs)
+        return None
+
+    def _count_labels(self, labels: Tensor) -> TargetCount:
+        counted = labels != self.ignored
+        total = int(counted.sum())
+        if labels.ndim < 2 or self.causal_shift is False:
+            return TargetCount(total, 0)
+        first = int(counted[..., 0].sum())
+        return TargetCount(total - first, 0) if self.causal_shift else TargetCount(total, first)
+
+    def _count_positions(self, positions: Tensor, inputs: Mapping[str, Any]) -> TargetCount:
+        """An answer that begins outside the sequence is ignored."""
+        length = _sequence_length(inputs)
+        inside = positions if length is None else positions[positions < length]
+        return TargetCount(inside.numel(), 0)
+
+    def without(self, inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+        """`inputs` with the labels of all rows after the first `rows` ignored."""
+        masked = {}
+        for name, labels in self.integers(inputs).items():
+            value = _sequence_length(inputs) if name in POSITIONS else self.ignored
+            if value is not None:
+                masked[name] = labels.clone()  # may be the same tensor as input_ids
+                masked[name][rows:] = value
+        return {**inputs, **masked}
+
+
+def _is_integer(labels: Any) -> bool:
+    if not isinstance(labels, Tensor) or labels.ndim == 0:
+        return False
+    return labels.dtype.is_signed and not labels.dtype.is_floating_point and not labels.dtype.is_complex
+
+
+def _sequence_length(inputs: Mapping[str, Any]) -> int | None:
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(inputs.get(name), Tensor):
+            return int(inputs[name].shape[1])
+    return None

@@ -1,0 +1,152 @@
+"""What a model does with its labels: read from its class where that is certain, else found by asking the model once."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.data.labels import POSITIONS, LabelRule
+from stepmark.data.packing import IGNORED
+from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
+
+Call = Callable[[Mapping[str, Any]], Tensor]
+
+
+def label_rule(model: nn.Module) -> LabelRule:
+    """The rule of a model's own loss. `causal_shift` is None where only the model itself can answer."""
+    model = unwrapped(model)
+    return LabelRule(
+        names=label_names(model),
+        causal_shift=known_shift(model),
+        ignored=_ignored_label(model),
+        by_sample=_is_ctc(model),
+    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's and PEFT's wrappers."""
+    model = getattr(model, "_orig_mod", model)
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def label_names(model: nn.Module) -> tuple[str, ...]:
+    """The arguments of `forward` that are labels, by transformers' convention; `labels` where it names none."""
+    parameters = inspect.signature(model.forward).parameters
+    return tuple(name for name in parameters if "label" in name or name in POSITIONS) or ("labels",)
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """Whether `forward` accepts an argument `labels`."""
+    parameters = inspect.signature(model.forward).parameters
+    return "labels" in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def names_num_items(model: nn.Module) -> bool:
+    """Whether the model says that it divides a summed loss by `num_items_in_batch`. A forward that merely accepts any
+    keyword argument says nothing: most heads ignore it."""
+    model = unwrapped(model)
+    declared = getattr(model, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
+    return "num_items_in_batch" in inspect.signature(model.forward).parameters
+
+
+def sums_samples(model: nn.Module) -> bool:
+    """Whether the model's own loss is a sum over samples, not a mean."""
+    model = unwrapped(model)
+    return _is_ctc(model) and getattr(model.config, "ctc_loss_reduction", "mean") == "sum"
+
+
+def known_shift(model: nn.Module) -> bool | None:
+    """Whether position t predicts label t + 1, as far as the model's class shows it."""
+    if not takes_labels(model):
+        return False
+    forward: Any = inspect.unwrap(type(model).forward)
+    code: CodeType | None = getattr(forward, "__code__", None)
+    if code is None or not hasattr(model, "loss_function"):
+        return None
+    from transformers.loss import loss_utils
+
+    loss_function = model.loss_function
+    if "loss_function" in code.co_names:
+        if _mentions(code, "shift_labels"):
+            return None
+        if loss_function is loss_utils.ForCausalLMLoss or isinstance(loss_function, VocabParallelLoss):
+            return True
+        return False if loss_function in _UNSHIFTED(loss_utils) else None
+    return False if _has_unshifted_head(forward) else None
+
+
+def _UNSHIFTED(loss_utils: Any) -> tuple[Any, ...]:
+    return (
+        loss_utils.ForMaskedLMLoss,
+        loss_utils.ForTokenClassification,
+        loss_utils.ForSequenceClassificationLoss,
+        loss_utils.ForQuestionAnsweringLoss,
+    )
+
+
+def _has_unshifted_head(forward: Any) -> bool:
+    """Whether `forward` is that of a masked or sequence-to-sequence language model, or of a classifier, of
+    transformers."""
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings = (
+        auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+    owner = forward.__qualname__.partition(".")[0]
+    ours = forward.__module__.startswith("transformers.")
+    return ours and any(owner in names.values() for names in mappings)
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    return name in code.co_varnames or name in code.co_names or name in str(code.co_consts)
+
+
+def _ignored_label(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    if not type(model).__name__.endswith("ForSemanticSegmentation"):
+        return IGNORED
+    ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
+    return int(ignored)
+
+
+def _is_ctc(model: nn.Module) -> bool:
+    return type(model).__name__.endswith("ForCTC")
+
+
+def counts_first_label(call: Call, inputs: Mapping[str, Any], ignored: int) -> bool:
+    """Asks a model whether the first label of a row is a target: whether it changes the loss when all others are
+    ignored. `call` gives the loss of a batch. Two forward passes, on the model's device."""
+    labels = inputs["labels"]
+    candidates = torch.where(labels[:, :1] == ignored, labels.amax(), labels[:, :1]).clamp(min=0)
+    none = torch.full_like(labels, ignored)
+    only_first = torch.cat([candidates, none[:, 1:]], dim=1)
+    try:
+        with_first, without = (float(call({**inputs, "labels": each})) for each in (only_first, none))
+    except Exception:  # a loss that cannot be computed without targets: the labels are then taken as they are
+        return True
+    return math.isfinite(with_first) and with_first != without
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; every module's mode is restored at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
