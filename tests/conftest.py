@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -11,9 +10,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+from tests.support.devices import HAS_XLA
 from tests.support.ranks import EAGER_MODULES, Ranks
-
-HAS_XLA = importlib.util.find_spec("torch_xla") is not None
+from tests.support.worker_turns import turn
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,14 +22,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="torch_xla is not installed"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test marked `alone` has the machine to itself when pytest-xdist runs the others side by side."""
+    with turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Ranks that may use any device; torch_xla is imported where it is installed, and started in the ranks alone."""
     started = Ranks(*EAGER_MODULES, *(["torch_xla"] if HAS_XLA else []))
     yield started
     started.close()
-
-
-def devices() -> list[object]:
-    """Parameters for tests that run on the CPU, eager, and on XLA's CPU client, lazy."""
-    return ["cpu", pytest.param("xla", marks=pytest.mark.xla)]

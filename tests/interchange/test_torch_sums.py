@@ -21,12 +21,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.interchange import gather
 from stepmark.interchange.consolidate import ConsolidationListener, consolidate
 from stepmark.interchange.sums import combine
-
-
-def flip(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
+from tests.support.corruption import flip_bit
 
 
 def consolidated(folder: Path, model: nn.Module) -> Path:
@@ -48,7 +43,7 @@ def test_a_consolidated_file_has_sums_and_loads(tmp_path: Path, monkeypatch: pyt
     loaded = load(path)
     assert all(tensor.equal(loaded[name]) for name, tensor in model.state_dict().items())
     weight = model.state_dict()["0.weight"].numpy().tobytes()
-    flip(path, path.read_bytes().index(weight) + 3_000_001)
+    flip_bit(path, path.read_bytes().index(weight) + 3_000_001)
     with pytest.raises(CheckpointDamaged, match="data/"):
         load(path)
 
@@ -73,7 +68,7 @@ def test_files_without_sums_are_not_damaged(tmp_path: Path) -> None:
 def test_a_sum_that_is_wrong_is_damage_though_it_is_the_only_one_of_a_tensor(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"t": torch.arange(1000.0)}, path)
-    flip(path, path.read_bytes().index(torch.arange(1000.0).numpy().tobytes()) + 100)
+    flip_bit(path, path.read_bytes().index(torch.arange(1000.0).numpy().tobytes()) + 100)
     with pytest.raises(CheckpointDamaged, match="data/0"):
         load(path)
 
