@@ -10,16 +10,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-from tests.support.devices import HAS_XLA
+from tests.support.devices import HAS_XLA, has_cuda
 from tests.support.ranks import EAGER_MODULES, Ranks
 from tests.support.worker_turns import turn
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not HAS_XLA:
-        for item in items:
-            if item.get_closest_marker("xla"):
-                item.add_marker(pytest.mark.skip(reason="torch_xla is not installed"))
+    """Skips the tests whose device is not here."""
+    for mark, available, reason in (
+        ("xla", lambda: HAS_XLA, "torch_xla is not installed"),
+        ("cuda", has_cuda, "torch sees no CUDA device"),
+    ):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and not available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,12 @@ import pytest
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 
 
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def devices() -> list[object]:
-    """Parameters for a test that runs eagerly on the CPU and lazily on XLA's CPU client."""
-    return ["cpu", pytest.param("xla", marks=pytest.mark.xla)]
+    """Parameters for a test that runs eagerly on the CPU and on a GPU, and lazily on XLA's CPU client."""
+    return ["cpu", pytest.param("cuda", marks=pytest.mark.cuda), pytest.param("xla", marks=pytest.mark.xla)]
