@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -11,16 +10,28 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+from tests.support.devices import HAS_XLA, has_cuda
 from tests.support.ranks import EAGER_MODULES, Ranks
-
-HAS_XLA = importlib.util.find_spec("torch_xla") is not None
+from tests.support.worker_turns import turn
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not HAS_XLA:
-        for item in items:
-            if item.get_closest_marker("xla"):
-                item.add_marker(pytest.mark.skip(reason="torch_xla is not installed"))
+    """Skips the tests whose device is not here."""
+    for mark, available, reason in (
+        ("xla", lambda: HAS_XLA, "torch_xla is not installed"),
+        ("cuda", has_cuda, "torch sees no CUDA device"),
+    ):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and not available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test marked `alone` has the machine to itself when pytest-xdist runs the others side by side."""
+    with turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -29,8 +40,3 @@ def ranks() -> Iterator[Ranks]:
     started = Ranks(*EAGER_MODULES, *(["torch_xla"] if HAS_XLA else []))
     yield started
     started.close()
-
-
-def devices() -> list[object]:
-    """Parameters for tests that run on the CPU, eager, and on XLA's CPU client, lazy."""
-    return ["cpu", pytest.param("xla", marks=pytest.mark.xla)]

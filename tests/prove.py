@@ -1,14 +1,16 @@
-"""Runs the large test matrices whole, one file after another, and keeps in docs/proof.md what came out.
+"""Runs the large test matrices in full, one file after another, and records the results in docs/proof.md.
 
 make prove
 make prove WHAT="tests/system/fault/test_kills.py tests/system/fault/test_stopped.py"
+make fault SAMPLE=6    # every sixth fault; docs/proof.md stays as it is
 
-A file has large matrices where it marks tests with `prove`. Each has its line, with its own date and commit; the lines
-of files that are not run stay as they were.
+A file with tests marked `prove` is a matrix. Each has its row, with its own date and commit; the rows of files that are
+not run stay as they were.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import platform
@@ -24,32 +26,48 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "build" / "prove.xml"
 PROOF = ROOT / "docs" / "proof.md"
 COLUMNS = ("matrix", "what it shows", "tests", "tried", "minutes", "date", "commit")
+SAMPLE_VARIABLE = "STEPMARK_FAULT_SAMPLE"  # read by tests/system/fault/test_faults.py
 Row = tuple[str, ...]
 
 
 def main() -> int:
+    files = matrices()
+    options = parse_arguments(files)
+    if options.sample > 1:
+        os.environ[SAMPLE_VARIABLE] = str(options.sample)
     REPORT.parent.mkdir(exist_ok=True)
-    files, worst = matrices(), 0
-    unknown = set(sys.argv[1:]) - set(files)
+    return max(prove(file, files, record=options.sample == 1) for file in options.files or files)
+
+
+def parse_arguments(files: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="prove.py")
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"among {', '.join(files)} (default: all)")
+    parser.add_argument("--sample", type=int, default=1, metavar="N", help="every N-th point, and record nothing")
+    options = parser.parse_args()
+    unknown = set(options.files) - set(files)
     if unknown:
-        print(f"no large matrices in {', '.join(sorted(unknown))}; there are {', '.join(files)}", file=sys.stderr)
-        return 2
-    rows = {row[0]: row for row in read_rows() if row[0] in files}
-    for file in sys.argv[1:] or files:
-        REPORT.unlink(missing_ok=True)
-        started, commit = time.time(), revision()
-        command = [sys.executable, "-m", "pytest", "-m", "prove or not prove", f"--junitxml={REPORT}", file]
-        worst = max(worst, subprocess.run(command, cwd=ROOT).returncode)
-        tests, tried = results()
-        minutes = f"{(time.time() - started) / 60:.0f}"
+        parser.error(f"not a large matrix: {', '.join(sorted(unknown))}; choose from {', '.join(files)}")
+    return options
+
+
+def prove(file: str, files: list[str], *, record: bool) -> int:
+    """Runs one matrix, prints its results and, to `record` them, replaces its row; pytest's exit code."""
+    REPORT.unlink(missing_ok=True)
+    started, commit = time.time(), revision()
+    command = [sys.executable, "-m", "pytest", "-m", "prove or not prove", f"--junitxml={REPORT}", file]
+    code = subprocess.run(command, cwd=ROOT).returncode
+    tests, tried = results()
+    minutes = f"{(time.time() - started) / 60:.0f}"
+    print(f"{file}: {tests}; {tried or 'nothing counted'}; {minutes} minutes", flush=True)
+    if record:
+        rows = {row[0]: row for row in read_rows() if row[0] in files}
         rows[file] = (file, shows(file), tests, tried, minutes, time.strftime("%Y-%m-%d"), commit)
-        print(f"{file}: {tests}; {tried or 'nothing counted'}", flush=True)
         write_rows([rows[name] for name in files if name in rows], [name for name in files if name not in rows])
-    return worst
+    return code
 
 
 def matrices() -> list[str]:
-    """The files of tests with large matrices."""
+    """The test files that have large matrices."""
     paths = sorted(ROOT.glob("tests/**/test_*.py"))
     return [str(path.relative_to(ROOT)) for path in paths if "pytest.mark.prove" in path.read_text()]
 
@@ -61,7 +79,7 @@ def shows(file: str) -> str:
 
 
 def results() -> tuple[str, str]:
-    """How the tests went, and what they counted (with pytest's `record_property`), from pytest's report."""
+    """The outcomes of the tests and what they counted with pytest's `record_property`, from pytest's report."""
     if not REPORT.exists():
         return "did not run", ""
     outcomes: Counter[str] = Counter()
@@ -79,18 +97,16 @@ def in_words(counts: Counter[str]) -> str:
 
 def read_rows() -> list[Row]:
     lines = PROOF.read_text().splitlines() if PROOF.exists() else []
-    cells = [
-        tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("| tests/")
-    ]
-    return [row for row in cells if len(row) == len(COLUMNS)]
+    rows = [tuple(each.strip() for each in line.strip("|").split("|")) for line in lines if line.startswith("| tests/")]
+    return [row for row in rows if len(row) == len(COLUMNS)]
 
 
 def write_rows(rows: list[Row], missing: list[str]) -> None:
     lines = [
         "# The large test matrices",
         "",
-        f"What `make prove` found when it last ran each of them whole, with Python {platform.python_version()}, "
-        f"{', '.join(f'{name} {version(name)}' for name in ('torch', 'torch_xla', 'transformers'))} on "
+        f"Results of the last full run of each matrix with `make prove`, on Python {platform.python_version()}, "
+        f"{', '.join(f'{name} {version(name)}' for name in ('torch', 'torch_xla', 'transformers'))} and "
         f"{os.cpu_count()} CPU cores. `make test` runs a sample of each.",
         "",
         f"| {' | '.join(COLUMNS)} |",
@@ -102,7 +118,7 @@ def write_rows(rows: list[Row], missing: list[str]) -> None:
 
 
 def revision() -> str:
-    """The commit that is tried; with a star where files differ from it."""
+    """The commit that is tested, with a star if files differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()

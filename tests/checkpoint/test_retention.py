@@ -23,6 +23,7 @@ from stepmark.checkpoint.save import cleanup as keeper
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
+from tests.support.run_folders import save_steps
 
 
 def run(steps: list[int], policies: list[Retention], losses: dict[int, float] | None = None) -> list[int]:
@@ -120,14 +121,14 @@ def test_a_checkpoint_that_cannot_be_read_or_deleted_is_left(
 
     (tmp_path / "checkpoint-7").mkdir()
     with caplog.at_level(logging.WARNING, logger="stepmark"):
-        save(tmp_path, 8)
+        save_steps(tmp_path, 8)
         assert "checkpoint-7 is left where it is" in caplog.text
         with monkeypatch.context() as patch:
             patch.setattr("stepmark.checkpoint.format.directory.remove_temporary", refuse)
-            save(tmp_path, 9)
+            save_steps(tmp_path, 9)
         assert "checkpoint-8 could not be deleted: Permission denied" in caplog.text
         assert (tmp_path / "checkpoint-9").is_dir()
-        save(tmp_path, 10)
+        save_steps(tmp_path, 10)
     assert folders(tmp_path) == ["checkpoint-10", "checkpoint-7"]
 
 
@@ -199,9 +200,9 @@ def test_where_the_newest_cannot_be_read_nothing_is_deleted_this_time(
 
 
 def test_a_checkpoint_under_another_name_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 1)
+    save_steps(tmp_path, 1)
     (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-7")
-    save(tmp_path, 8, 9)
+    save_steps(tmp_path, 8, 9)
     assert "checkpoint-7 is left where it is" in caplog.text
     assert folders(tmp_path) == ["checkpoint-7", "checkpoint-9"]
 
@@ -231,12 +232,6 @@ def test_an_error_in_deleting_is_not_lost_when_the_next_save_deletes(
             checkpointer.save(3, {"nest": {}})
         checkpointer.save(4, {"nest": {}})
     assert folders(tmp_path) == ["checkpoint-4"]
-
-
-def save(folder: Path, *steps: int) -> None:
-    with Checkpointer(folder, keep_last=1) as checkpointer:
-        for step in steps:
-            checkpointer.save(step, {"nest": {}})
 
 
 def test_a_policy_that_keeps_nothing_is_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from stepmark.interchange.model_files import cut, parse_size
 from stepmark.runtime.host_group import HostGroup
 from stepmark.sharding.layout import Box, Layout, annotate
 from tests.support.checkpoint_states import bits, net
+from tests.support.corruption import flip_bit
 from tests.system.distributed.checkpoint_world import run_ranks
 
 RANKS = 4
@@ -242,17 +243,10 @@ def data_file(checkpoint: Path, tensor: str) -> Path:
     return checkpoint / manifest.files[manifest.tensors["model"][tensor].pieces[0][0]].name
 
 
-def flip(path: Path) -> None:
-    """Changes the last byte of a file."""
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "data": (lambda checkpoint: flip(data_file(checkpoint, "column")), "differs from its digest"),
+    "data": (lambda checkpoint: flip_bit(data_file(checkpoint, "column")), "differs from its digest"),
     "missing": (lambda checkpoint: data_file(checkpoint, "column").unlink(), "is missing; tensor '.*' is in this file"),
-    "config": (lambda checkpoint: flip(checkpoint / "config.json"), "config.json differs from its digest"),
+    "config": (lambda checkpoint: flip_bit(checkpoint / "config.json"), "config.json differs from its digest"),
     "manifest": (lambda checkpoint: (checkpoint / "manifest.json").unlink(), "manifest.json is missing"),
 }
 
@@ -284,7 +278,7 @@ def test_of_a_run_the_newest_whole_one(run_folder: Path, tmp_path: Path, kind: s
 
 def test_a_file_that_changes_in_the_meantime(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied is checked while it is copied, not only before."""
-    monkeypatch.setattr(module, "check_integrity", lambda folder, manifest: flip(folder / "config.json"))
+    monkeypatch.setattr(module, "check_integrity", lambda folder, manifest: flip_bit(folder / "config.json"))
     with pytest.raises(CheckpointDamaged, match=r"config\.json differs from its digest"):
         go(run_folder / "checkpoint-5", tmp_path / "out")
     assert nothing_left(tmp_path)
@@ -299,7 +293,7 @@ def test_a_link_that_is_moved_in_the_meantime(
     def check(checkpoint: Path, manifest: Manifest) -> None:
         check_integrity(checkpoint, manifest)
         point_best(run_folder, 5)
-        flip(data_file(run_folder / "checkpoint-5", "column"))
+        flip_bit(data_file(run_folder / "checkpoint-5", "column"))
 
     monkeypatch.setattr(module, "check_integrity", check)
     assert go(run_folder / "best", tmp_path / "out").checkpoint.name == "checkpoint-3"

@@ -53,6 +53,20 @@ def net(seed: int) -> Net:
     return Net()
 
 
+def seeded_state(seed: int, module: nn.Module) -> dict[str, Any]:
+    """The module and AdamW over it, all values of which follow from the seed. With seed 0 the optimizer has made no
+    step and has no state yet."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1 / (seed + 1))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+    if seed:
+        optimizer.step()
+    return {"model": module, "optimizer": optimizer}
+
+
 def bits(tensor: Tensor) -> bytes:
     """A tensor's bytes in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

@@ -29,6 +29,7 @@ from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointError
 from stepmark.runtime.host_group import HostGroup
 
+from .checkpoint_states import same, seeded_state, snapshot
 from .disk import Disk
 from .faults import Faults, read_journal
 
@@ -69,25 +70,14 @@ class PairGroup(HostGroup):
 
 def state_of(value: int) -> State:
     """A model, its optimizer and a nest, all of whose values follow from one number; 0 is for restoring into."""
-    generator = torch.Generator().manual_seed(value)
-    module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1 / (value + 1))
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-    if value:
-        optimizer.step()
-    return {"model": module, "optimizer": optimizer, "nest": {"t": torch.full((50,), float(value)), "at": value}}
+    state = seeded_state(value, nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40)))
+    return {**state, "nest": {"t": torch.full((50,), float(value)), "at": value}}
 
 
-def bits(state: State) -> list[Any]:
-    """All values of a state, comparable."""
-    found: list[Any] = [state["nest"]["at"], state["nest"]["t"].numpy().tobytes()]
-    found += [tensor.numpy().tobytes() for tensor in state["model"].state_dict().values()]
-    for slots in state["optimizer"].state_dict()["state"].values():
-        found += [(key, value.numpy().tobytes()) for key, value in slots.items()]
-    return found + [state["optimizer"].param_groups[0]["lr"]]
+def equal(one: State, other: State) -> bool:
+    """Whether all values of the two are the same, bit for bit."""
+    both = [(snapshot(state["model"], state["optimizer"]), state["nest"]) for state in (one, other)]
+    return same(both[0], both[1])
 
 
 def checkpointer(folder: Path, group: HostGroup | None = None, **options: Any) -> Checkpointer:
@@ -113,7 +103,7 @@ def restore_and_save(folder: Path, group: HostGroup, step: int, value: int) -> N
     with checkpointer(folder, group) as own:
         state = state_of(0)
         assert own.restore(state) == 1
-        assert bits(state) == bits(state_of(1))
+        assert equal(state, state_of(1))
         own.save(step, state_of(value), block=True)
 
 
@@ -234,12 +224,12 @@ def check(scenario: Scenario, folder: Path, committed: bool) -> None:
         found = None if step is None else (step, state["nest"]["at"])
         assert found in ([new] if committed else [new, scenario.before]), f"restored {found}, committed: {committed}"
         if found is not None:
-            assert bits(state) == bits(state_of(found[1])), "a mix"
+            assert equal(state, state_of(found[1])), "a mix of both"
         own.save(9, state_of(9), block=True)
     state = state_of(0)
     with checkpointer(folder) as own:
         assert own.restore(state) == 9
-        assert bits(state) == bits(state_of(9))
+        assert equal(state, state_of(9))
     left = [path.name for path in folder.iterdir() if step_of(path) is None]
     left = [name for name in left if not name.startswith("damaged-checkpoint-2") and name != ".stepmark"]
     assert not left, f"left over: {left}"

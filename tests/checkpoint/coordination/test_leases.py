@@ -24,40 +24,31 @@ from stepmark.checkpoint.save import cleanup as keeper
 from stepmark.checkpoint.save.cleanup import read_deleted
 from stepmark.cli.main import run as stepmark
 from stepmark.interchange import consolidate
-
-
-def save(folder: Path, *steps: int) -> None:
-    with Checkpointer(folder, keep_last=1) as checkpointer:
-        for step in steps:
-            checkpointer.save(step, {"nest": {"value": step}}, block=True)
-
-
-def there(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if "checkpoint" in path.name)
+from tests.support.run_folders import checkpoint_names, save_steps
 
 
 def test_a_checkpoint_with_a_lease_stays_until_it_is_released(tmp_path: Path) -> None:
-    save(tmp_path, 1)
+    save_steps(tmp_path, 1)
     held = Lease.take(tmp_path / "checkpoint-1", "test")
     assert held is not None
-    save(tmp_path, 2, 3)
-    assert there(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    save_steps(tmp_path, 2, 3)
+    assert checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
     held.release()
-    save(tmp_path, 4)
-    assert there(tmp_path) == ["checkpoint-4"]
+    save_steps(tmp_path, 4)
+    assert checkpoint_names(tmp_path) == ["checkpoint-4"]
     assert [deleted.step for deleted in read_deleted(tmp_path)] == [2, 1, 3]
     assert not list((tmp_path / COORDINATION).glob("*lease*"))
 
 
 def test_there_is_no_lease_on_what_is_gone(tmp_path: Path) -> None:
-    save(tmp_path, 1)
+    save_steps(tmp_path, 1)
     assert Lease.take(tmp_path / "checkpoint-9", "test") is None
     assert not list((tmp_path / COORDINATION).glob("*lease*"))
 
 
 def test_a_lease_taken_while_the_name_goes_brings_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader comes between retention's look for leases and its renaming."""
-    save(tmp_path, 1)
+    save_steps(tmp_path, 1)
     taken: list[Lease | None] = []
     delete = keeper.delete
 
@@ -66,8 +57,8 @@ def test_a_lease_taken_while_the_name_goes_brings_it_back(tmp_path: Path, monkey
         return delete(path, *arguments, **options)
 
     monkeypatch.setattr(keeper, "delete", delete_late)
-    save(tmp_path, 2)
-    assert there(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    save_steps(tmp_path, 2)
+    assert checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
     (held,) = taken
     assert held is not None
     held.release()
@@ -75,15 +66,15 @@ def test_a_lease_taken_while_the_name_goes_brings_it_back(tmp_path: Path, monkey
 
 
 def test_the_best_stays(tmp_path: Path) -> None:
-    save(tmp_path, 1)
+    save_steps(tmp_path, 1)
     point_best(tmp_path, 1)
-    save(tmp_path, 2, 3)
-    assert there(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    save_steps(tmp_path, 2, 3)
+    assert checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
     assert os.readlink(tmp_path / "best") == "checkpoint-1"
     point_best(tmp_path, 3)
     assert best_step(tmp_path) == 3
-    save(tmp_path, 4)
-    assert there(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    save_steps(tmp_path, 4)
+    assert checkpoint_names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
     assert sorted(path.name for path in tmp_path.iterdir() if "best" in path.name) == ["best"]
 
 
@@ -105,7 +96,7 @@ time.sleep(600)
 
 
 def test_the_lease_of_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
-    save(tmp_path, 1)
+    save_steps(tmp_path, 1)
     path = tmp_path / "checkpoint-1"
     reader = subprocess.Popen([sys.executable, "-c", READER, str(path)], stdout=subprocess.PIPE, text=True)
     assert reader.stdout is not None
@@ -114,14 +105,14 @@ def test_the_lease_of_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> 
     assert leases.held(path)
     assert leases.held(path, "test")
     assert not leases.held(path, "other")
-    save(tmp_path, 2)
-    assert there(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    save_steps(tmp_path, 2)
+    assert checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
     reader.kill()
     reader.wait()
     reader.stdout.close()
     assert not leases.held(path)
-    save(tmp_path, 3)
-    assert there(tmp_path) == ["checkpoint-3"]
+    save_steps(tmp_path, 3)
+    assert checkpoint_names(tmp_path) == ["checkpoint-3"]
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
@@ -145,10 +136,10 @@ def test_on_another_machine_only_silence_ends_a_lease(
 
 
 def test_half_a_line_of_what_was_deleted_spoils_no_other(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     noted = tmp_path / COORDINATION / keeper.DELETED
     noted.write_text(noted.read_text() + '\n{"step": 7, "sa')
-    save(tmp_path, 3)
+    save_steps(tmp_path, 3)
     assert [deleted.step for deleted in read_deleted(tmp_path)] == [1, 2]
 
 
@@ -177,14 +168,14 @@ def test_commands_keep_what_they_read(
             monkeypatch.chdir(run / "checkpoint-1")
         path = {"checkpoint-1": str(run / "checkpoint-1"), "link": str(tmp_path / "link"), ".": "."}[given]
         assert stepmark([command, path, *more]) == 0
-    assert there(run) == ["checkpoint-1", "checkpoint-2"]
+    assert checkpoint_names(run) == ["checkpoint-1", "checkpoint-2"]
     with Checkpointer(run, keep_last=1) as checkpointer:
         checkpointer.save(3, state, block=True)
-    assert there(run) == ["checkpoint-3"]
+    assert checkpoint_names(run) == ["checkpoint-3"]
 
 
 def test_nothing_is_written_beside_a_checkpoint_that_no_run_has(tmp_path: Path) -> None:
-    save(tmp_path, 1)
+    save_steps(tmp_path, 1)
     before = sorted(path.name for path in (tmp_path / COORDINATION).iterdir())
     with lease.reading(tmp_path / "checkpoint-1", "test") as found:
         assert found

@@ -23,6 +23,7 @@ from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
 from stepmark.filesystem import files
 from tests.support.checkpoint_states import net, same, snapshot, train
+from tests.support.corruption import flip_bit
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:
@@ -49,12 +50,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
             checkpointer.wait()
             known[step] = values(state)
     return folder, known
-
-
-def flip(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1 << random.Random(position).randrange(8)
-    path.write_bytes(data)
 
 
 FILES = ["model.safetensors", "optimizer/optimizer.safetensors", "state/nest.safetensors", "state.json"]
@@ -89,7 +84,7 @@ def test_a_flipped_bit_is_found_and_named(
     for number, position in enumerate(places(name, (source / "checkpoint-2" / name).stat().st_size)):
         folder = tmp_path / str(number)
         shutil.copytree(source, folder)
-        flip(folder / "checkpoint-2" / name, position)
+        flip_bit(folder / "checkpoint-2" / name, position)
         with pytest.raises(CheckpointDamaged, match=name), Checkpointer(folder) as checkpointer:
             checkpointer.restore(state_of(5), 2)
         falls_back(folder, known, caplog, name)
@@ -103,7 +98,7 @@ def test_a_flipped_bit_that_only_other_readers_look_at_is_found(
     source, known = saved
     shutil.copytree(source, tmp_path / "run")
     path = tmp_path / "run" / "checkpoint-2" / "model.safetensors"
-    flip(path, path.read_bytes().index(where) + 1)
+    flip_bit(path, path.read_bytes().index(where) + 1)
     assert [fault.file for fault in verify(path.parent).faults] == [path.name]
     falls_back(tmp_path / "run", known, caplog, path.name)
 
@@ -171,7 +166,7 @@ def test_nothing_is_set_aside_where_nothing_is_whole(
     folder = tmp_path / "run"
     shutil.copytree(saved[0], folder)
     for step in (1, 2):
-        flip(folder / f"checkpoint-{step}" / "model.safetensors", 5000)
+        flip_bit(folder / f"checkpoint-{step}" / "model.safetensors", 5000)
     with Checkpointer(folder) as checkpointer:
         for _ in range(2):
             with pytest.raises(CheckpointDamaged, match="none of the 2 checkpoints"):
@@ -183,7 +178,7 @@ def test_the_names_of_damaged_tensors_and_writers(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"nest": {"a": torch.zeros(100), "b": torch.ones(100)}}, block=True)
         path = tmp_path / "checkpoint-1" / "state" / "nest.safetensors"
-        flip(path, 4096 + 450)
+        flip_bit(path, 4096 + 450)
         with pytest.raises(CheckpointDamaged, match="tensor 'b' differs from its digest .* written by rank 0"):
             checkpointer.restore({"nest": {}}, 1)
 

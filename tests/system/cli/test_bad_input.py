@@ -23,6 +23,7 @@ from stepmark.cli.main import run
 from stepmark.runtime import context as context_module
 from stepmark.trainer import outputs as output_module
 from stepmark.trainer.telemetry.run_log import read_metrics
+from tests.support.corruption import flip_bit
 from tests.support.recipes import TINY, write_recipe, write_text
 
 
@@ -97,13 +98,6 @@ def trained(run_of_two_steps: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "out"
     shutil.copytree(run_of_two_steps, copy)
     return copy
-
-
-def flip(path: Path, position: int = -20) -> None:
-    """Damages one byte."""
-    data = bytearray(path.read_bytes())
-    data[position] ^= 0x10
-    path.write_bytes(data)
 
 
 # Fields
@@ -380,7 +374,7 @@ def test_resuming_from_nothing(refused: Callable[..., str], trained: Path, tmp_p
     "file", ["model.safetensors", "manifest.json", "trainer_state.json", "config.json", "state.json"]
 )
 def test_resuming_from_a_damaged_checkpoint(refused: Callable[..., str], trained: Path, file: str) -> None:
-    flip(trained / "checkpoint-2" / file)
+    flip_bit(trained / "checkpoint-2" / file)
     error = resume(refused, trained / "checkpoint-2")
     assert error.startswith("resume_from_checkpoint: ")
     assert file in error
@@ -399,7 +393,7 @@ def test_resuming_from_a_checkpoint_with_a_file_missing(refused: Callable[..., s
 def test_resuming_takes_the_newest_that_is_whole(
     call: Callable[..., Told], trained: Path, tmp_path: Path, file: str
 ) -> None:
-    flip(trained / "checkpoint-2" / file)
+    flip_bit(trained / "checkpoint-2" / file)
     recipe = write_recipe(tmp_path, resume_from_checkpoint=True, max_steps=3, save_steps=1)
     assert call(str(recipe)).code == 0
     assert [line["resumed"] for line in read_metrics(trained) if "resumed" in line] == [1]
@@ -423,7 +417,7 @@ def test_going_back_names_what_stays_the_newest(
 
 def test_resuming_where_no_checkpoint_is_whole(refused: Callable[..., str], trained: Path) -> None:
     for step in (1, 2):
-        flip(trained / f"checkpoint-{step}" / "model.safetensors")
+        flip_bit(trained / f"checkpoint-{step}" / "model.safetensors")
     error = refused(code=1, resume_from_checkpoint=True, max_steps=4)
     assert "none of the 2 checkpoints" in error
     assert str(trained) in error

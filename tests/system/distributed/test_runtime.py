@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import devices
+from tests.support.devices import devices
 from tests.support.ranks import Ranks
 
 HERE = "tests.system.distributed.test_runtime"

@@ -24,6 +24,7 @@ from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
 from stepmark.filesystem import files
 from stepmark.runtime.host_group import HostGroup
+from tests.support.run_folders import checkpoint_names
 from tests.system.distributed.checkpoint_world import run_ranks
 
 PASSING = (errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.EACCES, errno.ENOMEM)
@@ -38,10 +39,6 @@ def save_two(folder: Path) -> Path:
         for step in (1, 2):
             checkpointer.save(step, state_of(step), block=True)
     return folder
-
-
-def there(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if "checkpoint" in path.name)
 
 
 def failing(call: Callable[..., Any], name: str, number: int) -> Callable[..., Any]:
@@ -83,7 +80,7 @@ def test_what_passes_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                         checkpointer.latest()
                     with pytest.raises(CheckpointError, match="try again"):
                         verify(tmp_path / "checkpoint-2")
-            assert there(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+            assert checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
             assert checkpointer.restore(state) == 2
 
 
@@ -122,7 +119,7 @@ def test_what_the_disk_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest
         with monkeypatch.context() as patch:
             patch.setattr(module, call, failing(getattr(module, call), name, errno.EIO))
             assert checkpointer.restore(state_of()) == 1
-    assert there(tmp_path) == ["checkpoint-1", "damaged-checkpoint-2"]
+    assert checkpoint_names(tmp_path) == ["checkpoint-1", "damaged-checkpoint-2"]
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
@@ -132,7 +129,7 @@ def test_what_one_rank_cannot_see_ends_the_restore_on_all(tmp_path: Path, number
     for problem in run_ranks(2, restore_on_one_that_fails, str(tmp_path), number):
         assert "rank 1" in problem or os.strerror(number) in problem
         assert "try again" in problem
-    assert there(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    assert checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 
 def restore_on_one_that_fails(rank: int, folder: str, number: int) -> str:
@@ -149,7 +146,7 @@ def test_what_another_rank_misses_and_rank_0_too_is_damage(tmp_path: Path) -> No
     """The file goes when rank 0 has looked."""
     save_two(tmp_path)
     assert run_ranks(2, restore_while_a_file_goes, str(tmp_path)) == [1, 1]
-    assert there(tmp_path) == ["checkpoint-1", "damaged-checkpoint-2"]
+    assert checkpoint_names(tmp_path) == ["checkpoint-1", "damaged-checkpoint-2"]
 
 
 def restore_while_a_file_goes(rank: int, folder: str) -> int | None:
@@ -269,7 +266,7 @@ def test_what_retention_cannot_delete_yet_is_no_checkpoint(tmp_path: Path, stick
     (tmp_path / "checkpoint-1" / ".nfs0001").touch()
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.save(3, state_of(), block=True)
-    assert [name for name in there(tmp_path) if not name.startswith(".")] == ["checkpoint-3"]
+    assert [name for name in checkpoint_names(tmp_path) if not name.startswith(".")] == ["checkpoint-3"]
 
 
 def test_a_read_only_file_is_synced_without_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +411,7 @@ def test_a_lease_that_cannot_be_removed_is_only_logged(
         with Checkpointer(tmp_path, keep_last=1) as checkpointer:
             checkpointer.save(3, state_of(), block=True)
     assert "a dead reader has left" in caplog.text
-    assert there(tmp_path) == ["checkpoint-3"]
+    assert checkpoint_names(tmp_path) == ["checkpoint-3"]
 
 
 def test_the_folder_stays_claimed_when_the_run_itself_reads_it(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from stepmark.checkpoint.save import operation as saving
 from tests.support import programs
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
+from tests.support.run_folders import read_status, saved_steps
 
 PROGRAM = "tests.support.programs:train"
 TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
@@ -44,14 +45,6 @@ def undisturbed(ranks: Ranks, folder: Path, device: str, nproc: int) -> Any:
     if (device, nproc) not in UNDISTURBED:
         UNDISTURBED[device, nproc] = ranks.run(PROGRAM, options(folder / "whole", device, nproc), nproc=nproc).check()
     return UNDISTURBED[device, nproc]
-
-
-def status(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "status.json").read_text()))
-
-
-def steps_saved(folder: Path) -> list[int]:
-    return sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*"))
 
 
 def case(device: str, nproc: int, *marks: Any, prove: bool = False, **signalled: Any) -> Any:
@@ -81,18 +74,18 @@ def test_a_signal_saves_and_the_resumed_run_is_the_undisturbed_one(
     folder = tmp_path / "signalled"
     stopped = ranks.run(PROGRAM, {**options(folder, device, nproc), "signal_at": signalled}, nproc=nproc)
     assert stopped.codes == [75] * nproc, stopped.logs
-    told = status(folder)
+    told = read_status(folder)
     name = signal.Signals(signalled.get("numbers", [TERM])[0]).name
     assert (told["state"], told["reason"].split(":")[0]) == ("interrupted", name), told
     assert signalled["step"] <= told["step"] <= signalled["step"] + 2
-    assert steps_saved(folder)[-1] == told["step"]
+    assert saved_steps(folder)[-1] == told["step"]
     resumed = ranks.run(PROGRAM, options(folder, device, nproc), nproc=nproc).check()
     whole = undisturbed(ranks, tmp_path, device, nproc)
     assert resumed[0]["resumed"] == [told["step"]]
     assert resumed[0]["losses"] == whole[0]["losses"]
     assert resumed[0]["evaluations"] == whole[0]["evaluations"]
     assert [each["weights"] for each in resumed] == [each["weights"] for each in whole]
-    assert status(folder)["state"] == "done"
+    assert read_status(folder)["state"] == "done"
 
 
 def evaluating(folder: Path, device: str, strategy: str) -> dict[str, Any]:
@@ -117,7 +110,7 @@ def evaluations(folder: Path) -> list[list[Any]]:
     history = [
         [log["step"], key, value] for log in state["log_history"] for key, value in log.items() if key.endswith("_loss")
     ]
-    return [*history, [state["best_global_step"], state["best_metric"], steps_saved(folder)]]
+    return [*history, [state["best_global_step"], state["best_metric"], saved_steps(folder)]]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +130,10 @@ def test_a_signal_in_an_evaluation_stops_it_and_the_resumed_run_takes_it_up(
     signalled = {"event": event, "step": step, "ranks": [0, 1], "block": 1.0}  # in which all hear of it
     stopped = ranks.run(PROGRAM, {**settings, "signal_at": signalled}, nproc=2)
     assert stopped.codes == [75, 75], stopped.logs
-    told = status(tmp_path / "signalled")
+    told = read_status(tmp_path / "signalled")
     assert told["step"] == step
     assert f"stopped in the evaluation after step {step}" in told["reason"]
-    assert step in steps_saved(tmp_path / "signalled")
+    assert step in saved_steps(tmp_path / "signalled")
     resumed = ranks.run(PROGRAM, settings, nproc=2).check()
     whole = ranks.run(PROGRAM, evaluating(tmp_path / "whole", device, strategy), nproc=2).check()
     assert resumed[0]["losses"] == whole[0]["losses"]
@@ -168,8 +161,8 @@ def test_a_save_that_cannot_fit_is_not_begun(ranks: Ranks, tmp_path: Path) -> No
     settings["signal_at"] = {"event": "on_step_begin", "step": 5, "ranks": [1]}
     stopped = ranks.run("tests.system.fault.test_signals:train_with_slow_saves", 4.0, settings, nproc=2)
     assert stopped.codes == [75, 75], stopped.logs
-    assert steps_saved(tmp_path) == [4]
-    assert status(tmp_path)["state"] == "interrupted"
+    assert saved_steps(tmp_path) == [4]
+    assert read_status(tmp_path)["state"] == "interrupted"
     assert "no time for a save; the last checkpoint stands" in stopped.logs[0]
 
 
@@ -177,7 +170,7 @@ def test_a_save_that_is_on_its_way_may_end(ranks: Ranks, tmp_path: Path) -> None
     settings = {**options(tmp_path, "cpu", 2), "signal_at": {"event": "on_save", "step": 4, "ranks": [0]}}
     stopped = ranks.run("tests.system.fault.test_signals:train_with_slow_saves", 1.5, settings, nproc=2)
     assert stopped.codes == [75, 75], stopped.logs
-    assert 4 in steps_saved(tmp_path)
+    assert 4 in saved_steps(tmp_path)
 
 
 def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -188,8 +181,8 @@ def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks,
     stopped = ranks.run(PROGRAM, settings, nproc=2)
     assert time.monotonic() - began < 40
     assert stopped.codes == [75, 75], stopped.logs
-    assert steps_saved(tmp_path) == [4]
-    assert status(tmp_path)["state"] == "interrupted"
+    assert saved_steps(tmp_path) == [4]
+    assert read_status(tmp_path)["state"] == "interrupted"
     assert "the last checkpoint stands" in stopped.logs[0]
 
 
@@ -200,8 +193,8 @@ def test_a_signal_during_the_first_compilation(ranks: Ranks, tmp_path: Path) -> 
     settings = {**options(tmp_path / "run", "xla", 2), "signal_grace": 0.2}
     settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 4, "ranks": [0]}
     assert ranks.run(PROGRAM, settings, nproc=2).codes == [75, 75]
-    assert steps_saved(tmp_path / "run") == [4]
-    assert status(tmp_path / "run")["state"] == "interrupted"
+    assert saved_steps(tmp_path / "run") == [4]
+    assert read_status(tmp_path / "run")["state"] == "interrupted"
     resumed = ranks.run(PROGRAM, options(tmp_path / "run", "xla", 2), nproc=2).check()
     assert resumed[0]["losses"] == undisturbed(ranks, tmp_path, "xla", 2)[0]["losses"]
 
@@ -210,7 +203,7 @@ def test_without_save_on_signal_a_signal_is_a_signal(ranks: Ranks, tmp_path: Pat
     settings = {**options(tmp_path, "cpu", 1), "save_on_signal": False, "async_save": False}
     settings["signal_at"] = {"event": "on_step_begin", "step": 5, "ranks": [0]}
     assert ranks.run(PROGRAM, settings).codes == [-TERM]
-    assert steps_saved(tmp_path) == [4]
+    assert saved_steps(tmp_path) == [4]
 
 
 @pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
@@ -231,8 +224,8 @@ def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
         process.send_signal(TERM)
         told = process.communicate(timeout=120)[1]
     assert process.returncode == 75 if launcher == "nproc" else process.returncode != 0, told
-    assert status(out)["state"] == "interrupted", told
-    assert steps_saved(out) == [status(out)["step"]], told
+    assert read_status(out)["state"] == "interrupted", told
+    assert saved_steps(out) == [read_status(out)["step"]], told
     assert launcher == "torchrun" or "error" not in told
 
 
@@ -258,7 +251,7 @@ def test_a_signal_before_training_is_told_in_the_status(ranks: Ranks, tmp_path: 
         (folder / "status.json").write_text(json.dumps({"state": state, "step": 4, "time": 1.0, "reason": "before"}))
     stopped = ranks.run("tests.system.fault.test_signals:train_slowly", {"output_dir": str(folder), "signalled": True})
     assert stopped.codes == [75], stopped.logs
-    told = status(folder)
+    told = read_status(folder)
     assert (told["state"], told["step"]) == ("interrupted", 0 if state is None else 4)
     assert told["reason"] == "SIGTERM: not training"
 
@@ -271,7 +264,7 @@ def test_a_signal_to_a_second_start_leaves_the_status_of_the_live_run(ranks: Ran
             "tests.system.fault.test_signals:train_slowly", {"output_dir": str(tmp_path), "signalled": True}
         )
     assert stopped.codes == [75], stopped.logs
-    assert status(tmp_path)["state"] == "running"
+    assert read_status(tmp_path)["state"] == "running"
 
 
 RANK = "import os, time; os.write(1, b'up\\n'); time.sleep(60)"  # in one write, so that two ranks' lines stay apart

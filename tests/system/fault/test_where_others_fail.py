@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.filesystem import files
+from tests.support.checkpoint_states import same, seeded_state, snapshot
+from tests.support.corruption import flip_bit
 from tests.support.ranks import ROOT
 from tests.support.scenarios import Point, prepare_all, run_points
 
@@ -41,22 +42,19 @@ ELSEWHERE = {
 }
 
 
-def state_of(value: float) -> dict[str, Any]:
-    """16 files of a model: one for each of its tensors."""
-    module = nn.Sequential(*[nn.Linear(40, 40) for _ in range(8)])
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(value)
-    return {"model": module}
+def state_of(seed: int) -> dict[str, Any]:
+    """A model in 16 files, one for each of its tensors."""
+    return {"model": seeded_state(seed, nn.Sequential(*[nn.Linear(40, 40) for _ in range(8)]))["model"]}
 
 
-def all_are(state: dict[str, Any], value: float) -> bool:
-    return all(bool((parameter == value).all()) for parameter in state["model"].parameters())
+def equal(state: dict[str, Any], seed: int) -> bool:
+    """Whether the state is the one of the seed, bit for bit."""
+    return same(snapshot(state["model"]), snapshot(state_of(seed)["model"]))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Checkpoints 1 and 2, all of whose values are 1 and 2."""
+    """Checkpoints 1 and 2, with the values of seeds 1 and 2."""
     with Checkpointer(tmp_path, max_file_size=8000) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state_of(step))
@@ -65,9 +63,7 @@ def run(tmp_path: Path) -> Path:
 
 def flip(folder: Path) -> str:
     path = sorted(folder.glob("model-*"))[3]
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 4
-    path.write_bytes(data)
+    flip_bit(path, -5)
     return path.name
 
 
@@ -99,7 +95,7 @@ def test_damage_is_found_and_named(run: Path, damage: Callable[[Path], str]) -> 
             checkpointer.restore(state_of(0), 2)
         state = state_of(0)
         assert checkpointer.restore(state) == 1
-        assert all_are(state, 1)
+        assert equal(state, 1)
 
 
 def test_the_disk_fills_during_a_multi_threaded_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +129,7 @@ def test_the_newest_checkpoint_is_damaged(run: Path) -> None:
     state = state_of(0)
     with Checkpointer(run) as checkpointer:
         assert checkpointer.restore(state) == 1
-    assert all_are(state, 1)
+    assert equal(state, 1)
     assert sorted(path.name for path in run.glob("*checkpoint*")) == ["checkpoint-1", "damaged-checkpoint-2"]
 
 
@@ -145,7 +141,7 @@ def test_retention_of_one_keeps_one(run: Path) -> None:
     with Checkpointer(run) as checkpointer:
         assert checkpointer.restore(state) == 4
     assert [path.name for path in run.glob("*checkpoint*")] == ["checkpoint-4"]
-    assert all_are(state, 4)
+    assert equal(state, 4)
 
 
 @pytest.mark.parametrize("row", ELSEWHERE)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import HAS_XLA
+from tests.support.devices import HAS_XLA
 from tests.support.ranks import Ranks
 
 HERE = "tests.system.parity.test_models"

@@ -10,7 +10,7 @@ import torch
 
 from stepmark import DataLoader
 from stepmark.runtime.seeds import derive_seed
-from tests.conftest import devices
+from tests.support.devices import devices
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import devices
+from tests.support.devices import devices
 from tests.support.ranks import Ranks
 
 PROGRAM = "tests.support.programs:train"
