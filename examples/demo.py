@@ -1,8 +1,8 @@
-"""Stepmark in a few minutes: train, be killed, carry on, and prove that nothing was lost.
+"""Stepmark in a few minutes: train, get killed, resume, and prove that nothing was lost.
 
 Trains examples/demo.yaml on two ranks of a lazy device and kills the job in the middle; runs the same command again;
-runs it a third time, undisturbed, into another folder; and compares. Everything is written to demo/. The exit code is
-1 where the resumed run differs from the undisturbed one in a single bit.
+runs it a third time, uninterrupted, into another folder; and compares. Everything is written to demo/. The exit code is
+1 if the resumed run differs from the uninterrupted one in a single bit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from pathlib import Path
 from demo_curve import draw
 from demo_history import History, read_history
 
-from stepmark.config.quiet_libraries import quiet_libraries
-
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "demo"
 RUN, UNDISTURBED, CURVE = DEMO / "run", DEMO / "undisturbed", DEMO / "loss.png"
@@ -40,27 +38,27 @@ def main() -> int:
     shutil.rmtree(DEMO, ignore_errors=True)
     say("A small GPT-2 learns Python's standard library, on two ranks of a lazy device (XLA).")
 
-    say("1. Train, and be killed on the way.")
+    say("1. Train, and get killed on the way.")
     killed_at = train_until_killed()
 
-    say("2. The same command again: it carries on from the last checkpoint.")
+    say("2. The same command again: it resumes from the last checkpoint.")
     train()
 
-    say("3. The same training once more, undisturbed, into another folder.")
+    say("3. The same training once more, uninterrupted, into another folder.")
     train("--output_dir", str(UNDISTURBED.relative_to(ROOT)))
 
-    say("4. What came of it.")
+    say("4. The comparison.")
     run, undisturbed = read_history(RUN), read_history(UNDISTURBED)
     draw(run, undisturbed, killed_at, CURVE)
     equal = compare(run, undisturbed)
     show_evaluation(run)
     show_samples(RUN / f"checkpoint-{STEPS}")
-    print(f"\nThe loss curve is {CURVE.relative_to(ROOT)}. All of this took {minutes(time.monotonic() - began)}.")
+    print(f"\nThe loss curve is {CURVE.relative_to(ROOT)}. The demo took {minutes(time.monotonic() - began)}.")
     return 0 if equal else 1
 
 
 def train(*flags: str) -> None:
-    """Runs the training command to its end; leaves the demo where it fails."""
+    """Runs the training command to its end; exits if it fails."""
     with started(*flags) as job:
         code = job.wait()
     if code != 0:
@@ -68,7 +66,7 @@ def train(*flags: str) -> None:
 
 
 def train_until_killed() -> int:
-    """Runs the training command, and kills launcher and ranks once step KILL_AFTER is logged; gives the last step."""
+    """Runs the training command, kills launcher and ranks once step KILL_AFTER is logged, and returns the last step."""
     with started() as job:
         while KILL_AFTER not in read_history(RUN).steps:
             if job.poll() is not None:
@@ -82,7 +80,7 @@ def train_until_killed() -> int:
         while any(alive(process) for process in ranks):
             time.sleep(0.1)
     if sys.stderr.isatty():
-        print("\x1b[?25h", file=sys.stderr)  # the progress bar had hidden the cursor, and could not bring it back
+        print("\x1b[?25h", file=sys.stderr)  # the killed progress bar had hidden the cursor
     last = max(read_history(RUN).steps)
     kept = max(int(folder.name.split("-")[1]) for folder in RUN.glob("checkpoint-*"))
     print(f"killed the launcher and its {len(ranks)} ranks with SIGKILL after step {last}; checkpoint-{kept} is there")
@@ -91,7 +89,7 @@ def train_until_killed() -> int:
 
 @contextlib.contextmanager
 def started(*flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The training command as a process, which ends with this one at the latest."""
+    """Starts the training command, and terminates it on exit if it still runs."""
     print("$", " ".join([*COMMAND, *flags]), flush=True)
     job = subprocess.Popen([sys.executable, "-m", *COMMAND, *flags])
     try:
@@ -108,7 +106,7 @@ def children(parent: int) -> list[int]:
 
 
 def alive(process: int) -> bool:
-    """Whether a process is still there; one that only waits to be buried is not."""
+    """Whether a process is still running; a zombie is not."""
     return stat(process)[:1] not in ([], ["Z"])
 
 
@@ -117,7 +115,7 @@ def processes() -> list[int]:
 
 
 def stat(process: int) -> list[str]:
-    """A process's state, parent and so on, as Linux tells them (proc(5)); nothing for one that has gone."""
+    """A process's state, parent and so on from /proc/PID/stat (see proc(5)); empty if it has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -125,7 +123,7 @@ def stat(process: int) -> list[str]:
 
 
 def compare(run: History, undisturbed: History) -> bool:
-    """Tells whether losses, gradient norms, evaluations and final weights are the same to the last bit."""
+    """Whether losses, gradient norms, evaluations and final weights are the same to the last bit."""
     weights = [(folder / "model.safetensors").read_bytes() for folder in (RUN, UNDISTURBED)]
     again = [run.steps[step][0] == loss for step, loss in run.first_try.items()]
     same = sum(run.steps.get(step) == values for step, values in undisturbed.steps.items())
@@ -135,21 +133,22 @@ def compare(run: History, undisturbed: History) -> bool:
         f"loss of {len(undisturbed.evaluations)} evaluations": run.evaluations == undisturbed.evaluations,
         f"final weights, {len(weights[0]) / 1e6:.1f} MB": weights[0] == weights[1],
     }
-    print(f"Killed, and resumed at step {', '.join(map(str, run.resumed))}, against undisturbed, bit for bit:")
+    resumed = ", ".join(map(str, run.resumed))
+    print(f"Killed, and resumed from step {resumed}, against the uninterrupted run, bit for bit:")
     for what, holds in verdicts.items():
         print(f"  {'equal    ' if holds else 'DIFFERENT'}  {what}")
     return all(verdicts.values())
 
 
 def show_evaluation(run: History) -> None:
-    print("\nEvaluation on files that it was not trained on:")
+    print("\nEvaluation on held-out files:")
     for step, loss in run.evaluations.items():
         print(f"  step {step:3}   loss {loss:.4f}   perplexity {math.exp(loss):.2f}")
 
 
 def show_samples(checkpoint: Path) -> None:
-    """Lets the model write, loaded as any Hugging Face model is."""
-    quiet_libraries()
+    """Generates text with the model, loaded as any Hugging Face model is."""
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1", PJRT_DEVICE="CPU")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -157,7 +156,7 @@ def show_samples(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer = AutoTokenizer.from_pretrained(name)
     torch.manual_seed(0)
-    print(f'\nWhat it writes, loaded with AutoModelForCausalLM.from_pretrained("{name}"):')
+    print(f'\nSamples, loaded with AutoModelForCausalLM.from_pretrained("{name}"):')
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")
         written = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.5)

@@ -1,4 +1,4 @@
-"""The demo's picture: the loss of a run that was killed and resumed, over that of the same run undisturbed."""
+"""The demo's picture: the loss of the killed and resumed run over that of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def draw(run: History, undisturbed: History, killed_at: int, path: Path) -> None
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     axes = figure.subplots()
     steps, losses = _losses(undisturbed)
-    axes.plot(steps, losses, color=UNDISTURBED, linewidth=5, solid_capstyle="round", label="training, undisturbed")
+    axes.plot(steps, losses, color=UNDISTURBED, linewidth=5, solid_capstyle="round", label="training, uninterrupted")
     steps, losses = _losses(run)
     axes.plot(steps, losses, color=RUN, linewidth=1.2, label="training, killed and resumed")
     evaluated = list(run.evaluations), list(run.evaluations.values())
@@ -25,7 +25,7 @@ def draw(run: History, undisturbed: History, killed_at: int, path: Path) -> None
     axes.set_xlim(0, max(steps))
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
-    axes.set_title("Killed, resumed, and the same to the last bit", loc="left", color=INK, fontweight="bold", pad=30)
+    axes.set_title("Killed, resumed, and identical to the last bit", loc="left", color=INK, fontweight="bold", pad=30)
     axes.grid(color="#eeeeee")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=GREY)
@@ -39,7 +39,7 @@ def _losses(history: History) -> tuple[list[int], list[float]]:
 
 
 def _mark_kill(axes: Axes, run: History, killed_at: int) -> None:
-    """The steps between the last checkpoint and the kill, which the resumed run took again."""
+    """Marks the steps between the last checkpoint and the kill, which the resumed run repeated."""
     top = max(loss for loss, _ in run.steps.values())
     axes.axvline(killed_at, color=KILL, linewidth=1.2)
     axes.annotate(

@@ -1,17 +1,17 @@
-"""What a run has logged, read from its metrics.jsonl."""
+"""Reads what a run logged from its metrics.jsonl."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark import read_metrics
 
 
 @dataclass
 class History:
-    """By step: (loss, gradient norm) and evaluation loss. Steps that a resumed run took again count as taken last;
-    `first_try` keeps the losses that they had before."""
+    """Maps steps to (loss, gradient norm) and to evaluation loss. Of a step that a resumed run repeated, the last
+    values count; `first_try` keeps its first loss."""
 
     steps: dict[int, tuple[float, float]] = field(default_factory=dict)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -20,7 +20,7 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """The history of the run in `folder`, as far as it has come."""
+    """Reads the history of the run in `folder`, which may still be running."""
     history = History()
     for line in read_metrics(folder):
         if "resumed" in line:

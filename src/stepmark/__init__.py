@@ -1,4 +1,8 @@
-"""Stepmark trains PyTorch models on lazy and eager devices with one script, and never loses a step."""
+"""Trains PyTorch models on lazy (PyTorch/XLA) and eager devices, with checkpoints that survive any interruption.
+
+The public names are those of `__all__` here and in `stepmark.checkpoint`, and the errors in `stepmark.errors`. All
+other modules and names are private and may change in any release.
+"""
 
 from __future__ import annotations
 
@@ -8,53 +12,84 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stepmark.checkpoint import Checkpointer
     from stepmark.checkpoint.single_file import load, save
+    from stepmark.config.data_arguments import DataArguments
     from stepmark.config.training_arguments import TrainingArguments
     from stepmark.data.collate import PadTo
     from stepmark.data.loader import DataLoader
+    from stepmark.data.prefetcher import DevicePrefetcher
+    from stepmark.data.prepared_data import prepare as prepare_data
+    from stepmark.data.tokenizer import load_tokenizer
     from stepmark.evaluation.evaluate import evaluate
     from stepmark.parallel.loading.load import load_for_parallelism
     from stepmark.parallel.tensor.parallelize import parallelize
     from stepmark.parallel.zero.zero_redundancy import ZeroRedundancyOptimizer
     from stepmark.runtime.mesh import Mesh
+    from stepmark.runtime.module_placement import place_module
+    from stepmark.trainer.telemetry.run_log import read_metrics
     from stepmark.trainer.trainer import Trainer
+    from stepmark.training.loss import MicroBatchLoss
+    from stepmark.training.optimizer import build_optimizer
+    from stepmark.training.schedule import build_schedule
+    from stepmark.training.step import TrainStep
 
 __version__ = "0.1.0"
 __all__ = [
     "Checkpointer",
+    "DataArguments",
     "DataLoader",
+    "DevicePrefetcher",
     "Mesh",
+    "MicroBatchLoss",
     "PadTo",
+    "TrainStep",
     "Trainer",
     "TrainingArguments",
     "ZeroRedundancyOptimizer",
+    "build_optimizer",
+    "build_schedule",
     "evaluate",
     "load",
     "load_for_parallelism",
+    "load_tokenizer",
     "parallelize",
+    "place_module",
+    "prepare_data",
+    "read_metrics",
     "save",
 ]
 
-# Names are loaded when they are first used, so that importing stepmark costs nothing.
-_HOMES = {
+# A name is loaded on first use, so that importing stepmark loads neither torch nor transformers.
+_MODULES = {
     "Checkpointer": "stepmark.checkpoint",
+    "DataArguments": "stepmark.config.data_arguments",
     "DataLoader": "stepmark.data.loader",
+    "DevicePrefetcher": "stepmark.data.prefetcher",
     "Mesh": "stepmark.runtime.mesh",
+    "MicroBatchLoss": "stepmark.training.loss",
     "PadTo": "stepmark.data.collate",
+    "TrainStep": "stepmark.training.step",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.config.training_arguments",
-    "evaluate": "stepmark.evaluation.evaluate",
-    "load_for_parallelism": "stepmark.parallel.loading.load",
-    "parallelize": "stepmark.parallel.tensor.parallelize",
     "ZeroRedundancyOptimizer": "stepmark.parallel.zero.zero_redundancy",
+    "build_optimizer": "stepmark.training.optimizer",
+    "build_schedule": "stepmark.training.schedule",
+    "evaluate": "stepmark.evaluation.evaluate",
     "load": "stepmark.checkpoint.single_file",
+    "load_for_parallelism": "stepmark.parallel.loading.load",
+    "load_tokenizer": "stepmark.data.tokenizer",
+    "parallelize": "stepmark.parallel.tensor.parallelize",
+    "place_module": "stepmark.runtime.module_placement",
+    "prepare_data": "stepmark.data.prepared_data",
+    "read_metrics": "stepmark.trainer.telemetry.run_log",
     "save": "stepmark.checkpoint.single_file",
 }
+_RENAMED = {"prepare_data": "prepare"}  # in their modules
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'stepmark' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), _RENAMED.get(name, name))
 
 
 def __dir__() -> list[str]:

@@ -86,12 +86,12 @@ def test_the_cause_wins_over_those_who_lost_it() -> None:
 def test_a_rank_that_was_killed_wins_over_those_who_lost_it() -> None:
     lost = failure(0, secondary=True)
     found = first([1, -signal.SIGKILL], [lost], first_exit=0)
-    assert (found.rank, found.message) == (1, "was ended by SIGKILL (out of memory?)")
+    assert (found.rank, found.message) == (1, "was killed by SIGKILL (out of memory?)")
 
 
 def test_a_rank_that_ended_without_a_word() -> None:
     assert first([3, 0], [], first_exit=0).message == "ended with exit code 3"
-    assert first([0, -signal.SIGSEGV], [], first_exit=1).message == "was ended by SIGSEGV"
+    assert first([0, -signal.SIGSEGV], [], first_exit=1).message == "was killed by SIGSEGV"
 
 
 def test_only_consequences() -> None:
@@ -100,7 +100,7 @@ def test_only_consequences() -> None:
 
 
 def test_signals_without_a_name() -> None:
-    assert _describe(-50) == "was ended by signal 50"
+    assert _describe(-50) == "was killed by signal 50"
 
 
 @pytest.mark.parametrize("reports", ["missing", None])

@@ -1,10 +1,9 @@
-"""What a report reads from the folder of a run, whole or broken."""
+"""What a report reads from a run's folder, intact or damaged."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from stepmark.errors import StepmarkError, UsageError
 from stepmark.report.checkpoints import read_checkpoints
 from stepmark.report.downsampling import means, thin
 from stepmark.report.figures import figures, marks, total_seconds
-from stepmark.report.history import SILENT, read_history
+from stepmark.report.history import KILLED, read_history
 from stepmark.report.write import write_report
 
 
@@ -53,7 +52,7 @@ def test_steps_that_appear_again_count_once(run: Path) -> None:
     assert found == [("lost", 5, 7), ("resumed", 5, None)]
 
 
-def test_what_a_resumption_gave_up_does_not_count_before_it_is_trained_again(run: Path) -> None:
+def test_steps_after_the_checkpoint_do_not_count_until_they_are_trained_again(run: Path) -> None:
     lines = [*[log(step) for step in range(1, 8)], {"step": 7, "eval_loss": 1.0}, {"resumed": 5, "time": 2000.0}]
     write(run / "metrics.jsonl", lines)
     history = read_history(run)
@@ -61,7 +60,7 @@ def test_what_a_resumption_gave_up_does_not_count_before_it_is_trained_again(run
     assert history.evaluations == []
 
 
-def test_a_process_that_vanished_is_told_from_one_that_was_stopped(run: Path) -> None:
+def test_a_killed_process_is_distinguished_from_an_interrupted_one(run: Path) -> None:
     write(
         run / "metrics.jsonl",
         [log(1), log(2), {"resumed": 1, "time": 1010.0}, log(2, time=1012.0), {"resumed": 2, "time": 1020.0}],
@@ -74,10 +73,10 @@ def test_a_process_that_vanished_is_told_from_one_that_was_stopped(run: Path) ->
             {"event": "interrupted", "step": 2, "reason": "SIGTERM", "time": 1013.0},
         ],
     )
-    assert [one.ended for one in read_history(run).attempts] == [SILENT, "interrupted: SIGTERM", None]
+    assert [one.ended for one in read_history(run).attempts] == [KILLED, "interrupted: SIGTERM", None]
 
 
-def test_evaluations_beside_the_run_and_the_best(run: Path) -> None:
+def test_concurrent_evaluations_and_the_best(run: Path) -> None:
     write(run / "metrics.jsonl", [log(9), {"step": 4, "eval_loss": 2.0}, {"step": 8, "eval_loss": 1.5}])
     write(
         run / "evaluations.jsonl",
@@ -134,14 +133,13 @@ def test_a_broken_folder_still_has_a_report(run: Path, broken: dict[str, str]) -
     (run / "checkpoint-8").write_text("a file")
     (run / ".checkpoint-9.abc-000001").mkdir()
     (run / "damaged-checkpoint-4.1").mkdir()
-    (page,) = write_report(run)
-    text = page.read_text()
-    assert 'data-checkpoint="checkpoint-7" data-state="damaged"' in text
-    assert 'data-checkpoint="damaged-checkpoint-4.1" data-state="aside"' in text
+    text = write_report(run).read_text()
+    assert 'data-checkpoint="checkpoint-7" data-state="corrupted"' in text
+    assert 'data-checkpoint="damaged-checkpoint-4.1" data-state="quarantined"' in text
     assert 'data-checkpoint=".checkpoint-9.abc-000001" data-state="unfinished"' in text
 
 
-def test_what_became_of_saves(run: Path) -> None:
+def test_states_of_saves(run: Path) -> None:
     saved = {"stall_seconds": 0.25, "durable_seconds": 2.0, "bytes": 4000}
     write(
         run / "events.jsonl",
@@ -163,10 +161,10 @@ def test_what_became_of_saves(run: Path) -> None:
     assert (found[0].size, found[0].durable, found[0].restored) == (4000, 2.0, 1)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no folder"):
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
         read_history(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="is not the folder of a run"):
+    with pytest.raises(UsageError, match="is not a run's output_dir"):
         read_history(tmp_path)
 
 
@@ -194,7 +192,7 @@ def test_the_mean_of_a_long_curve_is_that_of_all_values() -> None:
     assert means(values[:500], list(range(500)), 500) is None
 
 
-def test_where_the_time_went_counts_what_was_trained_again(run: Path) -> None:
+def test_time_includes_steps_that_were_trained_again(run: Path) -> None:
     spent = {"seconds_step": 2.0, "seconds_data": 0.5, "seconds_save": 0.0, "seconds_evaluation": 0.25}
     lines = [log(step, **spent) for step in (1, 2, 3)]
     write(run / "metrics.jsonl", [*lines, {"resumed": 1, "time": 2000.0}, *lines[1:]])
@@ -206,7 +204,7 @@ def test_text_of_the_run_cannot_break_the_page(run: Path) -> None:
     write(run / "metrics.jsonl", [log(1)])
     write(run / "events.jsonl", [{"event": "trouble", "step": 1, "kind": nasty, "message": nasty}])
     (run / "status.json").write_text(json.dumps({"state": nasty, "reason": nasty}))
-    text = write_report(run)[0].read_text()
+    text = write_report(run).read_text()
     assert "alert(1)</script>" not in text.replace("&lt;/script&gt;", "")
     assert "<script>alert" not in text
     assert text.count("</script>") == 2
@@ -214,24 +212,6 @@ def test_text_of_the_run_cannot_break_the_page(run: Path) -> None:
 
 def test_the_page_asks_for_nothing_from_elsewhere(run: Path) -> None:
     write(run / "metrics.jsonl", [log(1), log(2)])
-    text = write_report(run)[0].read_text()
+    text = write_report(run).read_text()
     for word in ("http:", "https:", "src=", "@import", "url(", "fetch("):
         assert word not in text.replace("http://www.w3.org/2000/svg", "")
-
-
-def test_pictures_of_the_figures(run: Path) -> None:
-    lines = [log(step, seconds_step=1.0) for step in range(1, 9)]
-    write(run / "metrics.jsonl", [*lines, {"step": 8, "eval_loss": 2.0}])
-    paths = write_report(run, out=run / "sub" / "page.html", png=True)
-    assert [path.name for path in paths] == ["page.html", "page-loss.png", "page-grad_norm.png", "page-time.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
-
-
-def test_without_matplotlib_pictures_are_refused_before_anything_is_written(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(run / "metrics.jsonl", [log(1)])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(StepmarkError, match=r"pip install 'stepmark\[report\]'"):
-        write_report(run, png=True)
-    assert not (run / "report.html").exists()

@@ -1,28 +1,42 @@
-"""`--nproc N`: the same command in N ranks on this machine."""
+"""`--nproc N`: runs the same command as N ranks on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from stepmark.errors import UsageError
 
 
-def start_ranks(parsed: argparse.Namespace, signal_grace: float, *, resumable: bool = False) -> int:
-    """Starts `parsed.nproc` ranks of the command line `parsed.arguments`, and returns their exit code.
+def start_ranks(
+    parsed: argparse.Namespace,
+    signal_grace: float,
+    *,
+    resumable: bool = False,
+    on_failure: Callable[[str], None] | None = None,
+) -> int:
+    """Starts `parsed.nproc` ranks of the command line `parsed.arguments`, and returns the job's exit code; see
+    `supervise`.
 
-    `resumable`: a run that a signal ended can be started again, wherever it was.
+    Raises UsageError if `nproc` is below 1, or this process already is one of several ranks.
     """
     from stepmark.launch.supervisor import supervise
     from stepmark.launch.world import World
 
     if parsed.nproc < 1:
-        raise UsageError(f"--nproc: should be at least 1, and is {parsed.nproc}")
+        raise UsageError(f"--nproc: must be at least 1, but is {parsed.nproc}")
     if World.from_environment().size > 1:
-        raise UsageError("--nproc: this process is already one of several ranks; leave --nproc out under a launcher")
+        raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
     command = rank_command(parsed.arguments)
-    options = {"signal_grace": signal_grace, "resumable": resumable, "show_traceback": parsed.traceback}
-    return supervise(command, parsed.nproc, **options)
+    return supervise(
+        command,
+        parsed.nproc,
+        signal_grace=signal_grace,
+        resumable=resumable,
+        show_traceback=parsed.traceback,
+        on_failure=on_failure,
+    )
 
 
 def rank_command(arguments: list[str]) -> list[str]:

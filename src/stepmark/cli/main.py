@@ -1,12 +1,13 @@
-"""Parses the command line, calls the command, and turns errors into one line and an exit code.
+"""Parses the command line, runs the command, and turns errors into one line and an exit code.
 
-Exit codes: 0 done; 1 it failed, or what it checked is bad; 2 the call is wrong; 75 interrupted and resumable.
+Exit codes: 0 done; 1 failed, or a check found errors; 2 wrong usage; 75 interrupted and resumable.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 import time
@@ -34,11 +35,11 @@ COMMANDS: dict[str, Any] = {
     "verify": verify_command,
 }
 
-OTHERS_FIRST = 1.5  # seconds
+OTHERS_FIRST = 1.5  # seconds that a rank leaves to the first rank of its node
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises UsageError instead of printing usage and leaving."""
+    """Raises UsageError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
@@ -50,30 +51,42 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
-        command.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
+        command.add_argument("--traceback", action="store_true", help="print the Python traceback of an error")
         module.add_arguments(command)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command and returns its exit code."""
+    """Runs one command and returns its exit code. Raises BrokenPipeError if the reader of stdout has gone."""
     with_traceback = "--traceback" in arguments
     try:
         parsed, unknown = build_parser().parse_known_args(arguments)
         command = COMMANDS[parsed.command]
         if unknown:
-            explain = getattr(command, "explain_unknown", _one_too_many)
+            explain = getattr(command, "explain_unknown", _unrecognized)
             raise UsageError(explain(unknown[0]))
         parsed.arguments = list(arguments)
         return int(command.run(parsed))
-    except KeyboardInterrupt as error:
+    except BrokenPipeError as error:
+        if _output_is_closed() and REPORTS not in os.environ:
+            raise
         return _fail(error, with_traceback)
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
         return _fail(error, with_traceback)
 
 
-def _one_too_many(argument: str) -> str:
-    return f"{argument}: is no argument of this command; see --help"
+def _output_is_closed() -> bool:
+    """Whether stdout is a pipe whose reader has gone."""
+    try:
+        pipe = select.poll()
+        pipe.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(events & select.POLLERR for _, events in pipe.poll(0))
+    except (OSError, ValueError):  # no descriptor behind it
+        return False
+
+
+def _unrecognized(argument: str) -> str:
+    return f"{argument}: unrecognized argument; see --help"
 
 
 def _fail(error: BaseException, with_traceback: bool) -> int:
@@ -84,23 +97,24 @@ def _fail(error: BaseException, with_traceback: bool) -> int:
         return failure.exit_code
     if with_traceback:
         traceback.print_exception(error)
-    if with_traceback or _should_tell(failure, world):
+    if with_traceback or _should_print(failure, world):
         print(f"error: {failure.message}", file=sys.stderr, flush=True)
     return failure.exit_code
 
 
 def _world() -> World:
-    """This rank's place; alone where the variables that tell it are what is wrong."""
+    """This rank's place, or a single rank if the environment variables are invalid."""
     try:
         return World.from_environment()
     except LaunchError:
         return World()
 
 
-def _should_tell(failure: FailureReport, world: World) -> bool:
-    """Of several ranks under another launcher that have found each other, the first to fail tells. Before that a wrong
-    call fails on all, and one rank of each node tells. A missing device may be one rank's alone: there the first of a
-    node tells, and the others if no launcher has ended them by then, which is what torchrun does."""
+def _should_print(failure: FailureReport, world: World) -> bool:
+    """Whether this rank prints its error. Once the ranks are connected, only the first to fail does. Before that, wrong
+    usage fails on every rank, and one rank of each node prints it. Another error, such as a missing device, may be one
+    rank's alone: the first rank of a node prints it at once, the others only if the launcher (torchrun does) has not
+    ended them by then."""
     context = sys.modules.get("stepmark.runtime.context")
     distributed = sys.modules.get("torch.distributed")
     if context is not None and distributed is not None and distributed.is_initialized():

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from stepmark.cli.failed_run import FailedRun
 from stepmark.cli.local_ranks import start_ranks
 from stepmark.config.recipe import Recipe, all_fields, read_recipe
 from stepmark.config.unknown_fields import unknown_field
@@ -52,7 +53,9 @@ def run(parsed: argparse.Namespace) -> int:
     recipe = read_recipe(parsed.recipe, flags)
     if parsed.nproc is not None:
         training = recipe.training
-        return start_ranks(parsed, training.signal_grace, resumable=bool(training.save_on_signal))
+        record = FailedRun(Path(training.output_dir))
+        resumable = bool(training.save_on_signal)
+        return start_ranks(parsed, training.signal_grace, resumable=resumable, on_failure=record.write)
     return _train(recipe, parsed.metrics)
 
 

@@ -1,9 +1,9 @@
-"""`--nproc N`: starts N ranks on this machine, watches over them, and says which failed first.
+"""`--nproc N`: starts N ranks on this machine, supervises them, and reports which one failed first.
 
 The ranks get the variables that torchrun sets. The supervisor holds the listening socket of the ranks' store, so no two
-jobs can take the same port. When a rank fails, the others have a moment to end by themselves and are then ended; when
-the supervisor dies, the kernel ends the ranks. SIGTERM and SIGUSR1 are passed on, and the ranks have `signal_grace`
-seconds to save and end.
+jobs can take the same port. When a rank fails, the others have five seconds to end by themselves and are then killed;
+when the supervisor dies, the kernel kills the ranks. SIGTERM and SIGUSR1 are forwarded, and the ranks have
+`signal_grace` seconds to save and end.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
+from stepmark.errors import UsageError
 from stepmark.launch.failure_report import REPORTS, FailureReport, read_failure_reports
 from stepmark.launch.signals import INTERRUPTED, STOPPING
 
@@ -36,12 +37,22 @@ def supervise(
     signal_grace: float = GRACE_SECONDS,
     resumable: bool = False,
     show_traceback: bool = False,
+    on_failure: Callable[[str], None] | None = None,
 ) -> int:
-    """Runs `command` as `nproc` ranks and returns the exit code of the whole: 0 if all ranks ended with 0, 75 if a
-    signal ended them, else that of the first failure, which is printed on stderr as one line (and its traceback with
-    `show_traceback`).
+    """Runs `command` as `nproc` ranks and returns the job's exit code.
 
-    Ranks that end with 75 say so themselves. `resumable`: those do not yet, or no more, which the signal ended itself.
+    Args:
+        command: The command line of one rank.
+        nproc: The number of ranks.
+        signal_grace: Seconds the ranks have to save and end after SIGTERM or SIGUSR1.
+        resumable: Whether a job whose ranks were killed by the signal itself counts as interrupted (75). Ranks that end
+            with 75 always do.
+        show_traceback: Also prints the traceback of the first failure.
+        on_failure: Called with the error message of a failed job, once all ranks have ended.
+
+    Returns:
+        0 if all ranks ended with 0; 75 if a signal ended them; else the exit code of the first failure, which is
+        printed on stderr as one line.
     """
     with tempfile.TemporaryDirectory(prefix="stepmark-") as reports, socket.create_server(("127.0.0.1", 0)) as listener:
         ranks = _Ranks(command, nproc, reports, listener, signal_grace, resumable)
@@ -58,12 +69,15 @@ def supervise(
         if show_traceback and failure.details:
             print(failure.details, file=sys.stderr, end="")
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
-        print(f"error: {prefix}{failure.message}", file=sys.stderr)
+        message = f"{prefix}{failure.message}"
+        if on_failure is not None and failure.exit_code != UsageError.exit_code:
+            on_failure(message)
+        print(f"error: {message}", file=sys.stderr)
         return failure.exit_code
 
 
 def follow_supervisor() -> None:
-    """In a rank: end when the supervisor does, however it ends."""
+    """In a rank: makes the kernel kill this process when the supervisor ends, however it ends."""
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor is None or not sys.platform.startswith("linux"):
         return
@@ -140,18 +154,18 @@ class _Ranks:
                 self.send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         self._first_exit = self._first_exit or self._find_failed()
-        for process in self._processes:  # one that ended well has seen to its own
+        for process in self._processes:  # a rank that ended with 0 has cleaned up its own children
             if process.returncode != 0:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
 
     def expect_end(self) -> None:
-        """A signal has been sent to ranks: they end by themselves, each in its time."""
+        """A signal was sent to the ranks: starts the time in which they end by themselves."""
         if self._signal_deadline is None:
             self._signal_deadline = time.monotonic() + self._signal_grace + GRACE_SECONDS
 
     def interrupted(self, reported: list[FailureReport]) -> bool:
-        """Whether a signal ended the run: some ranks ended as such, and no other has a failure of its own."""
+        """Whether a signal ended the run: at least one rank reports so, and no other has a primary failure."""
         codes = {process.returncode for process in self._processes}
         ended_by_it = {0, *(-number for number in (*STOPPING, signal.SIGKILL))}
         signalled = self._resumable and self._signal_deadline is not None and codes <= ended_by_it
@@ -165,21 +179,21 @@ class _Ranks:
         return None
 
     def send(self, number: int) -> None:
-        """To the ranks; SIGKILL to all that they have started as well. Those that load data are for the ranks to end:
-        a rank whose loaders are gone cannot finish its step."""
+        """Sends a signal to the ranks, and SIGKILL to their process groups. Other signals spare the data workers: a
+        rank without them cannot finish its step."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
     def first_failure(self, reported: list[FailureReport]) -> FailureReport:
-        """The first cause among the ranks' own reports and, for ranks that could not report, how they ended."""
+        """The first cause among the ranks' reports and, for ranks that could not report, their exit codes."""
         assert self._first_exit is not None
         if reported and not reported[0].secondary:
             return reported[0]
         rank, code = self._first_exit
         with_reports = {failure.rank for failure in reported}
-        if rank in with_reports:  # it lost its peer: look for the peer that ended without a word
+        if rank in with_reports:  # it lost its peer: look for the peer that ended without a report
             silent = [
                 (other, process.returncode)
                 for other, process in enumerate(self._processes)
@@ -196,7 +210,7 @@ def _describe(code: int) -> str:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"was ended by {name}{hint}"
+    return f"was killed by {name}{hint}"
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""A run's history as one HTML page, and as pictures."""
+"""A run's history as one HTML page."""

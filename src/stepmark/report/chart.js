@@ -1,11 +1,12 @@
 "use strict";
-// Draws one figure as inline SVG, at the width that there is, with values under the pointer.
+// Draws one figure as inline SVG at the available width, with values under the pointer.
 
 const SVG = "http://www.w3.org/2000/svg";
 const MARKS = {
   resumed: ["var(--c2)", "resumed"], compilation: ["var(--warn)", "compiled"], trouble: ["var(--bad)", "trouble"],
   lost: ["var(--bad)", "trained again"],
 };
+const DIGIT = 6.8; // pixels, the width of a digit of an axis
 const PART_COLORS = { step: "var(--c0)", data: "var(--c1)", save: "var(--c2)", evaluation: "var(--c3)" };
 
 function element(name, attributes = {}, parent = null, text = null) {
@@ -99,7 +100,7 @@ class Chart {
   color(series) {
     if (series.kind === "bar") return PART_COLORS[series.name];
     const base = series.name.replace(", trained again", "");
-    return `var(--c${(this.page.runs.length > 1 ? series.run : this.names.indexOf(base)) % 6})`;
+    return this.page.colors[this.page.runs.length > 1 ? series.run : this.names.indexOf(base)];
   }
 
   label(series) {
@@ -169,12 +170,15 @@ class Chart {
     if (this.figure.zero && !this.log) low = 0; else low -= pad;
     high += pad;
     if (this.log) [low, high] = [low / 1.12, high * 1.12];
-    const inner = { left: 50, right: width - 12, top: 20, bottom: height - 24 };
+    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, this.wide ? 6 : 4);
+    const labels = this.figure.percent ? ticks.map((v) => `${+(v * 100).toPrecision(3)}%`) : tickLabels(ticks);
+    const room = Math.max(...labels.map((label) => label.length)) * DIGIT + 11;
+    const inner = { left: Math.max(50, room), right: width - 12, top: 20, bottom: height - 24 };
     const part = this.log
       ? (y) => (Math.log(y) - Math.log(low)) / (Math.log(high) - Math.log(low))
       : (y) => (y - low) / (high - low);
     return {
-      inner, left, right, low, high,
+      inner, left, right, low, high, ticks, labels,
       x: (x) => inner.left + ((x - left) / (right - left)) * (inner.right - inner.left),
       y: (y) => inner.bottom - part(y) * (inner.bottom - inner.top),
       back: (px) => left + ((px - inner.left) / (inner.right - inner.left)) * (right - left),
@@ -201,9 +205,7 @@ class Chart {
   }
 
   axes(svg) {
-    const { inner, x, y, left, right, low, high } = this.scale;
-    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, this.wide ? 6 : 4);
-    const labels = this.figure.percent ? ticks.map((v) => `${+(v * 100).toPrecision(3)}%`) : tickLabels(ticks);
+    const { inner, x, y, left, right, ticks, labels } = this.scale;
     ticks.forEach((tick, i) => {
       element("line", { class: "grid", x1: inner.left, x2: inner.right, y1: y(tick), y2: y(tick) }, svg);
       element("text", { x: inner.left - 7, y: y(tick) + 4, "text-anchor": "end" }, svg, labels[i]);
@@ -245,11 +247,13 @@ class Chart {
 
   path(parent, xs, ys, attributes) {
     const { x, y } = this.scale;
-    let d = "", pen = "M";
+    const drawn = (i) => i >= 0 && i < ys.length && ys[i] !== null && xs[i] !== null && !(this.log && ys[i] <= 0);
+    let d = "";
     ys.forEach((value, i) => {
-      if (value === null || xs[i] === null || (this.log && value <= 0)) { pen = "M"; return; }
-      d += `${pen}${x(xs[i]).toFixed(1)} ${y(value).toFixed(1)}`;
-      pen = "L";
+      if (!drawn(i)) return;
+      d += `${drawn(i - 1) ? "L" : "M"}${x(xs[i]).toFixed(1)} ${y(value).toFixed(1)}`;
+      if (!drawn(i - 1) && !drawn(i + 1))  // a path of one point is invisible
+        element("circle", { class: "single", cx: x(xs[i]), cy: y(value), r: 2.5, fill: attributes.stroke }, parent);
     });
     if (d) element("path", { d, ...attributes }, parent);
   }

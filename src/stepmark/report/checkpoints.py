@@ -1,4 +1,4 @@
-"""The checkpoints of a run, those that are gone included: what is there, what became of the others, what they took."""
+"""The checkpoints of a run, deleted ones included: their state, size and timing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from stepmark.checkpoint.format.directory import step_of
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.errors import CheckpointError
-from stepmark.report.history import History, number
+from stepmark.report.history import RUNNING, History, number
 
-_ASIDE = re.compile(r"damaged-checkpoint-(\d+)(\.\d+)?\Z")
+_QUARANTINED = re.compile(r"damaged-checkpoint-(\d+)(\.\d+)?\Z")
 _UNFINISHED = re.compile(r"\.checkpoint-(\d+)\..+\Z")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One save. `state` is whole, damaged, aside, deleted, unfinished or failed; `detail` says more, in words. Bytes,
-    seconds and seconds since 1970; None where nothing tells."""
+    """One save. `state` is complete, corrupted, quarantined, deleted, unfinished or failed; `detail` explains it.
+    `size` is in bytes, `stall` and `durable` in seconds, `time` in seconds since 1970; None if unknown."""
 
     step: int
     name: str
@@ -31,18 +31,18 @@ class Checkpoint:
     stall: float | None = None
     durable: float | None = None
     time: float | None = None
-    restored: int = 0  # times that a run went on from it, every digest checked
+    restored: int = 0  # how many times a run resumed from it, with every checksum verified
 
 
 def read_checkpoints(history: History) -> list[Checkpoint]:
-    """By step. Sizes, headers and small files of those that are there are checked; tensors are not read."""
+    """In order of steps. Sizes, headers and small files of existing checkpoints are checked; tensors are not read."""
     events = {kind: _last(history, kind) for kind in ("saved", "save_begun", "save_failed", "set_aside")}
     found: dict[str, Checkpoint] = {}
     for path in sorted(history.folder.iterdir()):
         one = _of_folder(path, events, history)
         if one is not None:
             found[one.name] = one
-    there = {one.step for one in found.values() if one.state in ("whole", "damaged")}
+    there = {one.step for one in found.values() if one.state in ("complete", "corrupted")}
     for step in {*events["saved"], *events["save_begun"], *events["save_failed"]} - there:
         one = _of_events(step, events, history)
         found.setdefault(one.name, one)
@@ -50,7 +50,7 @@ def read_checkpoints(history: History) -> list[Checkpoint]:
 
 
 def _last(history: History, kind: str) -> dict[int, dict[str, Any]]:
-    """The last event of this kind for each step; of a save, where it was not set aside since."""
+    """The last event of this kind for each step; of saves, only if the checkpoint was not quarantined since."""
     found: dict[int, dict[str, Any]] = {}
     for event in history.events:
         step = number(event.get("step"))
@@ -68,36 +68,35 @@ def _of_folder(path: Path, events: dict[str, dict[int, dict[str, Any]]], history
         return None
     step = step_of(path)
     if step is not None:
-        return _there(path, step, events["saved"].get(step, {}), history)
-    aside = _ASIDE.match(path.name)
-    if aside is not None:
-        step = int(aside[1])
-        told = events["set_aside"].get(step, {})
-        detail = str(told.get("reason") or _look_into(path)[0] or "set aside when the run was resumed")
-        return Checkpoint(step, path.name, "aside", detail, _size(path), time=told.get("time"))
+        return _existing(path, step, events["saved"].get(step, {}), history)
+    quarantined = _QUARANTINED.match(path.name)
+    if quarantined is not None:
+        step = int(quarantined[1])
+        event = events["set_aside"].get(step, {})
+        detail = str(event.get("reason") or _inspect(path)[0] or "quarantined when the run was resumed")
+        return Checkpoint(step, path.name, "quarantined", detail, _size(path), time=event.get("time"))
     unfinished = _UNFINISHED.match(path.name)
     if unfinished is not None:
-        running = history.status.get("state") == "running"
-        detail = "being written, or left by a save that died" if running else "left by a save that died"
+        detail = "being written, or left by a killed save" if history.state == RUNNING else "left by a killed save"
         return Checkpoint(int(unfinished[1]), path.name, "unfinished", detail, _size(path))
     return None
 
 
-def _there(path: Path, step: int, saved: dict[str, Any], history: History) -> Checkpoint | None:
+def _existing(path: Path, step: int, saved: dict[str, Any], history: History) -> Checkpoint | None:
     restored = sum(event.get("checkpoint") == path.name for event in history.of_kind("resumed"))
-    problem, manifest = _look_into(path)
+    problem, manifest = _inspect(path)
     if problem is not None and not path.is_dir():  # retention has just deleted it
         return None
     notes = [] if problem is None else [problem]
     if manifest is not None and manifest.model_only:
-        notes.append("the model alone")
+        notes.append("model only")
     if best_step(history.folder) == step:
         notes.append("kept as the best")
     time = saved.get("time") if manifest is None else manifest.time
     return Checkpoint(
         step,
         path.name,
-        "whole" if problem is None else "damaged",
+        "complete" if problem is None else "corrupted",
         "; ".join(notes),
         _size(path),
         saved.get("stall_seconds"),
@@ -117,13 +116,14 @@ def _of_events(step: int, events: dict[str, dict[int, dict[str, Any]]], history:
             saved.get("durable_seconds"), saved.get("time"), restored,
         )  # fmt: skip
     last = failed or begun or {}
-    state, detail = ("failed", str(last.get("reason") or "")) if failed else ("unfinished", "begun, and not committed")
+    state, detail = (
+        ("failed", str(last.get("reason") or "")) if failed else ("unfinished", "started, but not committed")
+    )
     return Checkpoint(step, name, state, detail, stall=last.get("stall_seconds"), time=last.get("time"))
 
 
-def _look_into(path: Path) -> tuple[str | None, Manifest | None]:
-    """What is wrong with a checkpoint, as far as can be told without reading tensors (None: nothing), and its manifest
-    where that can be read."""
+def _inspect(path: Path) -> tuple[str | None, Manifest | None]:
+    """What is wrong with a checkpoint, without reading its tensors (None: nothing), and its manifest if readable."""
     manifest = None
     try:
         manifest = read_manifest(path)

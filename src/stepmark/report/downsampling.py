@@ -1,4 +1,4 @@
-"""Long curves with fewer points, from which no peak and no gap is missing."""
+"""Thins long curves without losing a peak or a gap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Values = Sequence[float | None]
 
 
 def thin(values: Values, most: int) -> list[int]:
-    """Indices of at most about `most` values: of every run of neighbours the least, the greatest and any gap."""
+    """Indices of at most about `most` values: the minimum, the maximum and any gap of each run of neighbours."""
     if len(values) <= most:
         return list(range(len(values)))
     kept: set[int] = {0, len(values) - 1}
@@ -22,8 +22,8 @@ def thin(values: Values, most: int) -> list[int]:
 
 
 def means(values: Values, indices: Sequence[int], most: int) -> list[float | None] | None:
-    """For the indices that `thin` gave, the mean of the run of neighbours that each is from; None where all were
-    kept. The least and the greatest alone would tell a wrong mean."""
+    """For each index from `thin`, the mean of its run of neighbours; None if all values were kept. Minimum and maximum
+    alone would give a wrong mean."""
     if len(values) <= most:
         return None
     found: list[float | None] = []

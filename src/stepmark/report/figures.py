@@ -1,4 +1,4 @@
-"""The figures of a report as plain data, which the page's script and matplotlib draw the same way."""
+"""The figures of a report as plain data, which the page's script draws."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Series:
-    """A line, points or a bar's part. `x` are steps, `times` seconds since the run began, for each value of `y`, which
-    is None where there is a gap. `kind`: line, lost (a line that was trained again), points, bar. `run` counts the
-    runs of the page; `best` is the index of the best point; `hollow` points were evaluated beside the run; `mean` is
-    that of the neighbours which each value of a long line stands for."""
+    """A line, points, or one part of stacked bars. `x`: steps; `times`: seconds since the run began; `y`: values, None
+    at a gap. `kind`: line, lost (steps that were trained again), points, bar. `run`: index of the run on the page;
+    `best`: index of the best point; `hollow`: evaluated by `stepmark evaluate`; `mean`: of a thinned line, the mean of
+    the values that each kept one represents."""
 
     name: str
     kind: str
@@ -36,8 +36,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step: resumed, compilation, trouble; or lost, which spans the steps from there
-    `until` where a process had come that another one went on for. Times are seconds since the run began."""
+    """An event at a step: resumed, compilation, trouble; or lost, which spans the steps up to `until` that were trained
+    again. Times are in seconds since the run began."""
 
     kind: str
     run: int
@@ -50,8 +50,8 @@ class Mark:
 
 @dataclass
 class Figure:
-    """One chart. `log`: the values span orders of magnitude; `zero`: the axis begins at 0; `smooth`: a line is noisy,
-    and is drawn with its mean over neighbours; `percent`: values are fractions of 1."""
+    """One chart. `log`: the values span orders of magnitude; `zero`: the axis starts at 0; `smooth`: lines are noisy
+    and drawn with a moving mean; `percent`: values are fractions of 1."""
 
     name: str
     title: str
@@ -74,7 +74,7 @@ CURVES = {  # by the field of metrics.jsonl
 
 
 def figures(histories: Sequence[History]) -> list[Figure]:
-    """All figures for which at least one run has values."""
+    """All figures that have values in at least one run."""
     curves = [_of_logs(histories, key, figure) for key, figure in CURVES.items()]
     time = [_time(histories[0])] if len(histories) == 1 else []
     every = [_loss(histories), *_other_metrics(histories), *curves, *time, _memory(histories)]
@@ -82,7 +82,7 @@ def figures(histories: Sequence[History]) -> list[Figure]:
 
 
 def marks(histories: Sequence[History]) -> list[Mark]:
-    """What happened to the runs, for every curve."""
+    """The events of all runs, for every curve."""
     found: list[Mark] = []
     for run, history in enumerate(histories):
         for before, after in history.resumptions():
@@ -104,7 +104,7 @@ def _of_resumption(history: History, run: int, before: Attempt, after: Attempt) 
         line = next((line for line in reversed(history.logs) if line["step"] <= resumed), {"time": before.began})
         end = _since({"time": before.last_time}, origin)
         found.append(Mark("lost", run, resumed, _since(line, origin), label, before.last, end))
-    how = f"; the process before: {before.ended}" if before.ended else ""
+    how = f"; the process before it: {before.ended}" if before.ended else ""
     time = _since({"time": after.began}, origin)
     return [*found, Mark("resumed", run, resumed, time, f"resumed from checkpoint-{resumed}{how}")]
 
@@ -141,7 +141,7 @@ def _of_logs(histories: Sequence[History], key: str, empty: Figure) -> Figure:
 
 
 def _time(history: History) -> Figure:
-    """Seconds of each part, in bars of equally many steps, the steps that were trained again included."""
+    """Seconds of each part, in bars of equally many steps, including the steps that were trained again."""
     logs = [*history.logs, *(line for lost in history.lost for line in lost)]
     logs = [line for line in logs if any(_finite(line.get(f"seconds_{part}")) is not None for part in PARTS)]
     if not logs:
@@ -175,7 +175,7 @@ def _memory(histories: Sequence[History]) -> Figure:
 
 
 def _lines(history: History, run: int, name: str, key: str, scale: float = 1.0) -> list[Series]:
-    """The curve of a logged value, and what was trained again of it."""
+    """The curve of a logged value, and its discarded parts."""
     found = [_line(history, run, name, "line", key, history.logs, scale)]
     found += [_line(history, run, f"{name}, trained again", "lost", key, lost, scale) for lost in history.lost]
     return [series for series in found if any(y is not None for y in series.y)]
@@ -192,27 +192,27 @@ def _line(history: History, run: int, name: str, kind: str, key: str, lines: lis
 
 
 def _points(history: History, run: int, metric: str) -> list[Series]:
-    """A metric of the evaluations in the run, and of those beside it, a curve for each setup."""
+    """A metric of the run's own evaluations and of concurrent ones, one curve per setup."""
     having = [each for each in history.evaluations if metric in each.values]
-    setups = sorted({each.setup for each in having if each.beside})
+    setups = sorted({each.setup for each in having if each.concurrent})
     name = metric.removeprefix("eval_").replace("_", " ")
     name = "evaluation" if name == "loss" else f"evaluation {name}"
-    curves = [(name, [each for each in having if not each.beside])]
+    curves = [(name, [each for each in having if not each.concurrent])]
     for number, setup in enumerate(setups, 1):
-        which = f", beside the run ({number})" if len(setups) > 1 else ", beside the run"
-        curves.append((name + which, [each for each in having if each.beside and each.setup == setup]))
+        which = f", concurrent ({number})" if len(setups) > 1 else ", concurrent"
+        curves.append((name + which, [each for each in having if each.concurrent and each.setup == setup]))
     return [_point_series(history, run, metric, name, chosen) for name, chosen in curves if chosen]
 
 
 def _point_series(history: History, run: int, metric: str, name: str, chosen: list[EvaluationPoint]) -> Series:
     best, origin = history.best(), _origin(history)
     at = None
-    if best is not None and best.metric == metric and best.beside == chosen[0].beside:
+    if best is not None and best.metric == metric and best.concurrent == chosen[0].concurrent:
         wanted = (best.step, best.value)
         at = next((i for i, each in enumerate(chosen) if (each.step, each.values[metric]) == wanted), None)
     x, y = [float(each.step) for each in chosen], [_finite(each.values[metric]) for each in chosen]
     times = [None if each.time is None else max(each.time - origin, 0.0) for each in chosen]
-    return Series(name, "points", run, x, y, times, at, hollow=chosen[0].beside)
+    return Series(name, "points", run, x, y, times, at, hollow=chosen[0].concurrent)
 
 
 def _metric_names(histories: Sequence[History]) -> list[str]:
@@ -230,14 +230,14 @@ def _since(line: Line, origin: float) -> float | None:
 
 
 def _finite(value: Any) -> float | None:
-    """The value where it is a number that can be drawn."""
+    """The value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def total_seconds(history: History) -> dict[str, float]:
-    """Seconds of each part over the whole run, what was trained again included as "again"."""
+    """Seconds of each part over the complete run; "again" holds the time of steps that were trained again."""
 
     def spent(lines: Iterable[Line], part: str) -> float:
         return sum(_finite(line.get(f"seconds_{part}")) or 0.0 for line in lines)

@@ -1,4 +1,4 @@
-"""What a run's folder tells of the run, read as it is: in progress, done, killed, or in pieces."""
+"""A run's history, read from its folder: in progress, done, killed or damaged."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import UsageError
+from stepmark.report.liveness import Liveness, read_liveness
 from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS, read_lines
 
 EVALUATIONS = "evaluations.jsonl"
-NOT_METRICS = ("_runtime", "_per_second", "_samples")  # ends of eval_… names that tell of speed and size
+NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size
+RUNNING, NOT_RUNNING = "running", "not running"
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """Values of one evaluation under their eval_… names. `beside`: made by `stepmark evaluate`, not in the run, with
-    this setup."""
+    """Values of one evaluation under their eval_… names. `concurrent`: made by `stepmark evaluate` rather than by the
+    run, with this setup."""
 
     step: int
     time: float | None
     values: Mapping[str, float]
-    beside: bool
+    concurrent: bool
     setup: str = ""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One process of the run: the step that it went on from (None: it began), when it began, its last log, and how it
-    ended, None where it has not or nothing tells."""
+    """One process of the run: the step it resumed from (None: the beginning), when it started, its last log, and how it
+    ended (None: still running, or unknown)."""
 
     resumed: int | None
     began: float | None
@@ -43,22 +45,23 @@ class Attempt:
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """The best evaluation, by this metric; in the run where it was made beside it as well."""
+    """The best evaluation by this metric; the run's own where a concurrent one has the same value."""
 
     metric: str
     step: int
     value: float
-    beside: bool
+    concurrent: bool
 
 
 @dataclass
 class History:
-    """All of it. `logs` are the training lines that count, by step; `lost` the ones that were trained again, a list
-    for each time."""
+    """Everything read from a run's folder. `logs`: the valid training lines, by step; `lost`: lines whose steps were
+    trained again, one list per resumption; `liveness`: read only while the status is "running"."""
 
     folder: Path
     name: str
     status: Line = field(default_factory=dict)
+    liveness: Liveness | None = None
     logs: list[Line] = field(default_factory=list)
     lost: list[list[Line]] = field(default_factory=list)
     evaluations: list[EvaluationPoint] = field(default_factory=list)
@@ -72,61 +75,69 @@ class History:
 
     @property
     def started(self) -> Line:
-        """What the newest process has told of itself when it began; empty where it told nothing."""
-        told = self.of_kind("started")
-        return told[-1] if told else {}
+        """The newest process's "started" event; empty if there is none."""
+        events = self.of_kind("started")
+        return events[-1] if events else {}
+
+    @property
+    def state(self) -> str:
+        """The run's status, or "not running" if it says "running" and the heartbeat has stopped."""
+        state = str(self.status.get("state") or "unknown")
+        return NOT_RUNNING if state == RUNNING and self.liveness and not self.liveness.alive else state
 
     @property
     def last_step(self) -> int | None:
-        """The newest step that is known of."""
+        """The newest known step."""
         return self.logs[-1]["step"] if self.logs else number(self.status.get("step"))
 
     @property
-    def last_word(self) -> float | None:
-        """When the run was last heard of, in seconds since 1970."""
+    def last_update(self) -> float | None:
+        """When the run last wrote anything, in seconds since 1970."""
         times = [self.status.get("time"), *(line.get("time") for line in [*self.logs[-1:], *self.events[-1:]])]
         return max((time for time in times if isinstance(time, (int, float))), default=None)
 
     def resumptions(self) -> list[tuple[Attempt, Attempt]]:
-        """Each process that another one went on from, with that one."""
+        """Each process that was followed by another, paired with its successor."""
         return list(zip(self.attempts, self.attempts[1:], strict=False))
 
     def best(self) -> BestEvaluation | None:
-        """By `metric_for_best_model` where the run has one, else by the lowest loss: eval_loss, or that of the first of
-        several sets."""
+        """By `metric_for_best_model` if the run has one, else by the lowest loss: eval_loss, or the loss of the first
+        of several sets."""
         losses = sorted({name for each in self.evaluations for name in each.values if name.endswith("_loss")})
         first = "eval_loss" if "eval_loss" in losses or not losses else losses[0]
         metric = self.started.get("metric_for_best_model") or first
         sign = -1.0 if self.started.get("greater_is_better") else 1.0
         found = [
-            (sign * each.values[metric], each.step, each.beside)
+            (sign * each.values[metric], each.step, each.concurrent)
             for each in self.evaluations
             if metric in each.values and math.isfinite(each.values[metric])
         ]
         if not found:
             return None
-        value, step, beside = min(found)
-        return BestEvaluation(metric, step, sign * value, beside)
+        value, step, concurrent = min(found)
+        return BestEvaluation(metric, step, sign * value, concurrent)
 
 
 def read_history(folder: Path) -> History:
     """Reads the folder of a run.
 
-    Raises UsageError where there is no such folder, or nothing of a run in it.
+    Raises UsageError if the folder does not exist or does not belong to a run.
     """
     if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}; name a run's output_dir")
+        raise UsageError(f"{folder} does not exist; pass a run's output_dir")
     if not any((folder / name).exists() for name in (METRICS, STATUS, EVENTS)) and not any(folder.glob("checkpoint-*")):
-        raise UsageError(f"{folder} is not the folder of a run: it has neither {METRICS} nor a checkpoint")
+        raise UsageError(f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint")
     history = History(folder, folder.resolve().name, status=_read_status(folder))
+    if history.status.get("state") == RUNNING:
+        history.liveness = read_liveness(folder)
     history.events = [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
     _sort_metrics(history, read_lines(folder / METRICS))
-    _add_evaluations_beside(history, read_lines(folder / EVALUATIONS))
+    _add_concurrent_evaluations(history, read_lines(folder / EVALUATIONS))
     return history
 
 
 def number(value: Any) -> int | None:
-    """The value where it is a whole number."""
+    """The value if it is an integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -139,7 +150,7 @@ def _read_status(folder: Path) -> Line:
 
 
 def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
-    """Training lines, evaluations and attempts: after a resumption steps appear again, and the last one counts."""
+    """Training lines, evaluations and attempts. After a resumption steps appear again, and the last one counts."""
     logs: dict[int, Line] = {}
     evaluations: dict[int, Line] = {}
     resumptions: list[tuple[Line, int | None, float | None]] = []
@@ -148,23 +159,23 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
         if "resumed" in line:
             last = max(logs, default=None)
             resumptions.append((line, last, logs[last].get("time") if last is not None else None))
-            _give_up(history, logs, evaluations, after=number(line["resumed"]) or 0)
+            _discard(history, logs, evaluations, after=number(line["resumed"]) or 0)
         elif step is not None and "loss" in line:
             if step in logs:
-                _give_up(history, logs, evaluations, after=step - 1)
+                _discard(history, logs, evaluations, after=step - 1)
             logs[step] = line
         elif step is not None and (values := _metrics_of(line)):
             evaluations[step] = {**evaluations.get(step, {}), "time": line.get("time"), **values}
     history.logs = [logs[step] for step in sorted(logs)]
     history.evaluations = [
-        EvaluationPoint(step, evaluations[step].pop("time"), evaluations[step], beside=False)
+        EvaluationPoint(step, evaluations[step].pop("time"), evaluations[step], concurrent=False)
         for step in sorted(evaluations)
     ]
     history.attempts = _attempts(history, resumptions)
 
 
-def _give_up(history: History, logs: dict[int, Line], evaluations: dict[int, Line], *, after: int) -> None:
-    """What comes after this step was trained in vain."""
+def _discard(history: History, logs: dict[int, Line], evaluations: dict[int, Line], *, after: int) -> None:
+    """Moves the steps after this one to `lost`, and drops their evaluations."""
     lost = [logs.pop(step) for step in sorted(logs) if step > after]
     if lost:
         history.lost.append(lost)
@@ -184,8 +195,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _add_evaluations_beside(history: History, lines: Sequence[Line]) -> None:
-    """Of a step that was evaluated beside the run more than once with the same setup, the last counts."""
+def _add_concurrent_evaluations(history: History, lines: Sequence[Line]) -> None:
+    """If a step was evaluated more than once with the same setup, the last result counts."""
     found: dict[tuple[str, int], EvaluationPoint] = {}
     failed: dict[int, Line] = {}
     for line in lines:
@@ -194,7 +205,7 @@ def _add_evaluations_beside(history: History, lines: Sequence[Line]) -> None:
             continue
         setup = str(line.get("setup", ""))
         if line.get("status", "done") == "done" and values:
-            found[setup, step] = EvaluationPoint(step, _time_of(line), values, beside=True, setup=setup)
+            found[setup, step] = EvaluationPoint(step, _time_of(line), values, concurrent=True, setup=setup)
             failed.pop(step, None)
         elif line.get("status") == "failed":
             failed[step] = line
@@ -203,20 +214,20 @@ def _add_evaluations_beside(history: History, lines: Sequence[Line]) -> None:
 
 
 ENDS = ("done", "interrupted", "failed")
-SILENT = "ended without a word"
+KILLED = "ended without a status"
 
 
 def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, float | None]]) -> list[Attempt]:
-    """The processes of the run, one more than there are resumptions; each ended before the next began."""
+    """The processes of the run, one more than there are resumptions; each ended before the next started."""
     begins = [_first_time(history), *(_time_of(line) for line, _, _ in resumptions)]
-    lasts = [*((last, time) for _, last, time in resumptions), (history.last_step, history.last_word)]
+    lasts = [*((last, time) for _, last, time in resumptions), (history.last_step, history.last_update)]
     ends = [*begins[1:], math.inf]
     found = []
     for index, (began, (last, last_time), until) in enumerate(zip(begins, lasts, ends, strict=True)):
         resumed = number(resumptions[index - 1][0].get("resumed")) if index else None
         ended = _ending(history, began or 0.0, until if until is not None else math.inf)
         if ended is None and index < len(resumptions) and history.events:
-            ended = SILENT
+            ended = KILLED
         found.append(Attempt(resumed, began, last, last_time, ended))
     return found
 
@@ -232,7 +243,7 @@ def _first_time(history: History) -> float | None:
 
 
 def _ending(history: History, began: float, until: float) -> str | None:
-    """How a process that began and ended between these times says that it ended."""
+    """How a process that ran between these times reported its end."""
     ends = [event for event in history.of_kind(*ENDS) if began <= (_time_of(event) or 0.0) <= until]
     if not ends:
         return None
@@ -241,6 +252,6 @@ def _ending(history: History, began: float, until: float) -> str | None:
 
 
 def names(histories: Sequence[History]) -> list[str]:
-    """The runs' names, told apart where folders have the same one."""
+    """The runs' names, or their paths if two names are equal."""
     plain = [history.name for history in histories]
     return plain if len(set(plain)) == len(plain) else [str(history.folder) for history in histories]

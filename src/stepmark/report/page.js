@@ -1,5 +1,5 @@
 "use strict";
-// Brings the figures to life: one pointer for all of them, steps or time along the axis.
+// Makes the figures interactive: one shared pointer, steps or time along the axis.
 
 const page = JSON.parse(document.getElementById("data").textContent);
 page.byTime = false;

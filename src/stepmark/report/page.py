@@ -1,4 +1,4 @@
-"""The page: what a run came to at the top, then its curves, its checkpoints, and what happened when."""
+"""The page: a summary with trouble first, then curves, checkpoints and events."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import stepmark
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
+from stepmark.report.colors import color
 from stepmark.report.figures import Figure, Mark, total_seconds
 from stepmark.report.history import History, names
 from stepmark.report.summary import header, tiles, trouble
@@ -39,7 +40,7 @@ PAGE = """<!doctype html>
 KEYS = {
     "resumed": ("var(--c2)", "resumed"),
     "lost": ("var(--bad)", "trained again"),
-    "compilation": ("var(--warn)", "compiled anew"),
+    "compilation": ("var(--warn)", "recompiled"),
     "trouble": ("var(--bad)", "trouble"),
 }
 PARTS = {
@@ -47,7 +48,7 @@ PARTS = {
     "data": ("c1", "waiting for data"),
     "save": ("c2", "saving"),
     "evaluation": ("c3", "evaluation"),
-    "again": ("c4", "steps that were trained again"),
+    "again": ("c4", "steps trained again"),
 }
 
 
@@ -58,8 +59,7 @@ def render(
     checkpoints: Sequence[Checkpoint],
     now: float,
 ) -> str:
-    """The whole HTML page, which needs nothing but itself. `checkpoints` are those of the first run; `now` is in
-    seconds since 1970."""
+    """The complete, self-contained HTML page. `checkpoints` belong to the first run; `now` is in seconds since 1970."""
     first = histories[0]
     written = f"Written by stepmark {stepmark.__version__}, {text.moment(now)}, from {escape(str(first.folder))}."
     body = [
@@ -75,6 +75,7 @@ def render(
     ]
     data = {
         "runs": names(histories),
+        "colors": [color(index) for index in range(_color_count(histories, figures))],
         "figures": [asdict(figure) for figure in figures],
         "marks": [asdict(mark) for mark in marks],
     }
@@ -92,13 +93,18 @@ def _asset(name: str) -> str:
 
 
 def _embedded(data: Any) -> str:
-    """JSON that cannot end the script element that it lies in."""
+    """JSON that cannot close the script element around it."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _color_count(histories: Sequence[History], figures: Sequence[Figure]) -> int:
+    """How many colors a figure may need: one per run, or one per curve of a single run."""
+    return max(len(histories), *(len(figure.series) for figure in figures), 1)
 
 
 def _curves(figures: Sequence[Figure], marks: Sequence[Mark]) -> str:
     if not figures:
-        return '<h2>Curves</h2><p class="soft">Nothing was logged yet.</p>'
+        return '<h2>Curves</h2><p class="soft">Nothing logged yet.</p>'
     buttons = "".join(
         f'<button data-axis="{axis}" aria-pressed="{pressed}">{name}</button>'
         for axis, name, pressed in (("step", "steps", "true"), ("time", "time", "false"))
@@ -107,7 +113,7 @@ def _curves(figures: Sequence[Figure], marks: Sequence[Mark]) -> str:
     drawn = "".join(_figure(figure, wide=index == 0) for index, figure in enumerate(figures))
     return (
         f'<div class="curves-head"><h2>Curves</h2>{switch}</div>{_keys(marks)}<div class="charts">{drawn}</div>'
-        "<noscript><p>The curves are drawn by a script in this page; turn JavaScript on to see them.</p></noscript>"
+        "<noscript><p>The curves need JavaScript, which is off in this browser.</p></noscript>"
     )
 
 

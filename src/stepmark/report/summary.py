@@ -1,4 +1,4 @@
-"""The top of the page: how the run is, what is wrong with it, and a few numbers."""
+"""The top of the page: the run's state, its trouble, and a few numbers."""
 
 from __future__ import annotations
 
@@ -8,56 +8,74 @@ from typing import Any
 
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
-from stepmark.report.history import History
+from stepmark.report.history import NOT_RUNNING, History
 
-STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad"}
-DAMAGED = {"damaged": "is damaged", "aside": "was damaged, and is set aside"}
-RECENT = 20  # logs that a speed is the median of
+STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad"}
+CORRUPTED = {"corrupted": "is corrupted", "quarantined": "was corrupted and is quarantined"}
+RECENT = 20  # logs over which the median of a speed is taken
 
 
 def header(history: History) -> str:
-    """The run's name, its state, how far it is, and on what it ran."""
-    state = str(history.status.get("state") or "unknown")
+    """The run's name, state, progress and devices."""
     step, total = history.last_step, history.started.get("total_steps")
-    told = ["no step logged yet" if step is None else f"step {step:,}" + (f" of {total:,}" if total else "")]
+    notes = ["no step logged yet" if step is None else f"step {step:,}" + (f" of {total:,}" if total else "")]
     started = history.started
     if started.get("device"):
-        told.append(
-            f"{text.plural(started.get('ranks', 1), 'rank')} on {started.get('device_model') or started['device']}"
-        )
-    if history.last_word is not None:
-        told.append(f"last heard of {text.moment(history.last_word)}")
-    reason = history.status.get("reason")
+        device = started.get("device_model") or started["device"]
+        notes.append(f"{text.plural(started.get('ranks', 1), 'rank')} on {device}")
+    if history.last_update is not None:
+        notes.append(f"last update {text.moment(history.last_update)}")
+    reason = history.status.get("reason") if history.state != "failed" else None  # a failure stands under Trouble
     note = f'<p class="soft">{escape(str(reason))}</p>' if reason else ""
+    state = history.state
     line = f'<span class="pill {STATES.get(state, "plain")}" id="state">{escape(state)}</span>' + "".join(
-        f'<span class="soft">{escape(part)}</span>' for part in told
+        f'<span class="soft">{escape(part)}</span>' for part in notes
     )
     return f'<header><h1>{escape(history.name)}</h1><div class="line">{line}</div>{note}</header>'
 
 
 def trouble(history: History, checkpoints: Sequence[Checkpoint]) -> str:
-    """Everything that is wrong, once each; a calm line where nothing is."""
-    told = [(str(event.get("kind", "trouble")), str(event.get("message", ""))) for event in history.of_kind("trouble")]
-    told += [
-        ("save_failed", f"the save of step {event.get('step')} failed") for event in history.of_kind("save_failed")
+    """Everything that is wrong, once each and the run's end first; one quiet line if nothing is."""
+    found = [
+        *_end_of_run(history, checkpoints),
+        *((str(event.get("kind", "trouble")), str(event.get("message", ""))) for event in history.of_kind("trouble")),
+        *(("save_failed", f"the save of step {event.get('step')} failed") for event in history.of_kind("save_failed")),
+        *(
+            ("corrupted", f"checkpoint-{one.step} {CORRUPTED[one.state]}: {one.detail}")
+            for one in checkpoints
+            if one.state in CORRUPTED
+        ),
+        *(
+            ("evaluation", f"checkpoint-{line.get('step')} was not evaluated: {line.get('reason', 'it failed')}")
+            for line in history.unevaluated
+        ),
     ]
-    told += [
-        ("damaged", f"checkpoint-{one.step} {DAMAGED[one.state]}: {one.detail}")
-        for one in checkpoints
-        if one.state in DAMAGED
-    ]
-    told += [
-        ("evaluation", f"checkpoint-{line.get('step')} was not evaluated: {line.get('reason', 'it failed')}")
-        for line in history.unevaluated
-    ]
-    items = "".join(f'<li data-kind="{escape(kind)}">{escape(said)}</li>' for kind, said in dict.fromkeys(told))
+    items = "".join(f'<li data-kind="{escape(kind)}">{escape(message)}</li>' for kind, message in dict.fromkeys(found))
     if not items:
         return '<p class="calm soft small">No sign of trouble.</p>'
     return f'<section class="trouble" id="trouble"><h2>Trouble</h2><ul>{items}</ul></section>'
 
 
+def _end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
+    """Why the run failed, or that it was killed."""
+    if history.state == "failed":
+        return [("failed", f"the run failed: {history.status.get('reason') or 'no reason was recorded'}")]
+    if history.state != NOT_RUNNING or history.liveness is None:
+        return []
+    host = f" on {history.liveness.host}" if history.liveness.host else ""
+    newest = max((one.step for one in checkpoints if one.state == "complete"), default=None)
+    resume = f"; checkpoint-{newest} is the newest to resume from" if newest is not None else ""
+    return [
+        (
+            "killed",
+            "the run ended without a status, as a killed process does: last heartbeat "
+            f"{text.moment(history.liveness.last_beat)}{host}{resume}",
+        )
+    ]
+
+
 def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
-    """A few numbers, each with a name and a word on where it is from."""
+    """A few numbers, each with a name and a note."""
     found: list[tuple[str, str, str]] = []
     if history.logs:
         last = history.logs[-1]
@@ -67,13 +85,15 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
         name = best.metric.removeprefix("eval_").replace("_", " ")
         found.append((f"Best evaluation {name}", text.value(best.value), f"step {best.step:,}"))
     found += _speed(history)
-    whole = [one.step for one in checkpoints if one.state == "whole"]
+    complete = [one.step for one in checkpoints if one.state == "complete"]
     if checkpoints:
-        found.append(("Checkpoints", f"{len(whole)}", f"newest: step {max(whole):,}" if whole else "none is whole"))
+        newest = f"newest: step {max(complete):,}" if complete else "none is complete"
+        found.append(("Checkpoints", f"{len(complete)}", newest))
     resumed = len(history.attempts) - 1
     if resumed > 0:
         again = sum(max((before.last or 0) - (after.resumed or 0), 0) for before, after in history.resumptions())
-        found.append(("Resumed", "once" if resumed == 1 else f"{resumed} times", f"{text.plural(again, 'step')} again"))
+        times = "once" if resumed == 1 else f"{resumed} times"
+        found.append(("Resumed", times, f"{text.plural(again, 'step')} trained again"))
     return f'<section class="tiles">{"".join(_tile(*one) for one in found)}</section>' if found else ""
 
 
@@ -82,17 +102,30 @@ def number(value: Any) -> str:
     return text.value(value) if isinstance(value, (int, float)) else text.NOTHING
 
 
+def recent_median(history: History, key: str) -> float | None:
+    """The median of a logged value over the last logs."""
+    values = _recent(history, key)
+    return values[len(values) // 2] if values else None
+
+
+def speed(history: History, key: str, form: str = "{:,.0f}") -> str:
+    """The median of a logged speed over the last logs, formatted."""
+    median = recent_median(history, key)
+    return text.NOTHING if median is None else form.format(median)
+
+
+def _recent(history: History, key: str) -> list[float]:
+    return sorted(line[key] for line in history.logs[-RECENT:] if isinstance(line.get(key), (int, float)))
+
+
 def _speed(history: History) -> list[tuple[str, str, str]]:
-    recent = history.logs[-RECENT:]
     found = []
     for key, name, form in (
         ("tokens_per_second", "Tokens per second", "{:,.0f}"),
         ("model_flops_utilization", "FLOPs utilization", "{:.1%}"),
     ):
-        values = sorted(line[key] for line in recent if isinstance(line.get(key), (int, float)))
-        if values:
-            note = f"median of {text.plural(len(values), 'log')}"
-            found.append((name, form.format(values[len(values) // 2]), note))
+        if count := len(_recent(history, key)):
+            found.append((name, speed(history, key, form), f"median of {text.plural(count, 'log')}"))
     return found
 
 

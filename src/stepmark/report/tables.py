@@ -1,4 +1,4 @@
-"""The tables of the page: runs that are compared, checkpoints, and what happened."""
+"""The tables of the page: compared runs, checkpoints, events."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from html import escape
 
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
+from stepmark.report.colors import color
 from stepmark.report.figures import total_seconds
-from stepmark.report.history import SILENT, History, names
-from stepmark.report.summary import number
+from stepmark.report.history import KILLED, History, names
+from stepmark.report.summary import number, speed
 
 CHECKPOINT_STATES = {
-    "whole": ("good", "whole"),
-    "damaged": ("bad", "damaged"),
-    "aside": ("bad", "damaged, set aside"),
+    "complete": ("good", "complete"),
+    "corrupted": ("bad", "corrupted"),
+    "quarantined": ("bad", "corrupted, quarantined"),
     "deleted": ("plain", "deleted"),
-    "unfinished": ("warn", "not finished"),
+    "unfinished": ("warn", "unfinished"),
     "failed": ("bad", "failed"),
 }
-SHOWN_DELETED = 12  # checkpoints that are gone; older ones are folded away
-TOLD = {
+SHOWN_DELETED = 12  # deleted checkpoints; older ones are folded
+EVENT_NAMES = {
     "started": "started",
     "resumed": "resumed",
-    "set_aside": "checkpoint set aside",
-    "compilation": "compiled anew",
+    "set_aside": "checkpoint quarantined",
+    "compilation": "recompiled",
     "trouble": "trouble",
     "save_failed": "save failed",
-    "stopping": "asked to stop",
+    "stopping": "stop requested",
     "interrupted": "interrupted",
     "failed": "failed",
     "done": "done",
@@ -35,18 +36,18 @@ TOLD = {
 
 
 def run_table(histories: Sequence[History]) -> str:
-    """One row for each run that is compared."""
+    """One row per run."""
     rows = []
     for index, (name, history) in enumerate(zip(names(histories), histories, strict=True)):
         best, last = history.best(), history.logs[-1] if history.logs else {}
         rows.append(
             [
-                f'<i class="dot" style="background: var(--c{index % 6})"></i>{escape(name)}',
-                escape(str(history.status.get("state") or "unknown")),
+                f'<i class="dot" style="background: {color(index)}"></i>{escape(name)}',
+                escape(history.state),
                 _count(history.last_step),
                 number(last.get("loss")),
                 f"{text.value(best.value)} at step {best.step:,}" if best is not None else text.NOTHING,
-                number(last.get("tokens_per_second")),
+                speed(history, "tokens_per_second"),
                 escape(text.seconds(sum(total_seconds(history).values()) or None)),
             ]
         )
@@ -55,19 +56,19 @@ def run_table(histories: Sequence[History]) -> str:
 
 
 def checkpoint_table(history: History, checkpoints: Sequence[Checkpoint]) -> str:
-    """Every checkpoint that there was, with what it took and what became of it."""
+    """Every checkpoint the run saved, with its size, timing and state."""
     if not checkpoints:
-        return '<h2>Checkpoints</h2><p class="soft">There is no checkpoint.</p>'
+        return '<h2>Checkpoints</h2><p class="soft">No checkpoints.</p>'
     gone = [one for one in checkpoints if one.state == "deleted"][:-SHOWN_DELETED]
-    heads = ["#Step", "State", "", "#Size", "#Training waited", "#On disk after", "#Saved"]
+    heads = ["#Step", "State", "", "#Size", "#Stall", "#Durable after", "#Saved"]
     shown = _table("checkpoints", heads, _checkpoint_rows(history, [one for one in checkpoints if one not in gone]))
     older = ""
     if gone:
         inner = _table("deleted", heads, _checkpoint_rows(history, gone))
-        older = f"<details><summary>{len(gone):,} older ones that were deleted</summary>{inner}</details>"
+        older = f"<details><summary>{len(gone):,} older deleted checkpoints</summary>{inner}</details>"
     note = (
-        '<p class="soft small">Whole: all files are there with their sizes, and headers and small files have their '
-        "digests; <code>stepmark verify</code> reads every byte.</p>"
+        '<p class="soft small">Complete: every file has the right size, and headers and small files match their '
+        "checksums; <code>stepmark verify</code> checks every byte.</p>"
     )
     return f"<h2>Checkpoints</h2>{shown}{note}{older}"
 
@@ -79,8 +80,8 @@ def _checkpoint_rows(history: History, checkpoints: Sequence[Checkpoint]) -> lis
         kind, word = CHECKPOINT_STATES[one.state]
         notes = [one.detail] if one.detail else []
         if one.restored:
-            notes.append("verified: resumed from, every digest checked")
-        if best is not None and best.step == one.step and one.state in ("whole", "deleted"):
+            notes.append("verified: resumed from, every checksum matched")
+        if best is not None and best.step == one.step and one.state in ("complete", "deleted"):
             notes.append(f"best {best.metric}")
         rows.append(
             [
@@ -97,23 +98,23 @@ def _checkpoint_rows(history: History, checkpoints: Sequence[Checkpoint]) -> lis
 
 
 def event_table(history: History) -> str:
-    """What happened, in order of time."""
+    """The run's events in order of time."""
     rows: list[tuple[float, object, str, str]] = []
     for event in history.events:
-        if event["event"] in TOLD and not (event["event"] == "started" and event.get("step")):  # "resumed" says more
-            told = event.get("message") or event.get("reason") or event.get("checkpoint") or ""
-            rows.append((event.get("time") or 0.0, event.get("step"), TOLD[event["event"]], str(told)))
+        if event["event"] in EVENT_NAMES and not (event["event"] == "started" and event.get("step")):  # as "resumed"
+            detail = event.get("message") or event.get("reason") or event.get("checkpoint") or ""
+            rows.append((event.get("time") or 0.0, event.get("step"), EVENT_NAMES[event["event"]], str(detail)))
     for before, after in history.resumptions():
-        if before.ended == SILENT and before.last_time is not None:
-            told = f"nothing more was heard of it; the run went on from checkpoint-{after.resumed}"
-            rows.append((before.last_time, before.last, SILENT, told))
+        if before.ended == KILLED and before.last_time is not None:
+            detail = f"last log of this process; the run resumed from checkpoint-{after.resumed}"
+            rows.append((before.last_time, before.last, KILLED, detail))
     if not rows:
         return ""
     cells = [
-        [f'<span class="when">{escape(text.moment(time))}</span>', _count(step), escape(kind), escape(told)]
-        for time, step, kind, told in sorted(rows, key=lambda row: row[0])
+        [f'<span class="when">{escape(text.moment(time))}</span>', _count(step), escape(kind), escape(detail)]
+        for time, step, kind, detail in sorted(rows, key=lambda row: row[0])
     ]
-    return f"<h2>What happened</h2>{_table('events', ['When', '#Step', 'What', ''], cells)}"
+    return f"<h2>Events</h2>{_table('events', ['Time', '#Step', 'Event', ''], cells)}"
 
 
 def _count(value: object) -> str:
@@ -121,7 +122,7 @@ def _count(value: object) -> str:
 
 
 def _table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML; a head that begins with # is of a column of numbers, an empty one of details."""
+    """Cells are HTML. A head that starts with # is a column of numbers, an empty one a column of details."""
     kinds = ["number" if head.startswith("#") else "" if head else "detail" for head in heads]
     names = [escape(head.lstrip("#")) for head in heads]
     top = "".join(f'<th class="{kind}">{name}</th>' for kind, name in zip(kinds, names, strict=True))

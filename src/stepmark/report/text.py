@@ -1,4 +1,4 @@
-"""Numbers, times and sizes for a person to read."""
+"""Formats numbers, times and sizes for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NOTHING = "\N{EN DASH}"
 
 
 def size(count: float | None) -> str:
-    """Bytes, in the unit that fits."""
+    """Bytes in a suitable unit."""
     if count is None:
         return NOTHING
     for unit in ("B", "kB", "MB", "GB"):
@@ -19,7 +19,7 @@ def size(count: float | None) -> str:
 
 
 def seconds(count: float | None) -> str:
-    """A span of time."""
+    """A duration."""
     if count is None:
         return NOTHING
     if count < 1:

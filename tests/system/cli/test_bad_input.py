@@ -309,8 +309,8 @@ def test_more_ranks_than_devices(
 
 
 def test_numbers_of_ranks(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused("--nproc", "0") == "--nproc: should be at least 1, and is 0"
-    assert refused("--nproc=-2") == "--nproc: should be at least 1, and is -2"
+    assert refused("--nproc", "0") == "--nproc: must be at least 1, but is 0"
+    assert refused("--nproc=-2") == "--nproc: must be at least 1, but is -2"
     assert "--nproc: invalid int value: 'all'" in refused("--nproc", "all")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

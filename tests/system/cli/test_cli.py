@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_importing_stepmark_is_quick_and_names_are_there() -> None:
     done = python(f"import sys, stepmark; print([name for name in {HEAVY} if name in sys.modules], dir(stepmark))")
     assert done.stdout.startswith("[] ")
     for name in stepmark.__all__:
-        assert getattr(stepmark, name).__name__ == name
+        assert getattr(stepmark, name).__name__ == stepmark._RENAMED.get(name, name)
         assert f"'{name}'" in done.stdout
     with pytest.raises(AttributeError, match="has no attribute 'nope'"):
         stepmark.nope  # noqa: B018
@@ -177,3 +178,29 @@ def test_training_as_a_user_calls_it(tmp_path: Path) -> None:
     assert "warn" not in done.stderr.lower()
     assert (tmp_path / "runs" / "a" / "checkpoint-1" / "manifest.json").exists()
     assert (tmp_path / "runs" / "a" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "RUN"]])
+def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN" / "metrics.jsonl").write_text("")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "stepmark", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_broken_pipe_inside_a_command_is_an_error() -> None:
+    """Only a reader of stdout that has gone is passed over."""
+    script = (
+        "import stepmark.cli.report as report\n"
+        "def run(parsed): raise BrokenPipeError(32, 'Broken pipe')\n"
+        "report.run = run\n"
+        "from stepmark.__main__ import main\n"
+        "main(['report', 'x'])"
+    )
+    done = python(script)
+    assert done.returncode == 1
+    assert done.stderr == "error: BrokenPipeError: [Errno 32] Broken pipe\n"

@@ -77,7 +77,9 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(environment: dict[str, s
     done = run([*STEPMARK, "train", recipe(tmp_path), "--nproc", "2", "--traceback"], environment, tmp_path)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if "rror" in line]
-    assert errors == ["error: rank 1: was ended by SIGKILL (out of memory?)"]
+    assert errors == ["error: rank 1: was killed by SIGKILL (out of memory?)"]
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", "rank 1: was killed by SIGKILL (out of memory?)")
 
 
 def test_a_wrong_call_is_told_before_any_rank_starts(environment: dict[str, str], tmp_path: Path) -> None:

@@ -285,4 +285,4 @@ def test_a_signal_before_the_ranks_can_hear_it(resumable: bool, code: int) -> No
         process.send_signal(TERM)
         told = process.communicate(timeout=60)[1]
     assert process.returncode == code, told
-    assert ("was ended by SIGTERM" in told) == (not resumable)
+    assert ("was killed by SIGTERM" in told) == (not resumable)

@@ -1,0 +1,42 @@
+"""Records in status.json why the ranks of `--nproc` failed, since a rank that is killed cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+
+class FailedRun:
+    """The run in `folder`, whose ranks this process starts. Create it before they start."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._began = time.time()
+
+    def write(self, message: str) -> None:
+        """Sets the run's status to failed, with this reason. A rank that lost its peer may have recorded only that, so
+        the launcher's reason replaces it; a status from before this start, or another live run's, stays."""
+        from stepmark.checkpoint.coordination.folder_lock import held_by_another
+        from stepmark.trainer.telemetry.run_log import RunLog
+
+        status = self._status()
+        running = status.get("state") == "running"
+        failed = status.get("state") == "failed" and status.get("time", 0.0) >= self._began
+        if not (running or failed) or held_by_another(self._folder):
+            return
+        reason = str(status.get("reason") or "")
+        if failed and (reason == message or message.endswith(f": {reason}")):
+            return
+        step = status.get("step")
+        RunLog(self._folder, writes=True).try_status("failed", step if isinstance(step, int) else 0, message)
+
+    def _status(self) -> dict[str, Any]:
+        from stepmark.trainer.telemetry.run_log import STATUS
+
+        with contextlib.suppress(OSError, ValueError):
+            status = json.loads((self._folder / STATUS).read_bytes())
+            return status if isinstance(status, dict) else {}
+        return {}

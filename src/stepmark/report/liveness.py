@@ -1,0 +1,63 @@
+"""Judges by its heartbeat, not by its last status, whether the process that trains in a folder is alive."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.checkpoint.coordination.heartbeat import BEAT, STALE, host_of, lock_verdict
+from stepmark.checkpoint.format.directory import COORDINATION
+
+WATCHED = 2 * BEAT  # seconds in which a live process on another machine changes its heartbeat
+_LOOK_EVERY = 0.5  # seconds
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """`alive`: whether a run that owns the folder is running. `last_beat`: time of the newest heartbeat, in seconds
+    since 1970 by the file system's clock. `host`: the machine it came from, None if unknown."""
+
+    alive: bool
+    last_beat: float
+    host: str | None
+
+
+def read_liveness(folder: Path) -> Liveness | None:
+    """Reads the heartbeats of the folder's owners; None if there are none, as with a run that saves no checkpoints.
+
+    On the machine of the run the kernel's lock decides at once. From another machine a heartbeat that looks old is
+    watched for ten seconds, because the two clocks may differ.
+    """
+    beats = {path: beat for path in _heartbeats(folder) if (beat := _time_of(path)) is not None}
+    if not beats:
+        return None
+    newest = max(beats, key=lambda path: beats[path])
+    host = host_of(newest)
+    verdicts = {path: lock_verdict(path) for path in beats}
+    unknown = [path for path, verdict in verdicts.items() if verdict is None]
+    alive = True in verdicts.values() or any(0 <= time.time() - beats[path] < STALE for path in unknown)
+    return Liveness(alive or _beating(unknown), beats[newest], host)
+
+
+def _heartbeats(folder: Path) -> list[Path]:
+    return list((folder / COORDINATION).glob("[!.]*/alive.*"))
+
+
+def _beating(paths: list[Path]) -> bool:
+    """Whether any of these heartbeats changes while it is watched."""
+    first = {path: _time_of(path) for path in paths}
+    deadline = time.monotonic() + WATCHED
+    while paths and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY)
+        if any((now := _time_of(path)) is not None and now != first[path] for path in paths):
+            return True
+    return False
+
+
+def _time_of(path: Path) -> float | None:
+    try:
+        path.read_bytes()  # a network file system returns fresh attributes only after an open
+        return path.stat().st_mtime
+    except OSError:
+        return None

@@ -1,0 +1,87 @@
+"""A run that was killed is reported as such, although its last status is "running"."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepmark.checkpoint.coordination.heartbeat import STALE
+from stepmark.report import liveness
+from stepmark.report.liveness import read_liveness
+from stepmark.report.write import write_report
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from stepmark.checkpoint.coordination.folder_lock import FolderLock
+
+FolderLock.claim(Path(sys.argv[1]))
+print("claimed", flush=True)
+time.sleep(600)
+"""
+ELSEWHERE = {"boot": "another machine", "host": "node7", "dev": 1}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "status.json").write_text(json.dumps({"state": "running", "step": 7, "time": 1e9}))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 7, "loss": 1.0, "time": 1e9}) + "\n")
+    return tmp_path
+
+
+def heartbeat_elsewhere(run: Path, age: float) -> Path:
+    path = run / ".stepmark" / "abc" / "alive.0"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(ELSEWHERE))
+    beat = path.stat().st_mtime - age
+    os.utime(path, (beat, beat))
+    return path
+
+
+def test_a_killed_run_is_not_reported_as_running(run: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(run)], stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"claimed\n"
+        assert 'id="state">running<' in write_report(run).read_text()
+    finally:
+        owner.kill()
+        owner.communicate()
+    page = write_report(run).read_text()
+    assert 'id="state">not running<' in page
+    assert '<li data-kind="killed">the run ended without a status' in page
+    assert "No sign of trouble" not in page
+
+
+def test_a_run_without_a_heartbeat_keeps_its_status(run: Path) -> None:
+    assert read_liveness(run) is None
+    assert 'id="state">running<' in write_report(run).read_text()
+
+
+def test_a_fresh_heartbeat_from_another_machine(run: Path) -> None:
+    heartbeat_elsewhere(run, age=1.0)
+    found = read_liveness(run)
+    assert found is not None
+    assert (found.alive, found.host) == (True, "node7")
+
+
+@pytest.mark.parametrize("age", [STALE + 1, -3600.0])
+def test_an_old_or_future_heartbeat_from_another_machine_is_watched(
+    run: Path, monkeypatch: pytest.MonkeyPatch, age: float
+) -> None:
+    path = heartbeat_elsewhere(run, age)
+    monkeypatch.setattr(liveness, "WATCHED", 0.5)
+    monkeypatch.setattr(liveness, "_LOOK_EVERY", 0.05)
+    found = read_liveness(run)
+    assert found is not None
+    assert not found.alive
+    beats = iter(range(1000))
+    monkeypatch.setattr(liveness.time, "sleep", lambda _: os.utime(path, ns=(1, 1_000_000_000 + next(beats))))
+    found = read_liveness(run)
+    assert found is not None
+    assert found.alive
