@@ -1,16 +1,16 @@
-"""ZeRO-1 beside torch's own ways to shard the optimizer's state, on CPU ranks over gloo.
+"""Compares ZeRO-1 with torch's own sharded optimizers, on CPU ranks over gloo.
 
     .venv/bin/python benchmarks/zero1.py --nproc 2
     .venv/bin/python benchmarks/zero1.py --nproc 4 --save
 
---save keeps the table in benchmarks/results/.
+--save writes the table in benchmarks/results/.
 
 Contestants, all with AdamW and clipping of the global norm: Stepmark's ZeroRedundancyOptimizer; torch.distributed's
-ZeroRedundancyOptimizer under DistributedDataParallel; FSDP2 (`fully_shard` on each block and the whole, parameters kept
-after the forward pass); and, as what is not sharded, DistributedDataParallel with AdamW. The same GPT-2 and data.
-Every rank has all of them and runs them in turn, round after round; a round is timed from a barrier to a barrier. Bytes
-are what the loopback interface sent for all ranks in a step, so nothing else should talk meanwhile. State bytes are
-those of the tensors in the optimizer's state, on the fullest rank.
+ZeroRedundancyOptimizer under DistributedDataParallel; FSDP2 (`fully_shard` on each block and the model, parameters kept
+after the forward pass); and, without sharding, DistributedDataParallel with AdamW. All train the same GPT-2 on the same
+data. Every rank holds all of them and runs them in turn, round after round; a round is timed from barrier to barrier.
+Sent bytes are those of the loopback interface for all ranks in a step, so nothing else should use it meanwhile. State
+bytes are those of the tensors in the optimizer's state, on the rank with the most.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 
 
 class Contestant:
-    """A model with its optimizer; `step` trains one step and gives the loss."""
+    """A model with its optimizer; `step` trains one step and returns the loss."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool) -> None:
         self.model = model
@@ -58,7 +58,7 @@ class Contestant:
     def step(self, tokens: Tensor) -> float:
         loss = self.model(input_ids=tokens, labels=tokens).loss
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.last_backward()  # as the others, which take every backward pass for the last
+            self.optimizer.last_backward()  # like the others, which overlap communication with every backward pass
         loss.backward()
         if self.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
@@ -67,7 +67,7 @@ class Contestant:
         return float(loss)
 
     def state_bytes(self) -> int:
-        """Of this rank."""
+        """Bytes of optimizer state on this rank."""
         inner = getattr(self.optimizer, "optim", self.optimizer)
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             return self.optimizer.state_bytes()
@@ -161,7 +161,7 @@ def table(
         "",
         machine(),
         "",
-        "| | seconds a step | ratio | MB sent a step | MB of state a rank | loss in the end |",
+        "| | seconds per step | ratio | MB sent per step | MB of state per rank | final loss |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in times:
@@ -181,7 +181,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 leaves the table
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the table
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         size = {"n_layer": arguments.layers, "n_embd": arguments.width, "n_head": 8}

@@ -1,11 +1,11 @@
-"""Tries tensor parallelism on every causal language model of transformers, and writes what passed.
+"""Verifies tensor parallelism for every causal language model of transformers, and records which types pass.
 
 Each architecture with a plan is built with a small random configuration and compared, at tensor_parallel_size 2, with
 itself on one rank: logits, loss, and the gradient of every parameter. The two ranks are threads of this process.
 
     python scripts/architectures.py [--only MODEL_TYPE …] [--write]
 
-With --write the results go to docs/architectures.md, and the list that `parallelize` asks to
+With --write the results go to docs/architectures.md, and the list that `parallelize` uses to
 src/stepmark/parallel/tensor/architectures.py.
 """
 
@@ -140,10 +140,10 @@ def _has(config: Any, name: str) -> bool:
 
 
 def attempt(model_type: str) -> Result:
-    """Builds, cuts, compares."""
+    """Builds the model, parallelizes it, compares."""
     try:
         model = small_model(model_type)
-    except Exception as error:  # a configuration that small values contradict says nothing about parallelism
+    except Exception as error:  # small values that the configuration rejects are no verdict on parallelism
         return Result(model_type, "not built", _first_line(error))
     try:
         names = [name for name, _ in model.named_modules()]
@@ -163,7 +163,7 @@ def _means(pattern: str, name: str) -> bool:
 
 
 def compare(model: Any, plan: dict[str, str]) -> str:
-    """What differs between the model and its halves; empty if nothing does."""
+    """The difference between the model and its shards; empty if there is none."""
     halves = [copy.deepcopy(model) for _ in range(RANKS)]
     tokens = torch.randint(3, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(0))
     expected = _run(model, tokens)
@@ -218,15 +218,17 @@ def _difference(model: Any, halves: list[Any], expected: Any, found: list[Any]) 
             continue
         for rank in range(RANKS):
             local = parameters[rank][name]
-            copies = replication_of(local, RANKS)
-            sources = parameters if copies.partial else [parameters[rank]]
+            replication = replication_of(local, RANKS)
+            sources = parameters if replication.partial else [parameters[rank]]
             gradients = [each[name].grad for each in sources]
             if any(gradient is None for gradient in gradients):
                 return f"{name} has no gradient"
             layout = layout_of(local)
-            whole = parameter.grad if layout is None else local_shard(parameter.grad, layout, tuple(local.shape))
-            if not _close(sum(gradients), whole, parameter.grad.abs().max()):
-                return f"the gradient of {name} differs by {_gap(sum(gradients), whole)}"
+            expected_gradient = parameter.grad
+            if layout is not None:
+                expected_gradient = local_shard(parameter.grad, layout, tuple(local.shape))
+            if not _close(sum(gradients), expected_gradient, parameter.grad.abs().max()):
+                return f"the gradient of {name} differs by {_gap(sum(gradients), expected_gradient)}"
     return ""
 
 
@@ -256,7 +258,7 @@ def has_plan(model_type: str) -> bool:
 
 
 def page(results: list[Result], without: list[str]) -> str:
-    """The documentation's page."""
+    """The page of the documentation."""
     lines = [
         "# Architectures and tensor parallelism",
         "",
@@ -265,14 +267,14 @@ def page(results: list[Result], without: list[str]) -> str:
         "configuration, at `tensor_parallel_size: 2` against one rank: logits, loss and the gradient of every",
         f"parameter within {TOLERANCE:g} of the tensor's largest value, in fp32 on a CPU.",
         "",
-        "Only those that passed are taken as they are; another says why not before anything is started. With a plan of",
-        "your own, `parallelize(model, mesh, plan={...})`, you can try one that has none, or has not passed.",
+        "Only types that passed are accepted; any other is refused with the reason before anything is started. With a",
+        "custom plan, `parallelize(model, mesh, plan={...})`, you can try a type that has no plan or did not pass.",
     ]
     for verdict, title in (
         ("passed", "Passed"),
         ("failed", "Failed: do not use tensor parallelism with these"),
         ("refused", "Refused"),
-        ("not built", "Not tried: the script could not make a small configuration"),
+        ("not built", "Not tried: the script could not build a small configuration"),
     ):
         chosen = [result for result in results if result.verdict == verdict]
         lines += ["", f"## {title} ({len(chosen)})", ""]
@@ -286,7 +288,7 @@ def page(results: list[Result], without: list[str]) -> str:
 
 
 def listing(results: list[Result]) -> str:
-    """The module that holds the names of those that passed."""
+    """The module that lists the types that passed."""
     before, begin, _ = LIST.read_text().partition("    {\n")
     names = [f'        "{result.model_type}",\n' for result in results if result.verdict == "passed"]
     return before + begin + "".join(names) + "    }\n)\n"

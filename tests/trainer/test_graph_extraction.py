@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stepmark import Checkpointer, Trainer, TrainingArguments, save
+from stepmark.runtime.eager import EagerRuntime
 from stepmark.trainer.interruption.stop_request import ask_to_stop, reason_to_stop
 from tests.support.programs import Blocks, tiny_model
 
@@ -35,6 +36,15 @@ def train(folder: Path, steps: int, **options: Any) -> Trainer:
     trainer.train()
     trainer.save_model()
     return trainer
+
+
+class CountingRuntime(EagerRuntime):
+    """Counts step boundaries."""
+
+    boundaries = 0
+
+    def step_boundary(self, *, wait: bool = False) -> None:
+        self.boundaries += 1
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -73,14 +83,17 @@ def test_what_a_real_run_has_left_stays(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "checkpoint-4").is_dir()
 
 
-def test_the_engine_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpointer_saves_nothing_but_runs_what_is_pending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"model": {"weight": torch.ones(3)}}
-    with Checkpointer(tmp_path / "run", keep_last=1) as checkpointer:
+    runtime = CountingRuntime(torch.device("cpu"))
+    with Checkpointer(tmp_path / "run", keep_last=1, runtime=runtime) as checkpointer:
         checkpointer.save(1, state, block=True)
         save({"a": torch.ones(2)}, tmp_path / "file")
         before = files_in(tmp_path)
         monkeypatch.setenv(VARIABLE, "1")
+        boundaries = runtime.boundaries
         assert checkpointer.save(2, state, block=True) is None
+        assert runtime.boundaries == boundaries + 1  # pending operations run as they would in a real save
         save({"a": torch.zeros(2)}, tmp_path / "file")
         assert files_in(tmp_path) == before
         monkeypatch.setenv(VARIABLE, "0")

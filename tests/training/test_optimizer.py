@@ -66,7 +66,7 @@ def test_fp32_parameters_have_no_copy() -> None:
 # Building
 
 
-def test_decay_goes_to_the_names_that_are_accepted() -> None:
+def test_decay_applies_to_the_accepted_names() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     module[0].bias.requires_grad = False
     optimizer = build_optimizer(
@@ -98,7 +98,7 @@ def test_decay_by_default_is_that_of_transformers(name: str) -> None:
         ("adamw_torch", {"foreach": True, "fused": True}, "optim_args: adamw_torch does not accept"),
     ],
 )
-def test_names_and_options_that_do_not_fit(name: str, options: dict[str, Any], words: str) -> None:
+def test_unknown_names_and_options(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         build_optimizer(name, list(nn.Linear(2, 2).named_parameters()), CPU, options=options)
 

@@ -1,4 +1,4 @@
-"""Schedules: transformers' own, and placed at a step the same as stepped to it."""
+"""Schedules of transformers: setting one to a step equals stepping to it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def stepped(name: str, steps: int, learning_rate: float = 0.1) -> tuple[torch.op
 
 
 @pytest.mark.parametrize("name", BY_STEP)
-def test_placed_at_a_step_is_stepped_to_it(name: str) -> None:
+def test_setting_to_a_step_equals_stepping_to_it(name: str) -> None:
     for step in (0, 1, WARMUP, WARMUP + 1, TOTAL // 2, TOTAL - 1, TOTAL, TOTAL + 3):
         optimizer, schedule = stepped(name, step)
         placed_optimizer, placed = made(name)
@@ -76,7 +76,7 @@ def test_placed_at_a_step_is_stepped_to_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("step", [0, 3, 11])
-def test_a_restored_schedule_goes_on_as_if_nothing_had_been(name: str, step: int) -> None:
+def test_a_restored_schedule_continues_as_if_never_interrupted(name: str, step: int) -> None:
     optimizer, schedule = stepped(name, step)
     saved = json.loads(json.dumps([schedule_state(schedule), rates(optimizer)]))
     new_optimizer, new = made(name)
@@ -115,7 +115,7 @@ def test_a_resumed_run_may_have_another_length() -> None:
     assert rates(optimizer) == [pytest.approx(0.1 * (2 * TOTAL - 7) / (2 * TOTAL - WARMUP), rel=1e-12)]
 
 
-def test_schedules_of_torch_that_a_user_brings() -> None:
+def test_schedules_of_torch_that_a_user_passes() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     for _ in range(4):
@@ -148,7 +148,7 @@ def test_length_of_the_warm_up(steps: float, ratio: float, length: int) -> None:
     assert warmup_length(steps, ratio, 101) == length
 
 
-def test_names_and_options_that_do_not_fit() -> None:
+def test_unknown_names_and_options() -> None:
     with pytest.raises(UsageError, match="lr_scheduler_type: 'cosin' is unknown; choose one of linear, cosine"):
         check_schedule("cosin")
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)

@@ -145,6 +145,7 @@ class Checkpointer:
         before, if it failed.
         """
         if extracting_graphs():
+            self._runtime_of(_tensors_of(state)).step_boundary(wait=True)  # so that the graphs are those of a real run
             warn_not_saved(f"step {step}")
             return None
         member = self._join()
@@ -296,7 +297,7 @@ class Checkpointer:
         try:
             self._all_can_go_on("restoring", phases.board)
             phases.enter("looking")
-            tensors = [entry.tensor for section in describe(state) for entry in section.entries.values()]
+            tensors = _tensors_of(state)
             threads, alone = 2 * self._threads, member.alone_on_node()
             loader = Restorer(self._meeting, phases, self._runtime_of(tensors), threads, alone, accept, self._clock)
             if checkpoint is None:
@@ -450,6 +451,10 @@ class Checkpointer:
             devices = [tensor.device for tensor in tensors]
             return runtime_for(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
         return self._runtime
+
+
+def _tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
+    return [entry.tensor for section in describe(state) for entry in section.entries.values()]
 
 
 def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Models that would train wrong without a word are refused by name."""
+"""Models that would train incorrectly without an error are refused by name."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def of_type(model_type: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
-def test_known_models_are_sound(kind: str) -> None:
+def test_known_models_pass(kind: str) -> None:
     check(build(kind))
 
 
-def test_a_variant_whose_plan_leaves_a_norm_out() -> None:
+def test_a_variant_whose_plan_omits_a_norm() -> None:
     check(of_type("cohere"))
     with pytest.raises(UsageError, match=r"does not mention model\.layers\.0\.self_attn\.q_norm\.weight"):
         check(of_type("cohere", use_qk_norm=True))
 
 
-def test_modules_and_parameters_that_somebody_added() -> None:
+def test_additional_modules_and_parameters() -> None:
     model = build("llama")
     model.model.layers[1].mlp.scale = nn.LayerNorm(48)
     with pytest.raises(UsageError, match=r"model\.layers\.1\.mlp\.scale\.weight"):
@@ -52,7 +52,7 @@ def test_modules_and_parameters_that_somebody_added() -> None:
         check(model)
 
 
-def test_a_plan_may_say_what_they_do() -> None:
+def test_a_custom_plan_can_name_them() -> None:
     model = build("llama")
     model.model.layers[1].mlp.scale = nn.LayerNorm(48)
     check(model, {**model.tp_plan, "model.layers.1.mlp.scale": "replicated_with_grad_allreduce"})
@@ -67,7 +67,7 @@ def test_latent_attention_is_refused_under_any_plan() -> None:
         check(model, plan)
 
 
-def test_types_that_have_not_passed_need_a_plan_of_the_users() -> None:
+def test_types_that_were_not_verified_need_a_custom_plan() -> None:
     model = build("llama")
     model.config.model_type = "llama_like"
     with pytest.raises(UsageError, match="llama_like is not among the architectures"):
@@ -75,7 +75,7 @@ def test_types_that_have_not_passed_need_a_plan_of_the_users() -> None:
     check(model, model.tp_plan)
 
 
-def test_the_documentation_lists_what_is_taken() -> None:
+def test_the_documentation_lists_the_accepted_types() -> None:
     section = DOCUMENT.read_text().split("## Passed")[1].split("## ")[0]
     assert set(re.findall(r"`([^`]+)`", section)) == PASSED
     assert {*PLANS, *ADDED} <= PASSED

@@ -1,4 +1,4 @@
-"""Plans, and the part of each parameter that a rank holds."""
+"""Plans, and the shard of each parameter that a rank holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def held(whole: torch.Tensor, placement: Placement) -> torch.Tensor:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1))
-def test_packed_projections_are_cut_one_by_one(size: int, packed: int, part: int, dim: int) -> None:
+def test_packed_projections_are_sharded_one_by_one(size: int, packed: int, part: int, dim: int) -> None:
     shape = [5, 5]
     shape[dim] = packed * part * size
     whole = torch.arange(shape[0] * shape[1]).view(shape)
@@ -54,7 +54,7 @@ def test_neighbours_share_heads() -> None:
     assert shard_among_groups((6,), 0, 0, 4, 2).count == 2
 
 
-def test_styles_say_how_much_is_packed() -> None:
+def test_styles_give_the_number_of_packed_projections() -> None:
     assert parse_style("packed_colwise") == Style("colwise", 2)
     assert parse_style("packed_rowwise:3") == Style("rowwise", 3)
     assert parse_style("colwise_gather_output") == Style("colwise_gather_output")

@@ -1,4 +1,4 @@
-"""What ranks of a tensor parallel model do in tests."""
+"""Programs that the ranks of a tensor parallel model run in tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def tokens() -> torch.Tensor:
 
 
 def logits(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Largest differences from the whole model: logits of an evaluation, of training without labels, and the loss in
-    training with labels; whether that gave logits; and of all parameters' slices."""
+    """Largest differences from the complete model: logits of an evaluation, of training without labels, and the loss in
+    training with labels; whether that returned logits; and of all parameters' slices."""
     mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
     whole, cut = build(**model), parallelize(build(**model), mesh, **options)
     found: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def logits(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def shapes_on_meta(model: dict[str, Any]) -> bool:
-    """Whether a model on the meta device is cut to the shapes, layouts and ties of one on the host."""
+    """Whether a model on the meta device gets the shapes, layouts and ties of one on the host."""
     mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
     real = parallelize(build(**model), mesh)
     with torch.device("meta"):
@@ -57,7 +57,7 @@ def shapes_on_meta(model: dict[str, Any]) -> bool:
 
 
 def refusal(model: dict[str, Any], options: dict[str, Any]) -> str:
-    """What `parallelize`, and then one forward pass, say against it; empty if nothing."""
+    """The error of `parallelize`, or of one forward pass after it; empty if there is none."""
     mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
     made = build(**model)
     length = options.pop("length", LENGTH)
@@ -76,7 +76,7 @@ def refusal(model: dict[str, Any], options: dict[str, Any]) -> str:
 
 def dropped(model: dict[str, Any], options: dict[str, Any]) -> dict[str, list[Any]]:
     """Which units dropout keeps, by place: after the embedding, in the attention's probabilities and after its
-    projection, of two layers; and the gradients' digest."""
+    projection, of two layers; and the gradients' checksum."""
     mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
     made = parallelize(build(**model), mesh, **options).train()
     if options.get("checkpointing"):
@@ -127,7 +127,7 @@ def dropped_checkpointed(model: dict[str, Any], options: dict[str, Any]) -> dict
 
 def graph(replicas: int, model: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each replica thread, with sequence parallelism and dropout: the collectives in the graph of a micro-step, the
-    graph's digest, and compilations after each of four micro-steps."""
+    graph's hash, and compilations after each of four micro-steps."""
     from stepmark.runtime.replica_threads import run_replicas
 
     made = [build(**model) for _ in range(replicas)]

@@ -1,4 +1,4 @@
-"""What a rank does to see how values come to a lazy device."""
+"""Counts the operations that sending values to a lazy device records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The two ways of collectives on a lazy device: in the graph (replica threads), and over the host (processes)."""
+"""The two implementations of collectives on a lazy device: in the graph (replica threads) and over the host
+(processes)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values come to a lazy device as data.
+"""Values are sent to a lazy device as data.
 
 Where they come through a recorded operation, as with `tensor.to(device)`, a sync of another thread may take the tensor
 for a result of its own: a batch that is moved in the background would be lost.

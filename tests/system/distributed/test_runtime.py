@@ -1,4 +1,4 @@
-"""What a runtime promises: objects stay what they are, and nothing is compiled behind one's back."""
+"""What a runtime guarantees: objects keep their identity, and nothing is compiled unexpectedly."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def matrix(names: list[str], ranks: int, steps: int) -> list[dict[str, Any]]:
 
 
 def alone(ranks: Ranks, options: list[dict[str, Any]]) -> list[list[list[float]]]:
-    """The same trainings on one rank, whole, on the eager CPU."""
+    """The same training runs on one rank, not sharded, on the eager CPU."""
     single = [{key: value for key, value in each.items() if key in OF_ONE_RANK} for each in options]
     distinct = [each for number, each in enumerate(single) if each not in single[:number]]
     (found,) = ranks.run(PROGRAM, "cpu", distinct, timeout=600).check()
@@ -85,7 +85,7 @@ def test_key_value_heads_fewer_than_ranks(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_bf16(ranks: Ranks, sequence: bool) -> None:
-    """bf16 rounds sums of parts differently: the tolerance is that of the format."""
+    """bf16 rounds partial sums differently: the tolerance is that of the format."""
     options = [{"model": MODELS["llama"], "steps": 6, "tp": 2, "bf16": True, "sequence": sequence}]
     on_cpu(ranks, 2, options, tolerance=2e-2)
 
@@ -97,14 +97,14 @@ def test_in_the_graph(ranks: Ranks) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("count", [2, 4])
-def test_whole_matrix(ranks: Ranks, count: int) -> None:
+def test_complete_matrix(ranks: Ranks, count: int) -> None:
     on_cpu(ranks, count, matrix(list(MODELS), count, steps=20))
 
 
 @pytest.mark.prove
 @pytest.mark.xla
 @pytest.mark.parametrize("count", [2, 4])
-def test_whole_matrix_in_the_graph(ranks: Ranks, count: int) -> None:
+def test_complete_matrix_in_the_graph(ranks: Ranks, count: int) -> None:
     names = ["gpt2", "llama-one-kv-head", "qwen3-tied"]
     in_threads(ranks, count, matrix(names, count, steps=20))
 

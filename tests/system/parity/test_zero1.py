@@ -102,8 +102,8 @@ def test_a_class_that_says_it_is_elementwise_is_accepted(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_gradients_that_travel_during_the_backward_pass(ranks: Ranks, nproc: int) -> None:
-    """Announcing the last one changes no bit, and one more would be lost: it is an error."""
+def test_gradients_that_are_sent_during_the_backward_pass(ranks: Ranks, nproc: int) -> None:
+    """Announcing the last backward pass changes no bit; another one after it is an error, as it would be lost."""
     found = ranks.run("tests.support.zero1_programs:announced", False, nproc=nproc).check()
     assert all(each == found[0] for each in found)
     assert found[0]["early"] == found[0]["late"]
@@ -158,7 +158,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
 def test_the_trainer_shards_and_resumes(ranks: Ranks, tmp_path: Path, device: str) -> None:
-    """Killed and resumed it is bit for bit the same run, and close to the one that does not shard."""
+    """A killed and resumed run is bit for bit the same, and close to one that does not shard."""
     options = {"device": device, "save_strategy": "steps", "save_steps": 2, "dropout": 0.0, "zero_1": True}
 
     def run(name: str, **more: Any) -> dict[str, Any]:

@@ -35,19 +35,20 @@ def on_cpu(ranks: Ranks, options: list[dict[str, Any]]) -> None:
 
 
 def test_sample(ranks: Ranks) -> None:
-    """Clipping at a tenth is at work in every step: a replicated tensor that counted twice would show."""
+    """Clips in every step, so that a replicated tensor counted twice would change the result."""
     options = cases(["llama-one-kv-head"], 6, PLAIN[3:4]) + cases(["gpt2"], 6, PLAIN[5:])
     on_cpu(ranks, options)
 
 
 @pytest.mark.prove
-def test_whole_matrix(ranks: Ranks) -> None:
+def test_complete_matrix(ranks: Ranks) -> None:
     on_cpu(ranks, cases(list(MODELS), 20, PLAIN))
 
 
 @pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.prove)])
-def test_beside_the_same_mesh_without_zero_1(ranks: Ranks, steps: int) -> None:
-    """With dropout, whose random numbers belong to the mesh, and with bf16 parameters, whose fp32 masters are cut."""
+def test_against_the_same_mesh_without_zero_1(ranks: Ranks, steps: int) -> None:
+    """With dropout, whose random numbers depend on the mesh, and with bf16 parameters, whose fp32 masters are
+    sharded."""
     dropout = {"kind": "gpt2", "dropout": 0.1}
     combined = [{"model": dropout}, {"model": dropout, "sequence": True, "accumulation": 2}]
     combined += [{"model": dropout, "sequence": True, "checkpointing": True}, {"model": dropout, "tp": 1}]
@@ -74,7 +75,7 @@ def test_dropout_of_replicated_activations_is_that_of_any_tensor_parallel_size(r
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_every_rank_has_its_share_of_the_state(ranks: Ranks, bf16: bool) -> None:
-    """Within one percent, of a model whose sizes divide by nothing; masters included."""
+    """Within one percent, for a model with indivisible sizes; masters included."""
     options = {"model": MODELS["gpt2"], "zero_1": True, "bf16": bf16}
     case = "tests.support.models:state_bytes"
     (whole,) = ranks.run(case, options).check()
@@ -93,7 +94,7 @@ def test_in_the_graph(ranks: Ranks) -> None:
 @pytest.mark.prove
 @pytest.mark.xla
 @pytest.mark.parametrize("name", SAMPLE)
-def test_whole_matrix_in_the_graph(ranks: Ranks, name: str) -> None:
+def test_complete_matrix_in_the_graph(ranks: Ranks, name: str) -> None:
     in_threads(ranks, 4, cases([name], 20, PLAIN[:4]))
 
 
@@ -106,7 +107,7 @@ def test_over_the_host(ranks: Ranks) -> None:
 
 
 @pytest.mark.xla
-def test_the_graphs_of_all_ranks_are_one_and_saving_adds_none(ranks: Ranks) -> None:
+def test_all_ranks_run_the_same_graphs_and_saving_adds_none(ranks: Ranks) -> None:
     """Sequence parallelism has 10 all-gathers, 9 reduce-scatters and 3 all-reduces (see distributed/test_parallel.py).
     ZeRO-1 adds one of each of the first two for its two buckets: tensors that are cut, and such that are not. The
     latter's gradients are summed over the tensor parallel ranks, and so is the norm, which comes from all ranks."""

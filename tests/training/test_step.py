@@ -1,0 +1,70 @@
+"""A training step with an optimizer and a reducer that Stepmark does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepmark.runtime.mesh import Mesh
+from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.step import StepHooks, TrainStep
+from tests.support.programs import tiny_model
+from tests.training.test_micro_batches import Recorder, step_batch
+
+
+class OtherOptimizer:
+    """Has the methods of `StepOptimizer`, and no class of Stepmark's as its base."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.reducer = Recorder(model)
+        self.given: list[list[Tensor | None]] = []
+
+    def gradients(self, mesh: Mesh, *, accumulation: int) -> Recorder:
+        return self.reducer
+
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        self.given.append([None if gradient is None else gradient.clone() for gradient in gradients])
+        self.reducer.calls.append("set gradients")
+        for parameter, gradient in zip(self.reducer._model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+    def step(self) -> None:
+        self.reducer.calls.append("step")
+        self.inner.step()
+
+    def ensure_state(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_a_step_works_with_any_optimizer_and_reducer(max_norm: float) -> None:
+    model = tiny_model(dropout=0.0)
+    optimizer = OtherOptimizer(model)
+    calls = optimizer.reducer.calls
+    before = model.transformer.wte.weight.detach().clone()
+    step = TrainStep(
+        model, optimizer, MicroBatchLoss(model), Mesh.create(device="cpu"), accumulation=2, max_grad_norm=max_norm
+    )
+    hooks = StepHooks(
+        after_micro_step=lambda: calls.append("after micro-step"),
+        before_update=lambda: calls.append("before update"),
+        after_update=lambda: calls.append("after update"),
+    )
+    found = step(0, step_batch([[0, 1], [2, 3]]), hooks)
+    assert calls == [
+        *("collect", "after micro-step", "last backward", "collect", "reduce"),
+        *("set gradients", "before update", "step", "after update", "set gradients", "reset"),
+    ]
+    loss, tokens, norm = found.values.tolist()
+    assert loss > 0
+    assert tokens == optimizer.reducer.tokens[0]
+    assert norm > 0.5
+    used = nn.utils.get_total_norm([gradient for gradient in optimizer.given[0] if gradient is not None])
+    assert float(used) == pytest.approx(max_norm or norm, rel=1e-4)
+    gradient = optimizer.given[0][0]
+    torch.testing.assert_close(model.transformer.wte.weight.detach(), before - 0.1 * gradient)
+    assert all(each is None for each in optimizer.given[1])
