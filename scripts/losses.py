@@ -57,8 +57,9 @@ def page(verdicts: list[Verdict]) -> str:
         "## Model classes",
         "",
         f"Made by `PYTHONPATH=. python scripts/losses.py --write` with {versions}, on a CPU: every model",
-        f"class that takes labels, with a small random configuration and seven samples, at batch sizes {', '.join(map(str, BATCHES))} and",
-        f"accumulation {' and '.join(map(str, ACCUMULATIONS))}. Expected values come from the model's logits for one",
+        "class that takes labels, with a small random configuration and seven samples, at batch sizes",
+        f"{', '.join(map(str, BATCHES))} and accumulation {' and '.join(map(str, ACCUMULATIONS))}. Expected values come"
+        " from the model's logits for one",
         "sample at a time (for CTC from its loss for one sample). Models are in eval mode, so that dropout and batch",
         "statistics do not differ between batches.",
         "",
