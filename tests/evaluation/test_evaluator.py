@@ -18,8 +18,10 @@ from stepmark.evaluation.evaluator import Evaluator, concatenate, perplexity
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.training.loss import MicroBatchLoss
+from tests.support.label_models import make, mean_by_hand
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 from tests.support.ranks import Ranks
+from tests.training.test_loss import ManyOutputs, classes
 
 CPU = EagerRuntime(torch.device("cpu"))
 
@@ -204,6 +206,68 @@ def test_a_regression_with_float_labels_is_averaged_over_samples(batch_size: int
         assert found.loss == pytest.approx(torch.stack(errors).mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize(
+    "name", ["BertForSequenceClassification", "BertForTokenClassification", "T5ForConditionalGeneration"]
+)
+def test_the_loss_does_not_depend_on_the_batch_size(name: str, batch_size: int) -> None:
+    case = make(name)
+    expected = mean_by_hand(case).item()
+    assert evaluator(case.model)(loader(case.samples, batch_size)).loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_users_mean_does_not_depend_on_the_batch_size(batch_size: int) -> None:
+    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        return F.cross_entropy(outputs["logits"], labels)
+
+    rows = [{"features": torch.randn(4), "labels": torch.tensor(index % 3)} for index in range(7)]
+    model = Classifier()
+    made = Evaluator(model, MicroBatchLoss(model, compute_loss_func=compute), CPU, HostGroup())
+    features, labels = (torch.stack([row[name] for row in rows]) for name in ("features", "labels"))
+    expected = F.cross_entropy(model.linear(features), labels).item()
+    assert made(loader(rows, batch_size)).loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_batch_without_targets_adds_nothing() -> None:
+    case = make("BertForTokenClassification")
+    rows = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in case.samples[:2]] + case.samples
+    found = evaluator(case.model)(loader(rows, 2))
+    assert found.loss == pytest.approx(mean_by_hand(case).item(), rel=1e-5)
+
+
+def test_answers_are_label_ids_of_two_arrays() -> None:
+    case = make("BertForQuestionAnswering")
+    found = evaluator(case.model)(loader(case.samples, 2), gather=True)
+    assert found.loss == pytest.approx(mean_by_hand(case).item(), rel=1e-5)
+    assert [part.tolist() for part in found.labels] == [list(range(7)), list(range(3, 10))]
+    assert [part.shape for part in found.predictions] == [(7, 12), (7, 12)]
+
+
+def test_a_model_that_returns_tuples() -> None:
+    model = ManyOutputs()
+    rows = [{name: value[index] for name, value in classes(7).items()} for index in range(7)]
+    found = evaluator(model)(loader(rows, 3), gather=True)
+    batch = classes(7)
+    expected = F.cross_entropy(model.linear(batch["features"]), batch["labels"]).item()
+    assert found.loss == pytest.approx(expected, rel=1e-6)
+    assert [part.shape for part in found.predictions] == [(7, 3), (7, 4)]
+    for row in rows:
+        del row["labels"]
+    found = evaluator(model)(loader(rows, 3), gather=True)
+    assert (found.loss, found.labels) == (None, None)
+    assert [part.shape for part in found.predictions] == [(7, 3), (7, 4)]
+
+
+def test_a_model_that_needs_no_labels_for_its_loss() -> None:
+    class Contrast(nn.Module):
+        def forward(self, features: Tensor, return_loss: bool | None = True) -> dict[str, Tensor]:
+            return {"loss": features.mean(), "logits": features}
+
+    rows = [{"features": torch.full((2,), float(index))} for index in range(5)]
+    assert evaluator(Contrast())(loader(rows, 2)).loss == pytest.approx(2.0)
+
+
 def test_arrays_of_different_widths_are_filled() -> None:
     joined = concatenate([np.ones((2, 3)), np.ones((1, 5))])
     assert joined.shape == (3, 5)
@@ -237,6 +301,25 @@ def test_the_trainers_metrics(tmp_path: Path) -> None:
     assert metrics["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert (metrics["eval_count"], metrics["eval_given"]) == (7.0, 1.0)
     assert {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"} <= metrics.keys()
+
+
+def test_metrics_of_other_labels_and_none_without_labels(tmp_path: Path) -> None:
+    case = make("BertForQuestionAnswering")
+    seen: list[Any] = []
+
+    def compute(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.label_ids)
+        return {"called": 1.0}
+
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", disable_tqdm=True)
+    made = Trainer(case.model, args, eval_dataset=case.samples, compute_metrics=compute)  # type: ignore[arg-type]
+    assert made.evaluate()["eval_called"] == 1.0
+    assert [part.tolist() for part in seen[0]] == [list(range(7)), list(range(3, 10))]
+    unlabelled = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in case.samples]
+    metrics = made.evaluate(unlabelled)  # type: ignore[arg-type]
+    assert "eval_called" not in metrics
+    assert "eval_loss" not in metrics
+    assert made.predict(unlabelled).label_ids is None  # type: ignore[arg-type]
 
 
 def test_several_sets_and_a_prefix_of_ones_own(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
 
+from stepmark.errors import UsageError
 from stepmark.training.loss import MicroBatchLoss, Weight, smoothed_cross_entropy
-from stepmark.training.model_labels import known_shift, names_num_items
+from tests.support.label_models import batch_of, make
 from tests.support.programs import VOCABULARY, tiny_model
+from tests.training.test_model_labels import OwnLoss
 
 # Micro-batches with few and many target tokens: a mean of their means would be far from the mean over tokens.
 SHAPES = [(1, 4), (2, 16), (3, 9)]
@@ -165,41 +166,106 @@ def test_outputs_come_with_the_loss(model: nn.Module) -> None:
         assert outputs.past_key_values is None  # generation's cache is not kept
 
 
-def test_which_models_shift() -> None:
-    classifier = BertForSequenceClassification(
-        BertConfig(
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            intermediate_size=8,
-            vocab_size=20,
-            max_position_embeddings=8,
-        )
-    )
-    assert known_shift(tiny_model()) is True
-    assert known_shift(classifier) is False
-    assert known_shift(nn.Linear(2, 2)) is False
+class ManyOutputs(nn.Module):
+    """A classifier that returns a tuple, its loss first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.linear(features)
+        return (logits, features) if labels is None else (F.cross_entropy(logits, labels), logits, features)
 
 
-def test_models_may_declare_that_they_divide_by_num_items() -> None:
-    class Says(nn.Linear):
-        accepts_loss_kwargs = True
+def classes(rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {"features": torch.randn(rows, 4, generator=generator), "labels": torch.arange(rows) % 3}
 
-    class Names(nn.Linear):
-        def forward(self, input: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-            return super().forward(input)
 
-    class Swallows(nn.Linear):
-        def forward(self, input: Tensor, **_: Any) -> Tensor:
-            return super().forward(input)
+def test_a_model_that_returns_a_tuple_has_its_loss_first() -> None:
+    model, inputs = ManyOutputs(), classes(5)
+    weight = Weight(torch.tensor(5.0), torch.tensor(10.0))
+    loss, outputs = MicroBatchLoss(model)(model, inputs, weight)
+    torch.testing.assert_close(loss, F.cross_entropy(model.linear(inputs["features"]), inputs["labels"]) / 2)
+    assert [output.shape for output in outputs] == [(5, 3), (5, 4)]
+    smoothed, outputs = MicroBatchLoss(model, label_smoothing=0.1)(model, inputs, weight)
+    expected = F.cross_entropy(model.linear(inputs["features"]), inputs["labels"], label_smoothing=0.1)
+    torch.testing.assert_close(smoothed, expected / 2)
+    assert [output.shape for output in outputs] == [(5, 3), (5, 4)]
 
-    assert names_num_items(Says(1, 1))
-    assert names_num_items(Names(1, 1))
-    assert not names_num_items(Swallows(1, 1))
+
+def test_a_model_without_a_loss_is_named() -> None:
+    class Silent(nn.Module):
+        def forward(self, features: Tensor) -> dict[str, Tensor]:
+            return {"logits": features}
+
+    one = torch.tensor(1.0)
+    with pytest.raises(UsageError, match=r"returned no loss \(its outputs: logits\); give it labels"):
+        MicroBatchLoss(Silent())(Silent(), {"features": torch.ones(1)}, Weight(one, one))
+
+
+@pytest.mark.parametrize("way", ["mean", "sum"])
+def test_the_users_function_may_return_a_mean_or_divide_a_sum(way: str) -> None:
+    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        logits = outputs[0]
+        if way == "mean":
+            return F.cross_entropy(logits, labels)
+        return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+    model, inputs = ManyOutputs(), classes(7)
+    cuts = [{name: value[rows] for name, value in inputs.items()} for rows in (slice(0, 3), slice(3, 7))]
+    found = step_loss(MicroBatchLoss(model, compute_loss_func=compute), model, cuts, [3, 4])
+    torch.testing.assert_close(found, F.cross_entropy(model.linear(inputs["features"]), inputs["labels"]))
+
+
+def test_the_users_mean_of_a_micro_batch_without_targets_is_no_nan() -> None:
+    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[0], labels)
+
+    model, inputs = ManyOutputs(), classes(2)
+    inputs["labels"][:] = -100
+    loss = step_loss(MicroBatchLoss(model, compute_loss_func=compute), model, [inputs], [0])
+    loss.backward()
+    assert loss == 0
+    assert model.linear.weight.grad is not None
+    assert not model.linear.weight.grad.any()
+
+
+def test_smoothing_of_an_encoder_decoder_is_of_aligned_labels() -> None:
+    case = make("T5ForConditionalGeneration")
+    inputs = batch_of(case.samples)
+    count = int((inputs["labels"] != -100).sum())
+    weight = Weight(torch.tensor(float(count)), torch.tensor(float(count)))
+    found, _ = MicroBatchLoss(case.model, label_smoothing=0.1)(case.model, inputs, weight)
+    logits = case.model(**inputs).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_smoothing_of_a_users_model_is_of_labels_as_its_own_loss_takes_them(shifted: bool) -> None:
+    model = OwnLoss(shifted).eval()
+    tokens = torch.randint(0, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    count = torch.tensor(15.0 if shifted else 18.0)
+    found, _ = MicroBatchLoss(model, label_smoothing=0.2)(model, inputs, Weight(count, count))
+    logits = model(tokens)["logits"]
+    kept, targets = (logits[:, :-1], tokens[:, 1:]) if shifted else (logits, tokens)
+    expected = F.cross_entropy(kept.flatten(0, 1), targets.flatten(), label_smoothing=0.2)
+    torch.testing.assert_close(found, expected)
+
+
+def test_smoothing_leaves_models_without_labels_their_own_loss() -> None:
+    case = make("BertForQuestionAnswering")
+    inputs, one = batch_of(case.samples), torch.tensor(1.0)
+    found, _ = MicroBatchLoss(case.model, label_smoothing=0.2)(case.model, inputs, Weight(one, one))
+    torch.testing.assert_close(found, case.model(**inputs).loss)
 
 
 @pytest.mark.parametrize("accepts", [False, True])
-def test_gradients_of_a_step_do_not_depend_on_how_it_is_cut(accepts: bool) -> None:
+def test_gradients_of_a_step_do_not_depend_on_its_micro_batches(accepts: bool) -> None:
     model = tiny_model(dropout=0.0).eval() if accepts else OwnMean()
     whole = {name: torch.cat([each[name] for each in padded()]) for name in ("input_ids", "labels")}
     ways = [gradients(model, batches, [shifted_targets(each) for each in batches]) for batches in ([whole], padded())]

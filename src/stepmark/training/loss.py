@@ -111,7 +111,8 @@ class MicroBatchLoss:
                 outputs = model(**inputs, **self._options)
                 return self._weighted(self._computed(outputs, None, weight), weight), outputs
             loss, outputs = self._own_loss(model, with_targets(self.labels, inputs, weight), weight)
-            return (loss / weight.divisor if self._sums_samples else self._weighted(loss, weight)), outputs
+            mean = loss / weight.count.clamp(min=1) if self._sums_samples else loss
+            return self._weighted(mean, weight), outputs
 
     def _masks(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
         return masks_by_shape(inputs) if self._lazy else nullcontext()
@@ -157,11 +158,16 @@ class MicroBatchLoss:
 
 
 def with_targets(rule: LabelRule, inputs: Mapping[str, Any], weight: Weight) -> Mapping[str, Any]:
-    """The inputs, with class 0 for every label where the micro-batch has no target: it has weight 0, but the mean of
-    no losses is nan, and so may be its gradient."""
+    """The inputs, with a target for every label where the micro-batch has none: it has weight 0, but the mean of no
+    losses is nan, and so may be its gradient."""
     integers = rule.integers(inputs)
-    some = {name: torch.where(weight.count > 0, each, torch.zeros_like(each)) for name, each in integers.items()}
+    some = {name: torch.where(weight.count > 0, each, _any_target(each)) for name, each in integers.items()}
     return {**inputs, **some}
+
+
+def _any_target(labels: Tensor) -> Tensor:
+    """Class 0; of a sequence class 1, since class 0 may be its padding, which some models skip."""
+    return torch.ones_like(labels) if labels.ndim == 2 else torch.zeros_like(labels)
 
 
 def split_loss(outputs: Any) -> tuple[Tensor, Any]:

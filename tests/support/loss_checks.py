@@ -1,0 +1,99 @@
+"""Whether the losses of training and evaluation are the mean over targets that a model's logits give by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepmark.data.loader import DataLoader
+from stepmark.evaluation.evaluator import Evaluator
+from stepmark.runtime.mesh import Mesh
+from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.optimizer import ParameterOptimizer
+from stepmark.training.step import TrainStep
+from tests.support.label_models import Case, NotMade, make, sample_losses, task_of
+
+BATCHES = (1, 2, 5)
+ACCUMULATIONS = (1, 4)
+TOLERANCE = 2e-4  # relative, of losses: batches of other sizes are added up in another order
+GRADIENT_TOLERANCE = 2e-3  # of gradients of deep convolutions, in float32
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found for a class. `outcome`: equal, different, or not tried; `why` says more."""
+
+    name: str
+    task: str
+    outcome: str
+    why: str = ""
+
+
+def verdict(name: str) -> Verdict:
+    """Makes a small model of a transformers class, and compares all its losses."""
+    try:
+        case = make(name)
+    except NotMade as reason:
+        return Verdict(name, task_of(name), "not tried", str(reason))
+    try:
+        found = differences(case)
+    except Exception as error:
+        found = [f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"]
+    return Verdict(name, case.task, "different" if found else "equal", "; ".join(found[:2]))
+
+
+def differences(case: Case) -> list[str]:
+    """Every way of cutting the samples into batches whose loss, or gradient norm, is not the one by hand."""
+    torch.manual_seed(0)
+    by_hand = [sample_losses(case, sample) for sample in case.samples]
+    losses, counts = [loss.detach() for loss, _ in by_hand], [count for _, count in by_hand]
+    norm = gradient_norm(case.model, torch.stack([loss for loss, _ in by_hand]).sum() / sum(counts))
+    found = []
+    for batch in BATCHES:
+        expected = float(sum(losses)) / sum(counts)
+        found += _differs(f"eval_loss at batch {batch}", evaluation_loss(case, batch), expected)
+        for accumulation in ACCUMULATIONS:
+            size = batch * accumulation
+            for number, values in enumerate(training_losses(case, batch, accumulation)):
+                step = slice(number * size, (number + 1) * size)
+                expected = float(sum(losses[step])) / sum(counts[step])
+                found += _differs(f"loss at batch {batch}, accumulation {accumulation}", values[0], expected)
+    found += _differs("gradient norm", training_losses(case, 2, 4)[0][2], norm, GRADIENT_TOLERANCE)
+    return list(dict.fromkeys(found))
+
+
+def _differs(what: str, found: float | None, expected: float, tolerance: float = TOLERANCE) -> list[str]:
+    if found is not None and abs(found - expected) <= tolerance * max(abs(expected), 1e-3):
+        return []
+    return [f"{what}: {'none' if found is None else format(found, '.6g')}, by hand {expected:.6g}"]
+
+
+def gradient_norm(model: nn.Module, loss: torch.Tensor) -> float:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    norms = [gradient.norm() for gradient in gradients if gradient is not None]
+    return float(torch.stack(norms).norm())
+
+
+def training_losses(case: Case, batch: int, accumulation: int) -> list[list[float]]:
+    """Loss, targets and gradient norm of every step over the samples, in order; the weights stay."""
+    mesh = Mesh.create(device="cpu")
+    loss = MicroBatchLoss(case.model)
+    names = {parameter: name for name, parameter in case.model.named_parameters()}
+    inner = torch.optim.SGD([parameter for parameter in names if parameter.requires_grad], lr=0.0)
+    optimizer = ParameterOptimizer.around(inner, names, mesh.runtime)
+    step = TrainStep(case.model, optimizer, loss, mesh, accumulation=accumulation)
+    return [step(number, each).values.tolist() for number, each in enumerate(loader(case, loss, batch, accumulation))]
+
+
+def evaluation_loss(case: Case, batch: int) -> float | None:
+    mesh = Mesh.create(device="cpu")
+    loss = MicroBatchLoss(case.model)
+    return Evaluator(case.model, loss, mesh.runtime, mesh.context.host)(loader(case, loss, batch, 1)).loss
+
+
+def loader(case: Case, loss: MicroBatchLoss, batch: int, accumulation: int) -> Any:
+    return DataLoader(case.samples, batch, accumulation=accumulation, shuffle=False, labels=loss.labels)

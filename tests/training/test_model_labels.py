@@ -1,0 +1,159 @@
+"""Which inputs of a model are labels, and whether it predicts the first of a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepmark.data.labels import LabelRule
+from stepmark.data.loader import DataLoader
+from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.model_labels import known_shift, label_names, label_rule, names_num_items
+from tests.support.label_models import make
+from tests.support.programs import VOCABULARY, tiny_model
+
+
+class OwnLoss(nn.Module):
+    """A user's model: mean cross entropy of its own, with labels shifted or aligned."""
+
+    def __init__(self, shifted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.dropout = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, VOCABULARY)
+        self.shifted = shifted
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+        hidden = self.norm(self.dropout(self.embedding(input_ids)).transpose(1, 2)).transpose(1, 2)
+        logits = self.head(hidden)
+        if labels is None:
+            return {"logits": logits}
+        kept, targets = (logits[:, :-1], labels[:, 1:]) if self.shifted else (logits, labels)
+        return {"loss": F.cross_entropy(kept.reshape(-1, VOCABULARY), targets.reshape(-1)), "logits": logits}
+
+
+def micro_batch(**labels: Any) -> Any:
+    tokens = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
+    samples = [{"input_ids": row, "labels": row.clone()} for row in tokens]
+    for index, value in labels.items():
+        samples[0]["labels"][int(index[1:])] = value
+    return next(iter(DataLoader(samples, 2, shuffle=False)))[0]
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_a_users_model_is_asked_once_whether_it_shifts(shifted: bool) -> None:
+    model = OwnLoss(shifted).train()
+    loss = MicroBatchLoss(model)
+    assert loss.labels.causal_shift is None
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert loss.count(model, micro_batch()) == (8 if shifted else 10)
+    assert loss.causal_shift is shifted
+    assert len(calls) == 2
+    assert loss.count(model, micro_batch(_1=-100)) == (7 if shifted else 9)
+    assert len(calls) == 2
+
+
+def test_asking_changes_nothing() -> None:
+    model = OwnLoss(True).train()
+    model.dropout.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    MicroBatchLoss(model).count(model, micro_batch())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_is_not_asked_where_it_makes_no_difference() -> None:
+    model = OwnLoss(True)
+    model.register_forward_hook(lambda *_: pytest.fail("asked"))
+    batch = micro_batch()
+    batch.inputs["labels"][:, 0] = -100
+    unlabelled = replace(batch, targets=8, first_targets=0)
+    assert MicroBatchLoss(model).count(model, unlabelled) == 8
+    causal = tiny_model()
+    causal.register_forward_hook(lambda *_: pytest.fail("asked"))
+    assert MicroBatchLoss(causal).count(causal, micro_batch()) == 8
+
+
+def test_a_model_whose_loss_fails_without_targets_has_aligned_labels() -> None:
+    class Fails(OwnLoss):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+            assert labels is not None
+            assert (labels != -100).any(), "no targets"
+            return super().forward(input_ids, labels)
+
+    model = Fails(False)
+    assert MicroBatchLoss(model).count(model, micro_batch()) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "shift"),
+    [
+        ("GPT2LMHeadModel", True),
+        ("LlamaForCausalLM", True),
+        ("BertForTokenClassification", False),
+        ("BertForMaskedLM", False),
+        ("T5ForConditionalGeneration", False),
+        ("BartForCausalLM", None),
+        ("LlamaForSequenceClassification", False),
+    ],
+)
+def test_what_the_class_of_a_model_shows(name: str, shift: bool | None) -> None:
+    assert known_shift(make(name).model) is shift
+
+
+def test_label_names() -> None:
+    assert label_names(make("BertForQuestionAnswering").model) == ("start_positions", "end_positions")
+    assert label_names(make("BertForSequenceClassification").model) == ("labels",)
+    assert label_names(nn.Linear(1, 1)) == ("labels",)
+
+
+def test_rules_of_particular_tasks() -> None:
+    assert label_rule(make("SegformerForSemanticSegmentation").model).ignored == 255
+    assert label_rule(make("Wav2Vec2ForCTC").model).by_sample
+    assert label_rule(nn.Linear(1, 1)) == LabelRule(causal_shift=False)
+
+
+def test_the_model_inside_a_wrapper_is_looked_at() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def get_base_model(self) -> nn.Module:
+            return self.inner
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    assert label_rule(Wrapper(tiny_model())).causal_shift is True
+    compiled = torch.compile(make("BertForQuestionAnswering").model)
+    assert label_rule(compiled).names == ("start_positions", "end_positions")
+
+
+def test_models_may_declare_that_they_divide_by_num_items() -> None:
+    class Says(nn.Linear):
+        accepts_loss_kwargs = True
+
+    class Names(nn.Linear):
+        def forward(self, input: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+            return super().forward(input)
+
+    class Swallows(nn.Linear):
+        def forward(self, input: Tensor, **_: Any) -> Tensor:
+            return super().forward(input)
+
+    assert names_num_items(Says(1, 1))
+    assert names_num_items(Names(1, 1))
+    assert not names_num_items(Swallows(1, 1))
+    assert not names_num_items(tiny_model())
