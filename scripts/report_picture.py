@@ -1,4 +1,4 @@
-"""Makes docs/report.png: the report of a real run that is killed, whose newest checkpoint is damaged, and that goes on.
+"""Makes docs/report.png: the report of a real run that is killed, loses its newest checkpoint, and resumes.
 
     python scripts/report_picture.py [FOLDER]
 
