@@ -1,4 +1,5 @@
-"""Makes docs/report.png: the report of a real run that is killed, loses its newest checkpoint, and resumes.
+"""Makes docs/report.png: the report of a real run that is killed, finds its newest checkpoint corrupted, and
+resumes.
 
     python scripts/report_picture.py [FOLDER]
 
