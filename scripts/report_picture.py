@@ -1,4 +1,5 @@
-"""Makes docs/report.png: the report of a real run that is killed, whose newest checkpoint is damaged, and that goes on.
+"""Makes docs/report.png: the report of a real run that is killed, finds its newest checkpoint corrupted, and
+resumes.
 
     python scripts/report_picture.py [FOLDER]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command, and ends the process with its exit code; quietly with 1 if nobody reads its output any more."""
+    """Runs a command, and ends the process with its exit code; quietly with 1 if its output is closed early."""
     from stepmark.cli.main import run
     from stepmark.launch.process_exit import end_rank
 

@@ -1,33 +1,33 @@
-"""Every error that Stepmark raises on purpose.
+"""The errors that Stepmark raises for users to read.
 
-StepmarkError                     exit 1: it failed, or what was checked is bad
-├── UsageError                    exit 2: the call is wrong; nothing was started
+StepmarkError                     exit 1: failed, or a check found errors
+├── UsageError                    exit 2: wrong usage; nothing was started
 ├── DataError                     training or evaluation data is missing, empty or unusable
-├── MetricsError                  a metrics or evaluation function of the user's failed, or gave no numbers
-├── DeviceError                   the device is missing, or cannot do what was asked
-├── LaunchError                   ranks cannot be started, found or kept together
-│   └── PeerFailed                another rank failed, and its error is the one to read
+├── MetricsError                  a custom metrics or evaluation function failed, or did not return numbers
+├── DeviceError                   the device is missing, or does not support the request
+├── LaunchError                   ranks cannot be started or connected, or have lost each other
+│   └── PeerFailed                another rank failed first; its error is the one to read
 └── CheckpointError               a checkpoint cannot be written or read
-    ├── CheckpointNotFound        there is none where one was named
-    ├── CheckpointDamaged         bytes are missing or differ from their digest
-    ├── CheckpointMismatch        whole, but of another model, or holds less than was asked for
+    ├── CheckpointNotFound        the given checkpoint does not exist
+    ├── CheckpointDamaged         corrupted: bytes are missing or do not match their checksum
+    ├── CheckpointMismatch        valid, but of another model, or lacks what was requested
     ├── CheckpointBusy            another live run owns the folder
-    └── CheckpointTimeout         a phase of a save or restore outlasted its deadline
+    └── CheckpointTimeout         a phase of a save or restore missed its deadline
 
-A message says what is wrong, where, and what to do; it is one line, as the command line prints it.
+A message says in one line what is wrong, where, and what to do; the command line prints it as it is.
 """
 
 from __future__ import annotations
 
 
 class StepmarkError(Exception):
-    """Base of all errors that are a user's to read; `exit_code` is what the command line ends with."""
+    """Base class of all errors for users; `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
 
 class UsageError(StepmarkError):
-    """The call is wrong: an unknown field, a value of the wrong type, two fields that contradict each other."""
+    """Wrong usage: an unknown field, a value of the wrong type, two fields that contradict each other."""
 
     exit_code = 2
 
@@ -37,19 +37,19 @@ class DataError(StepmarkError):
 
 
 class MetricsError(StepmarkError):
-    """A metrics or evaluation function of the user's failed, or gave no numbers."""
+    """A custom metrics or evaluation function failed, or did not return numbers."""
 
 
 class DeviceError(StepmarkError):
-    """The device is missing, or cannot do what was asked of it."""
+    """The device is missing, or does not support the request."""
 
 
 class LaunchError(StepmarkError):
-    """Ranks cannot be started, found or kept together."""
+    """Ranks cannot be started or connected, or have lost each other."""
 
 
 class PeerFailed(LaunchError):
-    """Another rank failed, and its error is the one to read."""
+    """Another rank failed first; its error is the one to read."""
 
 
 class CheckpointError(StepmarkError):
@@ -57,15 +57,15 @@ class CheckpointError(StepmarkError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """There is no checkpoint where one was named."""
+    """The given checkpoint does not exist."""
 
 
 class CheckpointDamaged(CheckpointError):
-    """Bytes of a checkpoint are missing, or differ from their digest."""
+    """A checkpoint is corrupted: bytes are missing, or do not match their checksum."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """A whole checkpoint, but of another model, or one that holds less than was asked for."""
+    """A checkpoint is valid, but of another model, or lacks what was requested."""
 
 
 class CheckpointBusy(CheckpointError):
@@ -73,4 +73,4 @@ class CheckpointBusy(CheckpointError):
 
 
 class CheckpointTimeout(CheckpointError):
-    """A phase of a save or restore outlasted its deadline; the message names the ranks that are late, and where."""
+    """A phase of a save or restore missed its deadline; the message names the late ranks and what they were doing."""

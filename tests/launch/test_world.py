@@ -67,13 +67,13 @@ def test_torchrun_of_one_rank_needs_no_port() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"RANK": None}, "RANK should be a number and is None"),
-        ({"WORLD_SIZE": None}, "WORLD_SIZE should be a number and is None"),
-        ({"RANK": "x"}, "RANK should be a number and is 'x'"),
-        ({"RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8"),
-        ({"RANK": "-1"}, "RANK=-1 is not below WORLD_SIZE=8"),
-        ({"MASTER_PORT": None}, "MASTER_PORT should be a number and is None"),
-        ({"LOCAL_RANK": ""}, "LOCAL_RANK should be a number and is ''"),
+        ({"RANK": None}, "RANK must be an integer, but is None"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE must be an integer, but is None"),
+        ({"RANK": "x"}, "RANK must be an integer, but is 'x'"),
+        ({"RANK": "8"}, "RANK=8 must be below WORLD_SIZE=8"),
+        ({"RANK": "-1"}, "RANK=-1 must be below WORLD_SIZE=8"),
+        ({"MASTER_PORT": None}, "MASTER_PORT must be an integer, but is None"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK must be an integer, but is ''"),
     ],
 )
 def test_variables_that_do_not_fit(change: dict[str, str | None], words: str) -> None:
@@ -106,9 +106,9 @@ def test_torchrun_within_slurm_is_torchrun() -> None:
 
 
 def test_slurm_with_a_variable_that_is_no_number() -> None:
-    with pytest.raises(LaunchError, match="SLURM_STEP_NUM_TASKS should be a number"):
+    with pytest.raises(LaunchError, match="SLURM_STEP_NUM_TASKS must be an integer"):
         World.from_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "many"})
-    with pytest.raises(LaunchError, match="SLURM_PROCID should be a number"):
+    with pytest.raises(LaunchError, match="SLURM_PROCID must be an integer"):
         World.from_environment({**SLURM, "SLURM_PROCID": "x"})
 
 

@@ -17,10 +17,10 @@ from stepmark.report.write import write_report
 
 OWNER = """
 import sys, time
-from pathlib import Path
-from stepmark.checkpoint.coordination.folder_lock import FolderLock
+from stepmark import Checkpointer
 
-FolderLock.claim(Path(sys.argv[1]))
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.claim()
 print("claimed", flush=True)
 time.sleep(600)
 """

@@ -16,32 +16,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a checkpoint-N folder, a Hugging Face model folder, or a run's folder",
     )
-    add("--watch", action="store_true", help="go on until the run has ended and all is evaluated")
-    add("--until", type=int, metavar="STEP", help="end once this step, or a later one, is done")
-    add("--patience", type=int, metavar="N", help="ask the run to stop after N evaluations without a better one")
+    add("--watch", action="store_true", help="continue until the run has ended and all checkpoints are evaluated")
+    add("--until", type=int, metavar="STEP", help="end once this step or a later one is evaluated")
+    add("--patience", type=int, metavar="N", help="ask the run to stop after N evaluations without improvement")
     add(
         "--data",
         action="append",
         default=[],
         metavar="[NAME=]SOURCE",
-        help="a file, a folder made by save_to_disk, or python-stdlib; several with a name each "
+        help="a file, a folder made by save_to_disk, or python-stdlib; several with names "
         "(default: the validation data of the run)",
     )
     add("--block_size", type=int, metavar="INT", help="tokens in a sample (default: as in the run)")
-    add("--max_samples", type=int, metavar="INT", help="no more samples of each set than this (default: as in the run)")
-    add("--batch_size", type=int, metavar="INT", help="samples a rank takes at a time (default: as in the run)")
+    add("--max_samples", type=int, metavar="INT", help="limit the samples of each set (default: as in the run)")
+    add("--batch_size", type=int, metavar="INT", help="samples per rank and batch (default: as in the run)")
     add("--metrics", metavar="MODULE:FUNCTION", help="compute_metrics(EvalPrediction), a dict of numbers")
     add("--evaluator", metavar="MODULE:FUNCTION", help="evaluate(model, tokenizer, context), a dict of numbers")
-    add("--metric", metavar="NAME", help="which metric tells the best (default: as in the run, else the loss)")
-    add("--greater_is_better", choices=("true", "false"), help="whether more of that metric is better")
+    best = "metric that selects the best checkpoint (default: as in the run, else the loss)"
+    add("--metric", metavar="NAME", help=best)
+    add("--greater_is_better", choices=("true", "false"), help="whether a greater value of that metric is better")
     add("--device", default="auto", metavar="STR", help="auto, xla, cuda, neuron or cpu (default: auto)")
     add("--nproc", type=int, metavar="N", help="start N ranks on this machine")
-    add("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks for checkpoints (default: 2)")
-    add("--json", action="store_true", help="print JSON, for machines; with --watch one object a line")
+    add("--interval", type=float, default=2.0, metavar="SECONDS", help="between checks for checkpoints (default: 2)")
+    add("--json", action="store_true", help="print JSON; with --watch one object per line")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """0 where all went well, 1 where an evaluation has failed."""
+    """Returns 0, or 1 if an evaluation failed."""
     from stepmark.cli.local_ranks import start_ranks
     from stepmark.launch.supervisor import follow_supervisor
     from stepmark.watcher.command import Request, evaluate_command

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("stepmark")
 
 
 class FailedRun:
@@ -19,6 +22,12 @@ class FailedRun:
     def write(self, message: str) -> None:
         """Sets the run's status to failed, with this reason. A rank that lost its peer may have recorded only that, so
         the launcher's reason replaces it; a status from before this start, or another live run's, stays."""
+        try:
+            self._write(message)
+        except OSError as error:
+            logger.warning("cannot write the run's status: %s", error)
+
+    def _write(self, message: str) -> None:
         from stepmark.checkpoint.coordination.folder_lock import held_by_another
         from stepmark.trainer.telemetry.run_log import RunLog
 

@@ -18,14 +18,14 @@ from stepmark.cli.local_ranks import start_ranks
 from stepmark.config.recipe import Recipe, all_fields, read_recipe
 from stepmark.config.unknown_fields import unknown_field
 
-HELP = "train a model as a recipe says"
+HELP = "train a model from a recipe"
 PATIENCE = 2.0  # seconds that the main thread has to answer a signal before training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="fields and their values; flags win over it")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="fields and their values; flags override it")
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
-    own = "compute_metrics(EvalPrediction), a dict of numbers, for evaluations"
+    own = "compute_metrics(EvalPrediction) -> dict of numbers, for evaluations"
     parser.add_argument("--metrics", metavar="MODULE:FUNCTION", help=own)
     fields = parser.add_argument_group("recipe fields")
     for name, (kind, default) in all_fields().items():
@@ -42,9 +42,9 @@ def _help(default: object) -> str:
 
 
 def explain_unknown(argument: str) -> str:
-    """One line on an argument that is none of ours: a field that does not exist, or a word too many."""
+    """The error for an unknown field or a second positional argument."""
     if not argument.startswith("--"):
-        return f"{argument}: is one argument too many; one recipe, and its fields as --FIELD VALUE"
+        return f"{argument}: unrecognized argument; pass one recipe, and fields as --FIELD VALUE"
     return unknown_field(argument[2:].split("=", 1)[0], all_fields())
 
 

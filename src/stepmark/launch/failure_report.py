@@ -1,4 +1,4 @@
-"""How a rank tells why it failed, so that the user reads the first cause, once.
+"""Reports of why ranks failed, so that the user reads the first cause, once.
 
 Under `--nproc` each rank leaves a report in the supervisor's folder, and the supervisor prints one. Under another
 launcher the ranks agree through the store of the process group: the first to fail prints.
@@ -19,7 +19,7 @@ PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why one rank failed. `secondary` failures follow from another rank's: a lost connection."""
+    """Why one rank failed. `secondary`: a consequence of another rank's failure, such as a lost connection."""
 
     rank: int
     message: str
@@ -47,7 +47,7 @@ class FailureReport:
         )
 
     def leave(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the report where the supervisor looks for it, whole or not at all."""
+        """Writes the report atomically into the supervisor's folder."""
         target = Path(folder) / f"rank-{self.rank}.json"
         temporary = target.with_suffix(".part")
         temporary.write_text(json.dumps(asdict(self)))
@@ -55,6 +55,6 @@ class FailureReport:
 
 
 def read_failure_reports(folder: str | os.PathLike[str]) -> list[FailureReport]:
-    """The reports that ranks left, first causes before their consequences, earlier before later."""
+    """The ranks' reports: causes before consequences, earlier before later."""
     failures = [FailureReport(**json.loads(path.read_text())) for path in Path(folder).glob("rank-*.json")]
     return sorted(failures, key=lambda failure: (failure.secondary, failure.time))

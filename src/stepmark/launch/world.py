@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of the run: told by torchrun's variables, or by Slurm's."""
+"""This process's place among the ranks of the run, from the variables of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
-        """Reads torchrun's variables, else those of a Slurm step with several tasks; else it is alone.
+        """Reads torchrun's variables, else those of a Slurm step with several tasks; else returns a single rank.
 
-        Raises LaunchError where variables are missing or are no numbers.
+        Raises LaunchError if variables are missing or not numbers.
         """
         environment = os.environ if environment is None else environment
         if "RANK" in environment or "WORLD_SIZE" in environment:
@@ -37,7 +37,7 @@ class World:
         return cls()
 
     def export(self) -> None:
-        """Sets torchrun's variables where another launcher did not: Neuron's runtime finds its cores by them."""
+        """Sets torchrun's variables if another launcher did not: Neuron's runtime finds its cores by them."""
         if self.size == 1:
             return
         variables = {
@@ -57,7 +57,7 @@ class World:
 def _from_torchrun(environment: Mapping[str, str]) -> World:
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if not 0 <= rank < size:
-        raise LaunchError(f"RANK={rank} is not below WORLD_SIZE={size}; start all ranks with the same launcher")
+        raise LaunchError(f"RANK={rank} must be below WORLD_SIZE={size}; start all ranks with the same launcher")
     return World(
         rank=rank,
         size=size,
@@ -92,7 +92,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         return int(text or "")
     except ValueError:
         raise LaunchError(
-            f"the environment variable {name} should be a number and is {text!r}; start ranks with "
+            f"the environment variable {name} must be an integer, but is {text!r}; start ranks with "
             "`stepmark train --nproc N`, torchrun or srun"
         ) from None
 
@@ -103,10 +103,10 @@ def first_host(nodelist: str) -> str:
         names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
         return names.stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
-        first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodelist)  # up to the first comma that is in no brackets
+        first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodelist)  # up to the first comma outside brackets
         if first is None:
             raise LaunchError(
-                f"cannot tell the first host of Slurm's node list {nodelist!r}; set MASTER_ADDR"
+                f"cannot find the first host in Slurm's node list {nodelist!r}; set MASTER_ADDR"
             ) from None
         return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 

@@ -1,4 +1,4 @@
-"""A run's history, read from its folder: in progress, done, killed or damaged."""
+"""A run's history, read from its folder: in progress, done, killed or incomplete."""
 
 from __future__ import annotations
 

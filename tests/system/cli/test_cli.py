@@ -187,7 +187,8 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path: Path, arguments
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "stepmark", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, cwd=tmp_path, env=buffered, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 
