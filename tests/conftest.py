@@ -6,11 +6,13 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles in half the time
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
 from tests.support.devices import HAS_XLA, has_cuda
+from tests.support.parameter_ids import parameter_id
 from tests.support.ranks import EAGER_MODULES, Ranks
 from tests.support.worker_turns import turn
 
@@ -25,6 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and not available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    return parameter_id(val)
 
 
 @pytest.hookimpl(wrapper=True)

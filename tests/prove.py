@@ -55,7 +55,8 @@ def prove(file: str, files: list[str], *, record: bool) -> int:
     REPORT.unlink(missing_ok=True)
     started, commit = time.time(), revision()
     command = [sys.executable, "-m", "pytest", "-m", "prove or not prove", f"--junitxml={REPORT}", file]
-    code = subprocess.run(command, cwd=ROOT).returncode
+    environment = {**os.environ, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}  # compiled as for users
+    code = subprocess.run(command, cwd=ROOT, env=environment).returncode
     tests, tried = results()
     minutes = f"{(time.time() - started) / 60:.0f}"
     print(f"{file}: {tests}; {tried or 'nothing counted'}; {minutes} minutes", flush=True)

@@ -15,6 +15,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def devices() -> list[object]:
-    """Parameters for a test that runs eagerly on the CPU and on a GPU, and lazily on XLA's CPU client."""
-    return ["cpu", pytest.param("cuda", marks=pytest.mark.cuda), pytest.param("xla", marks=pytest.mark.xla)]
+def devices(*xla_marks: pytest.MarkDecorator) -> list[object]:
+    """Parameters for a test that runs eagerly on the CPU and on a GPU, and lazily on XLA's CPU client. `xla_marks` are
+    more marks of the last."""
+    return [
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.cuda),
+        pytest.param("xla", marks=[pytest.mark.xla, *xla_marks]),
+    ]

@@ -26,7 +26,7 @@ def check(found: list[list[list[float]]], alone: list[list[float]]) -> None:
         assert ours == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.prove), 2])
 def test_in_the_graph(ranks: Ranks, alone: list[list[float]], accumulation: int) -> None:
     arguments: list[Any] = [2, {"accumulation": accumulation}]
     program = "tests.support.programs:in_replica_threads"

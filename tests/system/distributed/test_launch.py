@@ -72,7 +72,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_error_alone(environment: dict[
     assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "failed"
 
 
-def test_a_rank_that_is_killed_is_named_with_its_signal(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.prove
+def test_a_training_rank_that_is_killed_is_named_with_its_signal(environment: dict[str, str], tmp_path: Path) -> None:
     environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="kill")
     done = run([*STEPMARK, "train", recipe(tmp_path), "--nproc", "2", "--traceback"], environment, tmp_path)
     assert done.returncode == 1
@@ -162,6 +163,15 @@ def test_the_others_are_ended_when_one_has_failed(tmp_path: Path) -> None:
         assert told == "error: rank 0: ended with exit code 3\n"
         assert process.returncode == 1
         assert all(gone(rank) for rank in ranks)
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
+    with supervised(tmp_path) as (process, ranks):
+        os.kill(ranks[1], signal.SIGKILL)
+        told = process.communicate(timeout=SOON)[1]
+        assert told == "error: rank 1: was ended by SIGKILL (out of memory?)\n"
+        assert process.returncode == 1
+        assert gone(ranks[0])
 
 
 # Other launchers

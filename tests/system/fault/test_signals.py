@@ -49,7 +49,10 @@ def undisturbed(ranks: Ranks, folder: Path, device: str, nproc: int) -> Any:
 
 def case(device: str, nproc: int, *marks: Any, prove: bool = False, **signalled: Any) -> Any:
     marks = (*marks, *([pytest.mark.xla] if device == "xla" else []), *([pytest.mark.prove] if prove else []))
-    return pytest.param(device, nproc, signalled, marks=marks, id=f"{device}-{nproc}-{signalled}")
+    names = "+".join(signal.Signals(number).name for number in signalled.get("numbers", [TERM]))
+    ranks = " and ".join(str(rank) for rank in signalled["ranks"])
+    when = f"{signalled['event']} of step {signalled['step']}"
+    return pytest.param(device, nproc, signalled, marks=marks, id=f"{device}-{nproc}-{names} to rank {ranks}, {when}")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_without_save_on_signal_a_signal_is_a_signal(ranks: Ranks, tmp_path: Pat
     assert saved_steps(tmp_path) == [4]
 
 
-@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("nproc", marks=pytest.mark.prove), "torchrun"])
 def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
     """Both pass it on. torchrun has an exit code of its own; the word is in status.json."""
     out = tmp_path / "out"

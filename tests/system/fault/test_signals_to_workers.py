@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.recipes import write_recipe
+from tests.support.run_folders import read_status, saved_steps
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -40,5 +40,7 @@ def test_a_run_with_data_workers_saves_and_ends(tmp_path: Path, nproc: int) -> N
     os.killpg(run.pid, signal.SIGTERM)
     _, told = run.communicate(timeout=60)
     assert run.returncode == 75, told
-    step = json.loads((tmp_path / "out" / "status.json").read_text())["step"]
-    assert (tmp_path / "out" / f"checkpoint-{step}").is_dir()
+    status = read_status(tmp_path / "out")
+    assert status["state"] == "interrupted", told
+    assert saved_steps(tmp_path / "out") == [status["step"]], told
+    assert "error" not in told

@@ -71,7 +71,7 @@ def test_one_rank_equals_a_hand_written_loop_bit_for_bit(ranks: Ranks, tmp_path:
         ("cpu", 1),
         ("cpu", 2),
         pytest.param("xla", 1, marks=[pytest.mark.xla, pytest.mark.prove]),
-        pytest.param("xla", 2, marks=pytest.mark.xla),
+        pytest.param("xla", 2, marks=[pytest.mark.xla, pytest.mark.prove]),
     ],
 )
 def test_two_ranks_equal_one_with_the_same_global_batch(
@@ -95,7 +95,7 @@ def test_xla_equals_cpu(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -
     close(lazy, eager, 1e-4)
 
 
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", devices(pytest.mark.prove))
 def test_accumulation_equals_one_large_batch(ranks: Ranks, tmp_path: Path, device: str) -> None:
     """Micro-batches with unequal numbers of target tokens: the mean is over tokens, not over batches."""
     options = {"device": device, "dropout": 0.0}

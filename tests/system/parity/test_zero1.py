@@ -36,7 +36,7 @@ def check(found: list[list[list[float]]], expected: list[list[float]], tolerance
         assert ours == pytest.approx(theirs, rel=tolerance)
 
 
-@pytest.mark.parametrize(("nproc", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("nproc", "options"), CASES)
 def test_on_cpu(ranks: Ranks, nproc: int, options: dict[str, Any]) -> None:
     options = {"steps": 20, **options}
     found = ranks.run("tests.support.programs:alone", "cpu", {**options, "zero_1": True}, nproc=nproc).check()
@@ -46,7 +46,7 @@ def test_on_cpu(ranks: Ranks, nproc: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.prove), 2])
 def test_over_the_host(ranks: Ranks, accumulation: int) -> None:
     options = {"accumulation": accumulation}
     found = ranks.run("tests.support.programs:alone", "xla", {**options, "zero_1": True}, nproc=2).check()
@@ -156,7 +156,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
     return {name: b"".join(parts[start] for start in sorted(parts)) for name, parts in found.items()}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.prove])])
 def test_the_trainer_shards_and_resumes(ranks: Ranks, tmp_path: Path, device: str) -> None:
     """A killed and resumed run is bit for bit the same, and close to one that does not shard."""
     options = {"device": device, "save_strategy": "steps", "save_steps": 2, "dropout": 0.0, "zero_1": True}
