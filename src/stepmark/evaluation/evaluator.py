@@ -18,6 +18,7 @@ from stepmark.data.loader import DataLoader
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
+from stepmark.training.lazy_transformers import lazy_forward
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.step import autocast, weigh
 
@@ -100,7 +101,8 @@ class Evaluator:
         labels = micro_batch.inputs.get("labels")
         with torch.no_grad(), autocast(self.runtime, self.autocast_dtype):
             if labels is None:
-                loss, outputs = None, self.model(**micro_batch.inputs)
+                with lazy_forward(micro_batch.inputs) if self.runtime.lazy else contextlib.nullcontext():
+                    loss, outputs = None, self.model(**micro_batch.inputs)
             else:
                 count, one = self.runtime.place([torch.tensor([float(weigh(micro_batch))]), torch.ones(1)])
                 weight = Weight(count.reshape(()), one.reshape(()))

@@ -73,6 +73,10 @@ class Runtime(Protocol):
         """Graphs compiled so far, None on an eager device. Waits for nothing: compiling is done by the thread that asks
         for a step."""
 
+    def transfers_to_host(self) -> int | None:
+        """Transfers from the device to the host so far, by all threads of this process; None on an eager device. Waits
+        for nothing."""
+
     def memory(self) -> DeviceMemory | None:
         """The device's memory as its allocator counts it, None where it does not, or where it is the host's. Waits for
         nothing."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stepmark.data.batch import integer_labels
 from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
-from stepmark.training.attention_masks import masks_by_shape
+from stepmark.training.lazy_transformers import lazy_forward
 
 IGNORED = -100
 
@@ -58,7 +58,7 @@ class MicroBatchLoss:
         self._fixed = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        with masks_by_shape(inputs) if self._lazy else nullcontext():
+        with lazy_forward(inputs) if self._lazy else nullcontext():
             return self._loss(model, inputs, weight)
 
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
