@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -55,8 +56,13 @@ SMALLER: dict[str, Any] = {
     "v_head_dim": 8,
 }
 SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
     "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1},
+    "reformer": {"is_decoder": True},
 }
 
 
@@ -184,7 +190,7 @@ class Warnings(logging.Handler):
 def run(model: Any, sample: Any, **options: Any) -> dict[str, Any]:
     """Trains STEPS steps with an evaluation of BATCHES batches after the second and the fourth."""
     count, warnings = CountDevice(), Warnings()
-    batch = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-4}
+    batch = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-4, "optim": "sgd"}
     quiet = {"logging_steps": 100, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
     evaluations = {"eval_strategy": "steps", "eval_steps": 2}
     with tempfile.TemporaryDirectory() as folder:
@@ -201,14 +207,32 @@ def run(model: Any, sample: Any, **options: Any) -> dict[str, Any]:
     }
 
 
-def count(name: str, runs: list[str]) -> dict[str, Any]:
-    """`name` is a model type, or one of OTHERS. `runs`: "1" is without accumulation, "2" with two micro-batches; a
-    causal model gets packed blocks in the first, and padded batches in the second."""
-    found: dict[str, Any] = {}
-    for accumulation in runs:
+def count(name: str) -> dict[str, Any]:
+    """The worst step after warm-up ("1": without accumulation, "2": with two micro-batches), the worst evaluation batch
+    ("evaluation"), and the lines that the run's warning names ("lines").
+
+    `name` is a model type, or one of OTHERS. A causal model gets packed blocks, and padded batches with two
+    micro-batches.
+    """
+    found: dict[str, Any] = {"lines": []}
+    for accumulation, more in (("1", {}), ("2", {"eval_strategy": "no"})):
         if name in OTHERS:
             model, sample = OTHERS[name][0](), OTHERS[name][1]
         else:
             model, sample = causal(name), padded if accumulation == "2" else packed
-        found[accumulation] = run(model, sample, gradient_accumulation_steps=int(accumulation))
+        result = run(model, sample, gradient_accumulation_steps=int(accumulation), **more)
+        found[accumulation] = worst(result["steps"][WARM_UP:])
+        if result["batches"]:
+            found["evaluation"] = worst(result["batches"])
+        found["lines"] += [line for text in result["warnings"] for line in lines_of(text) if line not in found["lines"]]
     return found
+
+
+def worst(counts: list[Counts]) -> Counts:
+    """The largest of each number."""
+    return [max(column) for column in zip(*counts, strict=True)]
+
+
+def lines_of(warning: str) -> list[str]:
+    """The lines that the warning about reads names."""
+    return re.findall(r"[\w/.-]+:\d+ \([\w.]+\)|the backward pass \([\w.]+\)", warning)

@@ -70,3 +70,27 @@ def test_only_lazy_tensors_in_lazy_forward_are_not_read(ranks: Ranks) -> None:
         "tracing on the host": False,
         "imported later": True,
     }
+
+
+def recorded_in_both_passes() -> list[bool]:
+    """What `is_recorded` says in a layer's forward pass, and when the backward pass repeats it."""
+    from stepmark.runtime.xla import XlaRuntime, checkpoint_function
+    from stepmark.training.lazy_transformers import recorded_checkpoint
+    from stepmark.training.recording import is_recorded
+
+    said: list[bool] = []
+
+    def layer(tensor: torch.Tensor) -> torch.Tensor:
+        said.append(is_recorded(tensor))
+        return tensor * 2
+
+    tensor = torch.ones(2, device=XlaRuntime().device, requires_grad=True)
+    recorded_checkpoint(checkpoint_function())(layer, tensor, use_reentrant=True).sum().backward()
+    said.append(is_recorded(tensor))
+    return said
+
+
+@pytest.mark.xla
+def test_what_gradient_checkpointing_repeats_is_recorded_too(ranks: Ranks) -> None:
+    (said,) = ranks.run(f"{HERE}:recorded_in_both_passes").check()
+    assert said == [True, True, False]

@@ -71,7 +71,7 @@ class ReadTracer(TorchDispatchMode):
         before = self._transfers()
         result = func(*args, **(kwargs or {}))
         if self._transfers() > before:
-            line = _line_above(sys._getframe(1), func)
+            line = _line_above(sys._getframe().f_back, func)
             if line is not None and line not in self.lines:
                 self.lines.append(line)
         return result
