@@ -20,6 +20,7 @@ from stepmark.data.loader import DataLoader
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
+from stepmark.training.lazy_transformers import lazy_forward
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
@@ -107,7 +108,8 @@ class Evaluator:
                 targets, one = self.runtime.place([torch.tensor([count]), torch.ones(1)])
                 loss, outputs = self.loss(self.model, inputs, Weight(targets.reshape(()), one.reshape(())))
             else:
-                loss, outputs = None, self.model(**inputs)
+                with lazy_forward(inputs) if self.runtime.lazy else contextlib.nullcontext():
+                    loss, outputs = None, self.model(**inputs)
             logits = _logits(outputs)
             if self.preprocess_logits is not None:
                 logits = self.preprocess_logits(logits, self._labels(inputs))

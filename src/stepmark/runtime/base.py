@@ -77,6 +77,10 @@ class Runtime(Protocol):
         """Graphs compiled so far, None on an eager device. Does not wait for the device: graphs are compiled by the
         thread that ends a step."""
 
+    def transfers_to_host(self) -> int | None:
+        """Transfers from the device to the host so far, by all threads of this process; None on an eager device. Waits
+        for nothing."""
+
     def memory(self) -> DeviceMemory | None:
         """Memory use as the device's allocator counts it; None where it does not, or where the memory is the host's.
         Does not wait for the device."""

@@ -50,6 +50,9 @@ class EagerRuntime:
     def compilations(self) -> int | None:
         return None
 
+    def transfers_to_host(self) -> int | None:
+        return None
+
     def memory(self) -> DeviceMemory | None:
         if self.host_memory:
             return None

@@ -96,6 +96,9 @@ class XlaRuntime:
     def compilations(self) -> int | None:
         return _samples("CompileTime")
 
+    def transfers_to_host(self) -> int | None:
+        return _samples("TransferFromDeviceTime")
+
     def memory(self) -> DeviceMemory | None:
         if self.host_memory:
             return None

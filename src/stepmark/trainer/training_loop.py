@@ -192,7 +192,8 @@ class TrainingLoop:
             after_update=lambda: trainer.event("on_optimizer_step"),
         )
         self.monitor.step_begins(trainer.state.global_step + 1, batch, float(self.schedule.get_last_lr()[0]))
-        self.means.add(self.step(trainer.state.global_step, batch, hooks))
+        with self.monitor.within_step():
+            self.means.add(self.step(trainer.state.global_step, batch, hooks))
         advance(self.schedule)
         if self._stopper is not None:
             self._stopper.step_ended()

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from stepmark.training.recording import is_recorded, replace_everywhere
+
 _positions_given: ContextVar[bool] = ContextVar("positions_given", default=True)
 
 
@@ -32,18 +34,14 @@ def masks_by_shape(inputs: Mapping[str, Any]) -> Iterator[None]:
 
 @functools.cache
 def _patch_transformers() -> None:
-    """Replaces transformers' two looks at values; tensors of other devices are treated as before."""
+    """Replaces transformers' look at positions; tensors of other devices are treated as before."""
     from transformers import masking_utils
 
-    is_tracing, find_packed = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
-
-    def is_tracing_or_lazy(tensor: Tensor | None = None) -> bool:
-        return (isinstance(tensor, Tensor) and tensor.device.type == "xla") or is_tracing(tensor)
+    find_packed = masking_utils.find_packed_sequence_indices
 
     def find_packed_if_given(position_ids: Tensor) -> Tensor | None:
-        if position_ids.device.type == "xla" and not _positions_given.get():
+        if is_recorded(position_ids) and not _positions_given.get():
             return None
         return find_packed(position_ids)
 
-    masking_utils.is_tracing = is_tracing_or_lazy
-    masking_utils.find_packed_sequence_indices = find_packed_if_given
+    replace_everywhere("find_packed_sequence_indices", find_packed, find_packed_if_given)

@@ -22,7 +22,7 @@ from stepmark.data.batch import MicroBatch
 from stepmark.data.labels import LabelRule
 from stepmark.data.packing import IGNORED
 from stepmark.errors import UsageError
-from stepmark.training.attention_masks import masks_by_shape
+from stepmark.training.lazy_transformers import lazy_forward
 from stepmark.training.model_labels import (
     counts_first_label,
     evaluating,
@@ -104,7 +104,7 @@ class MicroBatchLoss:
 
         Raises UsageError where the model returns no loss.
         """
-        with self._masks(inputs):
+        with self._lazy_device(inputs):
             if "labels" in inputs and (self._compute is not None or self._smoothing):
                 return self._from_logits(model, inputs, weight)
             if self._compute is not None:
@@ -114,8 +114,8 @@ class MicroBatchLoss:
             mean = loss / weight.count.clamp(min=1) if self._sums_samples else loss
             return self._weighted(mean, weight), outputs
 
-    def _masks(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        return masks_by_shape(inputs) if self._lazy else nullcontext()
+    def _lazy_device(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        return lazy_forward(inputs) if self._lazy else nullcontext()
 
     def _own_loss(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
         items = {"num_items_in_batch": weight.count.clamp(min=1)} if self._names_items else {}
@@ -153,7 +153,7 @@ class MicroBatchLoss:
         def call(given: Mapping[str, Any]) -> Tensor:
             return self._own_loss(model, given, Weight(one, one))[0]
 
-        with torch.no_grad(), _same_random_numbers(one.device), evaluating(model), self._masks(inputs):
+        with torch.no_grad(), _same_random_numbers(one.device), evaluating(model), self._lazy_device(inputs):
             return takes_labels(unwrapped(model)) and not counts_first_label(call, inputs, self.labels.ignored)
 
 

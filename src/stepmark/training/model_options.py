@@ -10,6 +10,7 @@ from torch import nn
 
 from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
+from stepmark.training.lazy_transformers import recorded_checkpoint
 
 
 def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
@@ -32,7 +33,7 @@ def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
 
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
-                function: Any = functools.partial(checkpoint_function(), use_reentrant=True)
+                function: Any = recorded_checkpoint(functools.partial(checkpoint_function(), use_reentrant=True))
                 module._gradient_checkpointing_func = function
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from stepmark.data.batch import StepBatch
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.peak_flops import device_model
 from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector
+from stepmark.trainer.telemetry.device_reads import DeviceReadMonitor
 from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.telemetry.save_history import SaveHistory
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stepmark")
 MOST_COMPILATIONS = 100  # events of one process
+MOST_LINES = 5  # that read the device, named in one warning
 
 
 class Monitor:
@@ -45,6 +47,7 @@ class Monitor:
         self._speed = speed
         self._saves = SaveHistory(journal, folder, self.trouble) if journal.writes else None
         self._graphs: RecompilationMonitor | None = None
+        self._reads: DeviceReadMonitor | None = None
         self._compilations = 0
         self._warned: set[tuple[str, str]] = set()
         self._part_began = 0.0
@@ -80,7 +83,9 @@ class Monitor:
     def begin(self) -> None:
         """The loop begins; what was compiled so far is none of its business."""
         self.clock.restart()
-        self._graphs = RecompilationMonitor(self._runtime, self._tell_compilation) if self._journal.writes else None
+        if self._journal.writes:
+            self._graphs = RecompilationMonitor(self._runtime, self._tell_compilation)
+            self._reads = DeviceReadMonitor(self._runtime, self._tell_reads)
 
     def step_begins(self, step: int, batch: StepBatch, rate: float) -> None:
         """Step number `step`, from 1, with this learning rate."""
@@ -88,6 +93,10 @@ class Monitor:
             self.trouble.begin(step, rate)
         if self._graphs is not None:
             self._graphs.begin(batch)
+
+    def within_step(self) -> AbstractContextManager[None]:
+        """Around the step itself."""
+        return nullcontext() if self._reads is None else self._reads.within_step()
 
     def look(self, step: int, loss: float, tokens: float, norm: float) -> None:
         """The numbers of step number `step` have come to the host."""
@@ -144,6 +153,14 @@ class Monitor:
     def _tell_sign(self, sign: Anomaly) -> None:
         logger.warning("%s", sign.message)
         self._journal.event("trouble", sign.step, kind=sign.kind, message=sign.message)
+
+    def _tell_reads(self, lines: list[str]) -> None:
+        shown = ", ".join(lines[:MOST_LINES]) + (", …" if len(lines) > MOST_LINES else "")
+        logger.warning(
+            "every step reads values from the lazy device, which ends the graph and makes the host wait: %s; change "
+            "these lines, or use a model that docs/lazy-devices.md lists as undisturbed",
+            shown,
+        )
 
     def _tell_compilation(self, seen: Compilation) -> None:
         graphs = "a graph" if seen.count == 1 else f"{seen.count} graphs"

@@ -1,0 +1,96 @@
+"""In forward passes on a lazy device transformers reads no values; elsewhere it does what it did."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import Ranks
+
+HERE = "tests.training.test_lazy_transformers"
+
+
+def model_of(pad_token: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=17, n_positions=8, pad_token_id=pad_token)
+    return GPT2LMHeadModel(config)
+
+
+def reads_inside_and_outside() -> dict[str, Any]:
+    """Transfers to the host of two forward passes, and what `is_tracing` says; before, in, and after `lazy_forward`."""
+    from transformers import masking_utils, modeling_utils
+    from transformers.utils import import_utils
+
+    from stepmark.runtime.xla import XlaRuntime
+    from stepmark.training.lazy_transformers import lazy_forward
+
+    runtime = XlaRuntime()
+    model = model_of(pad_token=0).to(runtime.device)
+    tokens = runtime.place(torch.full((2, 8), 3))
+
+    def transfers_of_forward() -> int:
+        before = runtime.transfers_to_host() or 0
+        model(input_ids=tokens)
+        return (runtime.transfers_to_host() or 0) - before
+
+    with lazy_forward({"input_ids": tokens}):
+        inside = transfers_of_forward()
+        tracing = [module.is_tracing(tokens) for module in (masking_utils, modeling_utils, import_utils)]
+        on_host = masking_utils.is_tracing(torch.ones(1))
+        import_utils.torch_compilable_check(tokens < 0, "is not read")
+        with pytest.raises(ValueError, match="is read"):
+            import_utils.torch_compilable_check(torch.ones(1) < 0, "is read")
+        later = importlib.import_module("transformers.models.aria.modeling_aria")
+        imported_later = later.torch_compilable_check.__wrapped__ is not None
+    with pytest.raises(ValueError, match="is read"):
+        import_utils.torch_compilable_check(tokens < 0, "is read")
+    return {
+        "inside": inside,
+        "outside": transfers_of_forward() > 0,
+        "tracing": tracing,
+        "tracing outside": modeling_utils.is_tracing(tokens),
+        "tracing on the host": on_host,
+        "imported later": imported_later,
+    }
+
+
+@pytest.mark.xla
+def test_only_lazy_tensors_in_lazy_forward_are_not_read(ranks: Ranks) -> None:
+    (found,) = ranks.run(f"{HERE}:reads_inside_and_outside").check()
+    assert found == {
+        "inside": 0,
+        "outside": True,
+        "tracing": [True, True, True],
+        "tracing outside": False,
+        "tracing on the host": False,
+        "imported later": True,
+    }
+
+
+def recorded_in_both_passes() -> list[bool]:
+    """What `is_recorded` says in a layer's forward pass, and when the backward pass repeats it."""
+    from stepmark.runtime.xla import XlaRuntime, checkpoint_function
+    from stepmark.training.lazy_transformers import recorded_checkpoint
+    from stepmark.training.recording import is_recorded
+
+    said: list[bool] = []
+
+    def layer(tensor: torch.Tensor) -> torch.Tensor:
+        said.append(is_recorded(tensor))
+        return tensor * 2
+
+    tensor = torch.ones(2, device=XlaRuntime().device, requires_grad=True)
+    recorded_checkpoint(checkpoint_function())(layer, tensor, use_reentrant=True).sum().backward()
+    said.append(is_recorded(tensor))
+    return said
+
+
+@pytest.mark.xla
+def test_what_gradient_checkpointing_repeats_is_recorded_too(ranks: Ranks) -> None:
+    (said,) = ranks.run(f"{HERE}:recorded_in_both_passes").check()
+    assert said == [True, True, False]
