@@ -183,7 +183,7 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
     assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
-    assert not list((tmp_path / ".stepmark").iterdir())
+    assert [path.name for path in (tmp_path / ".stepmark").iterdir()] == [".owner.1"]
 
 
 def test_saving_draws_no_random_number_and_changes_nothing(tmp_path: Path) -> None:
@@ -263,7 +263,8 @@ def test_a_save_that_is_late_keeps_its_memory(tmp_path: Path, gate: Gate) -> Non
 def test_a_program_whose_last_save_failed_does_not_end_well(tmp_path: Path) -> None:
     script = """
 import sys, torch
-from stepmark.checkpoint import Checkpointer, saving
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.save import operation as saving
 def fail(*arguments, **options): raise OSError(28, "No space left on device")
 saving.write_extents = fail
 Checkpointer(sys.argv[1]).save(1, {"nest": {"tensor": torch.zeros(3)}})
@@ -399,7 +400,7 @@ def test_the_next_save_removes_what_a_failed_one_has_left(tmp_path: Path, monkey
 
 STUCK = """
 import sys, time
-from stepmark.checkpoint import background, saving
+from stepmark.checkpoint.save import background, operation as saving
 background.FAREWELL = 0.5
 saving.write_extents = lambda *arguments, **options: time.sleep(600)
 from stepmark import Checkpointer
