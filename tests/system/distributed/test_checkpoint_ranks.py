@@ -290,33 +290,6 @@ def test_a_disk_that_fills_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1", "checkpoint-3"]
 
 
-def skipping(rank: int, folder: Path) -> bool:
-    """Rank 1 is still writing when the second save comes; rank 0 may have ended."""
-    import threading
-
-    from stepmark.checkpoint.save import operation as saving
-
-    gate = threading.Event()
-    if rank == 1:
-        write = saving.write_extents
-
-        def held(*arguments: Any, **options: Any) -> Any:
-            gate.wait(20)
-            return write(*arguments, **options)
-
-        saving.write_extents = held
-    with Checkpointer(folder, when_busy="skip") as checkpointer:
-        checkpointer.save(1, make(0))
-        skipped = checkpointer.save(2, make(0)) is None
-        gate.set()
-    return skipped
-
-
-def test_ranks_agree_on_skipping_a_save(tmp_path: Path) -> None:
-    assert run_ranks(2, skipping, tmp_path) == [True, True]
-    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1"]
-
-
 def die_in_a_save(rank: int, folder: Path) -> str:
     from stepmark.checkpoint.save import operation as saving
     from stepmark.errors import CheckpointError
