@@ -150,7 +150,7 @@ def holes(rank: int, folder: Path) -> None:
         (differing_values, "ranks save different values: nest / x / y is 1 on rank 1 and 0 on one before it"),
         (differing_kinds, "nest / x / y is {'$': 'tuple', 'v': [1, 2]} on rank 1 and {'a': 1} on one before it"),
         (failing_rank, "rank 1: nest"),
-        (holes, "leave parts of it to nobody: 4 of 8"),
+        (holes, "the ranks' shards cover only 4 of 8"),
     ],
 )
 def test_what_ranks_cannot_save_together_fails_on_all(tmp_path: Path, function: Any, words: str) -> None:
