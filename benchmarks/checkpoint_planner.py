@@ -104,24 +104,24 @@ class Everyone:
 
 
 def packed_tables(world: World) -> tuple[list[dict[str, str]], list[dict[tuple[str, str], bytes]]]:
-    """All ranks' digests, and each distinct table, compressed, with the first rank that holds it."""
-    digests, sent, seen = [], [], set()
+    """All ranks' checksums, and each distinct table, compressed, with the first rank that holds it."""
+    checksums, sent, seen = [], [], set()
     for tables in world.tables():
         own = {group: bytes_checksum(data) for group, data in tables.rows.items()}
-        digests.append(own)
-        new = {(group, digest): tables.rows[group] for group, digest in own.items() if (group, digest) not in seen}
+        checksums.append(own)
+        new = {key: tables.rows[key[0]] for key in own.items() if key not in seen}
         seen |= new.keys()
         sent.append({key: zlib.compress(data, 1) for key, data in new.items()})
-    return digests, sent
+    return checksums, sent
 
 
-def plan_of(world: World, digests: list[dict[str, str]], sent: list[dict[tuple[str, str], bytes]]) -> SavePlan:
+def plan_of(world: World, checksums: list[dict[str, str]], sent: list[dict[tuple[str, str], bytes]]) -> SavePlan:
     """What one rank does before it copies."""
     tables = RankTables({}, b"{}")
     draft = SaveRequest(1, SAVE, Path(), [], tables, {}, {}, False)
     meeting: Any = Everyone(sent)
     nodes = [rank // RANKS_PER_NODE for rank in range(world.ranks)]
-    answers = [RankReport(1, False, None, {**own, "": bytes_checksum(tables.values)}) for own in digests]
+    answers = [RankReport(1, None, {**own, "": bytes_checksum(tables.values)}) for own in checksums]
     plan, _ = SavePlanner(meeting, nodes, MAX_FILE_SIZE).plan(draft, answers)
     extents_of(plan, world.ranks // 2)
     return plan
@@ -166,9 +166,9 @@ def cost(function: Callable[..., Any], *arguments: Any) -> dict[str, float]:
 
 def measure(world: World, other: World) -> dict[str, Any]:
     """One row of the table: a save on `world`, restored on `other`."""
-    digests, sent = packed_tables(world)
-    planning = cost(plan_of, world, digests, sent)
-    plan = plan_of(world, digests, sent)
+    checksums, sent = packed_tables(world)
+    planning = cost(plan_of, world, checksums, sent)
+    plan = plan_of(world, checksums, sent)
     data = manifest_of(world, plan)
     restoring = cost(restore_plan, data, other, other.ranks // 2 + 1)
     return {

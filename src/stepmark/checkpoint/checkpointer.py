@@ -13,7 +13,7 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,8 +71,8 @@ class Checkpointer:
     dict of sections: modules, optimizers, objects with `state_dict` and `load_state_dict`, or nested dicts and lists of
     tensors and plain values. `keep_last` and `keep` say which checkpoints stay; without either, all do. `async_save`:
     `save` returns once the state is copied, and writing goes on behind. `save_timeout`, in seconds, is the deadline of
-    every phase; a process that cannot end by itself once it has passed is ended. `when_busy`: a save that comes while
-    the last one is being written waits for it, or is skipped. `mesh`, axis to size, is noted in the manifest.
+    every phase; a process that cannot end by itself once it has passed is ended. A save waits for the one before it.
+    `mesh`, axis to size, is noted in the manifest.
     `max_file_size`, in bytes, is where files of tensors are cut; `threads` read and write at the same time.
 
     Threads that call it at the same time wait for each other. A process that is forked from this one cannot use it.
@@ -88,15 +88,12 @@ class Checkpointer:
         runtime: Runtime | None = None,
         async_save: bool = True,
         save_timeout: float = 1800.0,
-        when_busy: Literal["wait", "skip"] = "wait",
         mesh: Mapping[str, int] | None = None,
         max_file_size: int = MAX_FILE_SIZE,
         threads: int = 2,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise UsageError(f"keep_last: {keep_last} is too few; the newest checkpoint always stays")
-        if when_busy not in ("wait", "skip"):
-            raise UsageError(f"when_busy: {when_busy!r} is unknown; choose 'wait' or 'skip'")
         if not 0 < save_timeout < math.inf:
             raise UsageError(f"save_timeout: {save_timeout!r} is not a finite number of seconds above 0")
         self.folder = Path(folder).absolute()
@@ -106,7 +103,6 @@ class Checkpointer:
         self._runtime = runtime
         self._async = async_save
         self._timeout = save_timeout
-        self._when_busy = when_busy
         self._mesh = _checked_mesh(mesh or {"dp": self._group.size})
         self._max_file_size = max_file_size
         self._threads = threads
@@ -135,19 +131,20 @@ class Checkpointer:
         model_only: bool = False,
         metrics: Mapping[str, float] | None = None,
         block: bool | None = None,
-    ) -> SaveHandle | None:
+    ) -> SaveHandle:
         """Saves the state as `checkpoint-<step>`; returns once training may go on, or with `block` once it is durable.
 
         `files` adds files of its own to the folder it is given; rank 0 calls it, at once. `metadata`, plain values, can
-        be read without the state; `metrics` serve `KeepBest`. `model_only` saves the modules and nothing else. None:
-        skipped, because the last save was still being written, or because the process only extracts graphs
-        (`NEURON_EXTRACT_GRAPHS_ONLY`), so that its values are placeholders. Raises CheckpointError, also for the save
-        before, if it failed.
+        be read without the state; `metrics` serve `KeepBest`. `model_only` saves the modules and nothing else. A
+        process that only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`) computes placeholders: there nothing is written,
+        and the handle says done. Raises CheckpointError, also for the save before, if it failed.
         """
         if extracting_graphs():
             self._runtime_of(_tensors_of(state)).step_boundary(wait=True)  # so that the graphs are those of a real run
             warn_not_saved(f"step {step}")
-            return None
+            skipped = SaveHandle(step)
+            skipped.succeed(checkpoint_path(self.folder, step))
+            return skipped
         member = self._join()
         name = self._next_name(member)
         temporary = temporary_path(self.folder, step, name)
@@ -156,11 +153,10 @@ class Checkpointer:
         write_files = files if self._group.rank == 0 else None
         begun = None
         try:
-            drafted, answers = self._agree(
+            request, reports = self._agree(
                 phases, step, name, temporary, state, write_files, metadata, metrics, model_only
             )
-            if answers is not None:
-                begun = self._copy(phases, drafted, answers)
+            begun = self._copy(phases, request, reports)
         except BaseException as error:
             handle.fail(error)
             handle.collected.set()
@@ -172,9 +168,6 @@ class Checkpointer:
             if begun is None:
                 phases.stop()
                 self._background.leave(phases.board, temporary, handle)
-        if begun is None:
-            logger.warning("step %s is not saved: the save before is still being written", step)
-            return None
         self._background.begin(*begun, handle)
         if block if block is not None else not self._async:
             self.wait()
@@ -195,42 +188,41 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None,
         metrics: Mapping[str, float] | None,
         model_only: bool,
-    ) -> tuple[SaveRequest | None, list[RankReport] | None]:
-        """Describes the state and hears all ranks; no answers where one is busy. Raises where one cannot save."""
-        drafted: SaveRequest | None = None
+    ) -> tuple[SaveRequest, list[RankReport]]:
+        """Describes the state and exchanges reports with all ranks. Raises, on all ranks, where one cannot save."""
+        request: SaveRequest | None = None
         problem: BaseException | None = None
-        busy = self._when_busy == "skip" and self._background.busy
         try:
             phases.board.open()
-            if not busy:
-                self.wait()
-                phases.enter("joining")
-                drafted = prepare_save(step, name, temporary, state, write_files, metadata, metrics, model_only)
-                phases.leave()  # the meeting, which begins now, has a deadline of its own
+            self.wait()
+            phases.enter("joining")
+            request = prepare_save(step, name, temporary, state, write_files, metadata, metrics, model_only)
+            phases.leave()  # the collective, which begins now, has its own deadline
         except Exception as error:
             problem = error
         finally:
             phases.stop()
-        digests = drafted.tables.digests() if drafted is not None else {}
-        told = describe_error(problem) if problem is not None else None
-        answer = RankReport(step, busy, told, digests, self._memory.size, free_host_memory())
-        return drafted, agree(self._meeting, phases.board, answer, problem)
+        checksums = request.tables.checksums() if request is not None else {}
+        described = describe_error(problem) if problem is not None else None
+        report = RankReport(step, described, checksums, self._memory.size, free_host_memory())
+        reports = agree(self._meeting, phases.board, report, problem)
+        assert request is not None
+        return request, reports
 
     def _copy(
-        self, phases: PhaseDeadlines, drafted: SaveRequest | None, answers: list[RankReport]
+        self, phases: PhaseDeadlines, request: SaveRequest, reports: list[RankReport]
     ) -> tuple[SaveOperation, memoryview]:
         """Plans what this rank writes, and copies it."""
-        assert drafted is not None
         assert self._planner is not None
         assert self._member is not None
         phases.enter("planning")
-        plan, values = self._planner.plan(drafted, answers, phases.board)
+        plan, values = self._planner.plan(request, reports, phases.board)
         extents, size = extents_of(plan, self._group.rank)
-        self._check_memory(plan, answers)
+        self._check_memory(plan, reports)
         if self._group.rank == 0:
             self._background.tidy()
             check_disk(self.folder, plan)
-        entries = drafted.entries()
+        entries = request.entries()
         runtime = self._runtime_of([entry.tensor for entry in entries.values()])
         if self._background.reads_memory:
             self._memory.release()  # whoever reads it keeps it
@@ -240,32 +232,32 @@ class Checkpointer:
         copy_to_host(plan_copies(plan, extents, entries), memory, runtime, threads=self._threads)
         phases.leave()
         kinds = {name: section["kind"] for name, section in values.items()}
-        saving = SaveOperation(
+        operation = SaveOperation(
             rank=self._group.rank,
-            step=drafted.step,
-            save=drafted.save,
-            temporary=drafted.temporary,
+            step=request.step,
+            save=request.save,
+            temporary=request.temporary,
             plan=plan,
             extents=extents,
             phases=phases,
             threads=self._threads,
             commit=Commit(
                 values=values_to_bytes(values) if self._group.rank == 0 else b"",
-                extra=drafted.extra,
-                manifest=drafted.manifest(self._group.size, self._mesh, kinds),
+                extra=request.extra,
+                manifest=request.manifest(self._group.size, self._mesh, kinds),
                 lost=self._member.lost,
                 clock=self._clock,
             ),
         )
-        return saving, memory.numpy().data
+        return operation, memory.numpy().data
 
-    def _check_memory(self, plan: SavePlan, answers: Sequence[RankReport]) -> None:
+    def _check_memory(self, plan: SavePlan, reports: Sequence[RankReport]) -> None:
         """Raises CheckpointError where this node has no room for the copies of its ranks; on all of them."""
         assert self._member is not None
         nodes, sizes = self._member.nodes, staging_sizes(plan)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]]
-        needs = [max(0, sizes[rank] - answers[rank].held) for rank in ranks]
-        check_host_memory(needs, [answers[rank].free for rank in ranks])
+        needs = [max(0, sizes[rank] - reports[rank].held) for rank in ranks]
+        check_host_memory(needs, [reports[rank].free for rank in ranks])
 
     def check(self) -> None:
         """Raises the error of a save that has failed since the last call. It costs nothing: call it often."""

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, checksum_blocks, covering_blocks
 from stepmark.checkpoint.format.manifest import Manifest, parse_manifest
-from stepmark.checkpoint.format.tensor_file import PAGE, Header, parse_header
+from stepmark.checkpoint.format.tensor_file import Header, parse_header
 from stepmark.checkpoint.save.commit import tensor_entries
-from stepmark.checkpoint.save.plan import Holding, SavePlan, largest_header, plan_save
+from stepmark.checkpoint.save.plan import Holding, SavePlan, plan_save
 from stepmark.checkpoint.sections import Row
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Box, Piece
@@ -97,21 +97,16 @@ def test_whole_tensors_are_divided_among_nodes() -> None:
     assert max(loads) - min(loads) <= 0.05 * sum(loads) / 16 + CHECKSUM_BLOCK
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.text(max_size=12), st.lists(st.integers(0, 700), max_size=3).map(tuple)), max_size=30),
-    st.integers(2_000, 20_000),
-)
-def test_no_file_has_a_longer_header_than_others_read(tensors: list[tuple[str, tuple[int, ...]]], limit: int) -> None:
-    rows = [whole("model", f"{number}.{name}", shape, "U8") for number, (name, shape) in enumerate(tensors)]
+@given(st.lists(st.text(max_size=600), max_size=60), st.integers(1, 20))
+def test_no_file_has_more_tensors_than_its_header_takes(names: list[str], limit: int) -> None:
+    """A long name counts for several."""
+    rows = [whole("model", f"{number}.{name}", (3,), "U8") for number, name in enumerate(names)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stepmark.checkpoint.save.plan.MAX_HEADER", limit)
+        patch.setattr("stepmark.checkpoint.save.plan.MAX_TENSORS", limit)
         plan = plan_save([Holding(tuple(rows), (0,))], [0], SAVE)
     assert sorted(tensor.name for file in plan.files for tensor in file.tensors) == sorted(row.name for row in rows)
     for file in plan.files:
-        planned = [largest_header(tensor.name, tensor.shape, tensor.piece.numel) for tensor in file.tensors]
-        assert sum(planned) <= limit or len(planned) == 1
-        assert file.header_size <= sum(planned) + 4096 + PAGE
+        assert sum(1 + len(tensor.name) // 128 for tensor in file.tensors) <= limit or len(file.tensors) == 1
 
 
 def test_pieces_go_to_files_of_their_own_replicas() -> None:
@@ -138,9 +133,9 @@ def test_several_pieces_of_a_tensor_on_a_rank_go_to_several_files() -> None:
 def test_holes_and_overlaps_and_disagreement_are_refused() -> None:
     half = Row("model", "w", "F32", (8,), Piece.of_range((8,), 0, 4))
     more = Row("model", "w", "F32", (8,), Piece.of_range((8,), 2, 8))
-    with pytest.raises(UsageError, match="leave parts of it to nobody: 4 of 8"):
+    with pytest.raises(UsageError, match="tensor 'w' is incomplete: the ranks' shards cover only 4 of 8 elements"):
         plan_save([Holding((half,), (0,))], [0], SAVE)
-    with pytest.raises(UsageError, match="overlap: 10 of 8"):
+    with pytest.raises(UsageError, match="overlap, with 10 of 8"):
         plan_save([Holding((half,), (0,)), Holding((more,), (1,))], [0, 0], SAVE)
     other = Row("model", "w", "F32", (9,), Piece.whole((9,)))
     with pytest.raises(UsageError, match="all ranks have to save the same tensor"):

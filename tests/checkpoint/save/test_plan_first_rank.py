@@ -1,8 +1,6 @@
-"""Plans in which some tensors come from the first rank alone, and files whose headers stay within bounds."""
+"""Plans in which some tensors come from the first rank alone; and headers that stay within bounds."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
@@ -39,29 +37,26 @@ def test_the_first_rank_writes_them_whole(nodes: list[int]) -> None:
             writers = {s.rank for s in file.shares if s.begin < tensor.end and tensor.begin < s.end}
             assert "weight" in tensor.name or writers == {0}, tensor.name
     assert tuple(loads) == plan.loads
-    assert all(loads)
+    assert max(loads) - min(loads) <= 0.2 * sum(loads) / 4 + CHECKSUM_BLOCK
+    for file in plan.files:  # what comes from the first rank has separate files
+        assert len({"weight" in tensor.name for tensor in file.tensors}) == 1
     assert sum(len(file.tensors) for file in plan.files) == len(rows)
 
 
-def test_a_header_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "MAX_HEADER", 100_000)
-    names = ["x" * 100 + str(index) for index in range(300)] + ['"\\\U0001f600' * 20 + str(i) for i in range(100)]
+def test_one_rank_has_one_file() -> None:
+    plan = plan_save([Holding((row("weight", 10), row("mean", 10, first=True)), (0,))], [0], "s")
+    assert [file.name for file in plan.files] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.0.weight", "layers.0.weight" * 9, "\U0001f600" * 120, '"\\' * 60, "\x00é" * 500]
+)
+def test_a_full_file_has_a_header_that_others_read(name: str) -> None:
+    """Of the largest number of tensors with such names: measured for a hundredth of them."""
+    names = [f"{name}{index}" for index in range(planning.MAX_TENSORS + 1)]
     plan = plan_save([Holding(tuple(row(name, 5) for name in names), (0,))], [0], "s")
     assert len(plan.files) > 1
-    assert all(file.header_size <= 100_000 + 4096 for file in plan.files)
-    assert sum(len(file.tensors) for file in plan.files) == 400
-
-
-@pytest.mark.parametrize("name", ["a", "layers.0.weight" * 9, "\U0001f600" * 40, '"\\' * 30, "\x00é" * 30])
-def test_the_bound_of_a_header_holds(name: str) -> None:
-    cut = Row(
-        "model",
-        name,
-        "F32",
-        (10**6, 10**6),
-        Piece.of_range((10**6, 10**6), 5 * 10**11, 5 * 10**11 + 3 * CHECKSUM_BLOCK),
-    )
-    assert json.dumps(name)
-    bound = planning.largest_header(cut.name, cut.shape, cut.nbytes)
-    tensors = planning.order([cut[1:5]])
-    assert header_size(tensors, "s") <= bound + 4096
+    assert sum(len(file.tensors) for file in plan.files) == len(names)
+    largest = max(plan.files, key=lambda file: len(file.tensors))
+    sample = largest.tensors[: len(largest.tensors) // 100]
+    assert 100 * header_size(sample, "s") < 100_000_000

@@ -49,11 +49,6 @@ class Background:
         return PhaseDeadlines(what, board, self._timeout, expired)
 
     @property
-    def busy(self) -> bool:
-        """Whether a save is being written."""
-        return self._flying is not None and not self._flying.done()
-
-    @property
     def reads_memory(self) -> bool:
         """Whether a thread still reads the staging memory: of a save that was late, for example."""
         return bool(self._reading)

@@ -25,8 +25,8 @@ class RankTables:
     rows: dict[str, bytes]
     values: bytes
 
-    def digests(self) -> dict[str, str]:
-        """The digest of each table, and of the values under the empty name."""
+    def checksums(self) -> dict[str, str]:
+        """The checksum of each table, and of the values under the empty name."""
         return {**{group: bytes_checksum(data) for group, data in self.rows.items()}, "": bytes_checksum(self.values)}
 
 
@@ -71,27 +71,29 @@ def _piece_from_json(place: list[Any]) -> Piece:
     return Piece(Box(tuple(offsets), tuple(lengths)), start, stop)
 
 
-Digests = Sequence[dict[str, str]]  # each rank's `Tables.digests()`
+TableChecksums = Sequence[dict[str, str]]  # each rank's `RankTables.checksums()`
 
 
 def gather_rows(
-    tables: RankTables, digests_of_all: Digests, meeting: TimedGroup, board: StatusStore | None = None
+    tables: RankTables, checksums_of_all: TableChecksums, meeting: TimedGroup, board: StatusStore | None = None
 ) -> list[Holding]:
     """All distinct tables, each with the ranks that hold it; collective."""
-    holders = _holders(digests_of_all)
-    mine = {name: tables.rows[name] for name, digest in tables.digests().items() if name}
+    holders = _holders(checksums_of_all)
+    mine = {name: tables.rows[name] for name, checksum in tables.checksums().items() if name}
     sent = _exchange(mine, {key: ranks for key, ranks in holders.items() if key[0]}, tables, meeting, board)
-    return [Holding(_rows_from_json(name, data), tuple(holders[name, digest])) for (name, digest), data in sent.items()]
+    return [
+        Holding(_rows_from_json(name, data), tuple(holders[name, checksum])) for (name, checksum), data in sent.items()
+    ]
 
 
 def gather_values(
-    tables: RankTables, digests_of_all: Digests, meeting: TimedGroup, board: StatusStore | None = None
+    tables: RankTables, checksums_of_all: TableChecksums, meeting: TimedGroup, board: StatusStore | None = None
 ) -> dict[str, Any]:
     """The values of all ranks in one; collective where they differ.
 
     Raises UsageError, on every rank, where ranks hold different plain values under one name.
     """
-    holders = {key: ranks for key, ranks in _holders(digests_of_all).items() if not key[0]}
+    holders = {key: ranks for key, ranks in _holders(checksums_of_all).items() if not key[0]}
     if len(holders) == 1:
         return dict(json.loads(tables.values))
     values: dict[str, Any] = {}
@@ -100,12 +102,12 @@ def gather_values(
     return values
 
 
-def _holders(digests_of_all: Digests) -> dict[tuple[str, str], list[int]]:
-    """(name, digest) of each distinct table, with the ranks that hold it."""
+def _holders(checksums_of_all: TableChecksums) -> dict[tuple[str, str], list[int]]:
+    """(name, checksum) of each distinct table, with the ranks that hold it."""
     holders: dict[tuple[str, str], list[int]] = {}
-    for rank, digests in enumerate(digests_of_all):
-        for name, digest in digests.items():
-            holders.setdefault((name, digest), []).append(rank)
+    for rank, checksums in enumerate(checksums_of_all):
+        for name, checksum in checksums.items():
+            holders.setdefault((name, checksum), []).append(rank)
     return holders
 
 
@@ -118,11 +120,11 @@ def _exchange(
     what: str = "planning a save",
 ) -> dict[tuple[str, str], bytes]:
     """Each distinct table, from the first rank that holds it, in the order of `holders`."""
-    own = tables.digests()
+    own = tables.checksums()
     packed = {
-        (name, digest): zlib.compress(mine[name], 1)
-        for (name, digest), ranks in holders.items()
-        if ranks[0] == meeting.rank and own.get(name) == digest
+        (name, checksum): zlib.compress(mine[name], 1)
+        for (name, checksum), ranks in holders.items()
+        if ranks[0] == meeting.rank and own.get(name) == checksum
     }
     sent: dict[tuple[str, str], bytes] = {}
     for part in meeting.all_gather(packed, what, board):

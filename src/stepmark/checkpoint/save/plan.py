@@ -1,9 +1,10 @@
 """Who writes which bytes of which file: a pure function of what the ranks hold, the same on every rank.
 
-Ranks that hold the same piece of a tensor are its replicas. Pieces with the same replicas are written together: whole
-pieces are divided among the nodes on which there are replicas, a node's pieces are laid out in files, and the bytes of
-these files are divided evenly, at multiples of CELL, among the replicas on that node. So nothing is written twice, no
-two nodes write to one file, and a file's first writer can add the header once all of its digests are there.
+Ranks that hold the same slice of a tensor are its replicas. Slices with the same replicas are written together: they
+are divided among the nodes that have replicas, a node's slices are laid out in files, and the bytes of these files are
+divided evenly, at multiples of CHECKSUM_BLOCK, among the replicas on that node. So nothing is written twice, no two
+nodes write to one file, and a file's first writer can add the header once it has all checksums. What only the first
+rank saves, since replicas may differ in it, goes to files that this rank writes alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import accumulate, pairwise
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
@@ -23,7 +24,10 @@ from stepmark.checkpoint.sections import Row
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Shape
 
-MAX_HEADER = 50_000_000  # bytes; safetensors refuses more than 100 million
+# Tensors of a file. Its header stays below the 100 MB that safetensors accepts: a tensor takes about 0.5 kB there, at
+# most 5 kB with a name of 127 escaped characters, and checksums take 18 bytes per MiB.
+MAX_TENSORS = 15_000
+_LARGEST_FILE = 1_000_000_000_000  # bytes
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class PlannedFile:
 
     @cached_property
     def header_size(self) -> int:
-        """Where the data begins; found out when it is asked for, since most ranks write few of the files."""
+        """Where the data begins; computed when it is needed, since most ranks write few of the files."""
         return header_size(self.tensors, self.save)
 
     @property
@@ -79,7 +83,7 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class Holding:
-    """A table of pieces, and the ranks that hold exactly it."""
+    """A table of slices, and the ranks that hold exactly these."""
 
     rows: tuple[Row, ...]
     ranks: tuple[int, ...]
@@ -88,25 +92,18 @@ class Holding:
 def plan_save(
     holdings: Sequence[Holding], nodes: Sequence[int], save: str, *, max_file_size: int = 5_000_000_000
 ) -> SavePlan:
-    """Plans a save of the pieces that ranks hold; `nodes[rank]` is the node a rank is on.
+    """Plans a save of the slices that ranks hold; `nodes[rank]` is the node a rank is on.
 
-    `max_file_size`, in bytes, applies to a file's tensors; one larger tensor has a file of its own. `save` is the
-    identity of the save, for the size of the headers. Raises UsageError where pieces leave a part of a tensor to
-    nobody.
+    `max_file_size`, in bytes, applies to a file's tensors; a larger tensor gets a separate file. `save` is the name of
+    the save, for the size of the headers. Raises UsageError where the slices of a tensor overlap or are incomplete.
     """
     loads = [0] * len(nodes)
     numbered: dict[str, list[tuple[tuple[StoredTensor, ...], tuple[Share, ...]]]] = defaultdict(list)
     for group, replicas, rows in _by_replicas(holdings):
         for members, node_rows in _divide_among_nodes(rows, replicas, nodes):
-            # Rows of the first rank lie together, so that they take few cells away from the others.
-            parts = _files_of(node_rows, max_file_size)
-            if any(row.first for row in node_rows):
-                parts = [sorted(part, key=lambda row: row.first) for part in parts]
+            parts = _files_of(node_rows, min(max_file_size, _LARGEST_FILE))
             files = [order([row[1:5] for row in part]) for part in parts]
-            kept = [{row.name for row in part if row.first} for part in parts]
-            for index, shares in enumerate(_divide_bytes(files, members, loads)):
-                taken = _taken_whole(files[index], kept[index])
-                numbered[group].append((files[index], _give(shares, taken, members[0], loads)))
+            numbered[group] += zip(files, _divide_bytes(files, members, loads), strict=True)
     files_of_all = []
     for group, planned in numbered.items():
         for number, (tensors, shares) in enumerate(planned, start=1):
@@ -121,25 +118,32 @@ def file_name(group: str, number: int, count: int) -> str:
 
 
 def _by_replicas(holdings: Sequence[Holding]) -> Iterable[tuple[str, tuple[int, ...], list[Row]]]:
-    """Rows with the same group and the same set of ranks that hold them, in the order in which they are first held."""
+    """(group, ranks that write, rows) for the rows of a group that the same ranks hold, in the order in which they are
+    first held."""
     holders: dict[Row, list[int]] = {}
     for index, holding in enumerate(holdings):
         for row in holding.rows:
             holders.setdefault(row, []).append(index)
     _check_coverage(holders)
     ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    from_first: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
     together: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
     for row, indices in holders.items():
         key = tuple(indices)
         if key not in ranks_of:
             ranks_of[key] = tuple(sorted({rank for index in key for rank in holdings[index].ranks}))
-        together[row.group, ranks_of[key]].append(row)
-    for (group, replicas), rows in together.items():
-        yield group, replicas, rows
+        replicas = ranks_of[key]
+        if row.first and len(replicas) > 1:
+            from_first[row.group, replicas[:1]].append(row)
+        else:
+            together[row.group, replicas].append(row)
+    for planned in (from_first, together):  # in this order: what can be divided evens out the ranks' loads
+        for (group, replicas), rows in planned.items():
+            yield group, replicas, rows
 
 
 def _check_coverage(rows: Iterable[Row]) -> None:
-    """Pieces of a tensor that are held must make up the tensor, and agree on what it is."""
+    """Raises UsageError unless the ranks agree on each tensor and hold all of it."""
     tensors: dict[tuple[str, str], tuple[str, Shape]] = {}
     held: dict[tuple[str, str], int] = defaultdict(int)
     for group, name, dtype, shape, piece, _ in rows:
@@ -154,15 +158,18 @@ def _check_coverage(rows: Iterable[Row]) -> None:
     for (group, name), count in held.items():
         numel = math.prod(tensors[group, name][1])
         if count != numel:
-            trouble = "overlap" if count > numel else "leave parts of it to nobody"
-            raise UsageError(f"the pieces of tensor {name!r} that ranks hold {trouble}: {count} of {numel} elements")
+            shown = (
+                "is saved twice in parts: the ranks' shards overlap, with"
+                if count > numel
+                else ("is incomplete: the ranks' shards cover only")
+            )
+            raise UsageError(f"tensor {name!r} {shown} {count} of {numel} elements")
 
 
 def _divide_among_nodes(
     rows: list[Row], replicas: tuple[int, ...], nodes: Sequence[int]
 ) -> list[tuple[tuple[int, ...], list[Row]]]:
-    """Whole pieces to nodes, the largest first, each to the node that has least; with the replicas on that node. Those
-    of the first rank go to its node."""
+    """Divides slices among the nodes of their replicas, the largest first, each to the node that has the least."""
     members: dict[int, list[int]] = defaultdict(list)
     for rank in replicas:
         members[nodes[rank]].append(rank)
@@ -172,14 +179,7 @@ def _divide_among_nodes(
     least = [(0.0, node) for node in members]
     indices: dict[int, list[int]] = {node: [] for node in members}
     sizes = [row.nbytes for row in rows]
-    home = nodes[replicas[0]]
-    indices[home] = [index for index, row in enumerate(rows) if row.first]
-    if indices[home]:
-        least = [(sum(sizes[i] for i in indices[n]) / len(members[n]), n) for n in members]
-        heapify(least)
     for index in sorted(range(len(rows)), key=lambda i: -sizes[i]):
-        if rows[index].first:
-            continue
         load, node = least[0]
         heapreplace(least, (load + sizes[index] / len(members[node]), node))
         indices[node].append(index)
@@ -191,102 +191,42 @@ def _divide_among_nodes(
 
 
 def _files_of(rows: list[Row], max_file_size: int) -> list[list[Row]]:
-    """Rows in order, cut where a file, or its header, would grow beyond the limit; no file has two pieces of one
-    tensor."""
-    if _fit_in_one_file(rows, max_file_size):
+    """Rows in order, split where a file would exceed a limit. No file has two slices of one tensor."""
+    names = {row.name for row in rows}
+    fit = sum([row.nbytes for row in rows]) <= max_file_size and sum(map(_header_units, names)) <= MAX_TENSORS
+    if fit and len(names) == len(rows):
         return [rows]
     lanes: dict[int, list[list[Row]]] = {}
     sizes: dict[int, int] = {}
-    headers: dict[int, int] = {}
+    units: dict[int, int] = {}
     seen: dict[str, int] = defaultdict(int)
     for row in rows:
         lane = seen[row.name]
         seen[row.name] += 1
-        size, header = row.nbytes, largest_header(row.name, row.shape, row.nbytes)
-        if lane not in lanes or sizes[lane] + size > max_file_size or headers[lane] + header > MAX_HEADER:
+        size, unit = row.nbytes, _header_units(row.name)
+        if lane not in lanes or sizes[lane] + size > max_file_size or units[lane] + unit > MAX_TENSORS:
             lanes.setdefault(lane, []).append([])
-            sizes[lane] = headers[lane] = 0
+            sizes[lane] = units[lane] = 0
         lanes[lane][-1].append(row)
         sizes[lane] += size
-        headers[lane] += header
+        units[lane] += unit
     return [part for parts in lanes.values() for part in parts]
 
 
-def _fit_in_one_file(rows: list[Row], max_file_size: int) -> bool:
-    """Whether they surely do: quickly told of the many small files that a large world writes."""
-    names = {row.name for row in rows}
-    size = sum([row.nbytes for row in rows])
-    longest, widest = max(map(len, names)), max([row.shape for row in rows], key=len)
-    header = len(rows) * largest_header('"' * longest, widest, 0) + largest_header("", (), size)
-    return len(names) == len(rows) and size <= max_file_size and header <= MAX_HEADER
-
-
-def largest_header(name: str, shape: Shape, nbytes: int) -> int:
-    """Bytes that a tensor takes in a file's header at most."""
-    plain = name.isascii() and name.isprintable() and '"' not in name and "\\" not in name
-    # A character outside of the basic plane is two escapes, whose backslashes are escaped again.
-    letters = len(name) if plain else 14 * len(name)
-    return 4 * letters + 6 * 21 * len(shape) + 18 * (nbytes // CHECKSUM_BLOCK + 2) + 400
-
-
-def _taken_whole(tensors: Sequence[StoredTensor], names: set[str]) -> list[tuple[int, int]]:
-    """The bytes of these tensors in a file, and of the cells of the grid in which they lie."""
-    if not names:
-        return []
-    end = tensors[-1].end
-    taken: list[tuple[int, int]] = []
-    for tensor in tensors:
-        if tensor.name in names and tensor.begin < tensor.end:
-            low, high = (
-                tensor.begin // CHECKSUM_BLOCK * CHECKSUM_BLOCK,
-                min(end, -(-tensor.end // CHECKSUM_BLOCK) * CHECKSUM_BLOCK),
-            )
-            if taken and low <= taken[-1][1]:
-                taken[-1] = (taken[-1][0], high)
-            else:
-                taken.append((low, high))
-    return taken
-
-
-def _give(
-    shares: tuple[Share, ...], taken: Sequence[tuple[int, int]], rank: int, loads: list[int]
-) -> tuple[Share, ...]:
-    """The shares of a file once a rank has been given these bytes of it; adapts `loads`."""
-    for begin, end in taken:
-        pieces = [Share(rank, begin, end)]
-        for share in shares:
-            left, right = min(share.end, begin), max(share.begin, end)
-            pieces += [Share(share.rank, share.begin, left)] if share.begin < left else []
-            pieces += [Share(share.rank, right, share.end)] if right < share.end else []
-            loads[share.rank] -= max(0, min(share.end, end) - max(share.begin, begin))
-        loads[rank] += end - begin
-        shares = tuple(_joined(sorted(pieces, key=lambda share: share.begin)))
-    return shares
-
-
-def _joined(shares: Iterable[Share]) -> Iterable[Share]:
-    """The same shares; neighbours of one rank are one."""
-    last: Share | None = None
-    for share in shares:
-        if last is not None and last.rank == share.rank:
-            last = Share(last.rank, last.begin, share.end)
-            continue
-        if last is not None:
-            yield last
-        last = share
-    if last is not None:
-        yield last
+def _header_units(name: str) -> int:
+    """How many tensors a tensor counts for in a file's header: one, or more where its name is long."""
+    return 1 + len(name) // 128
 
 
 def _divide_bytes(
     files: Sequence[tuple[StoredTensor, ...]], members: Sequence[int], loads: list[int]
 ) -> list[tuple[Share, ...]]:
-    """Cuts the files' bytes, one after the other, so that the members' loads become as equal as they can; adds to
-    `loads`."""
+    """Divides the files' bytes, one file after the other, so that the members' loads become as equal as possible; adds
+    to `loads`."""
     sizes = [tensors[-1].end if tensors else 0 for tensors in files]
     starts = list(accumulate(sizes, initial=0))
     quotas = _level([loads[rank] for rank in members], starts[-1])
-    # The emptiest first: a remainder, which cannot be cut, goes to one that lacks much.
+    # The least loaded first: a remainder, which cannot be divided, goes to one with much room.
     order = sorted(range(len(members)), key=lambda index: -quotas[index])
     members, quotas = [members[index] for index in order], [quotas[index] for index in order]
     cuts = [_snap(position, starts) for position in accumulate(quotas, initial=0)]
@@ -305,7 +245,7 @@ def _divide_bytes(
 
 
 def _snap(position: int, starts: Sequence[int]) -> int:
-    """The nearest place where bytes may be cut: a file's end, or a multiple of CELL from its start."""
+    """The nearest place where bytes may be divided: a file's end, or a multiple of CHECKSUM_BLOCK from its start."""
     index = min(bisect_right(starts, position), len(starts) - 1)
     start, end = starts[index - 1], starts[index]
     before = start + (position - start) // CHECKSUM_BLOCK * CHECKSUM_BLOCK
@@ -314,7 +254,7 @@ def _snap(position: int, starts: Sequence[int]) -> int:
 
 
 def _level(loads: Sequence[int], amount: int) -> list[int]:
-    """How much of `amount` each gets, so that the fullest is as little filled as possible."""
+    """How much of `amount` each gets, so that the largest load is as small as possible."""
     by_load = sorted(range(len(loads)), key=lambda i: loads[i])
     for count in range(len(by_load), 0, -1):
         chosen = by_load[:count]

@@ -122,37 +122,34 @@ def _check_extra(folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What each rank tells all others before a save begins: among it the bytes of host memory that it has for copies
-    already, and those that its limits leave free, by limit."""
+    """What each rank reports to all others before a save begins.
+
+    `checksums` are those of its tables, `held` the bytes of host memory that it already has for copies, and `free` the
+    bytes that its limits leave, by limit.
+    """
 
     step: int
-    busy: bool
     problem: str | None
-    digests: dict[str, str]
+    checksums: dict[str, str]
     held: int = 0
     free: Mapping[str, int] = field(default_factory=dict)
 
 
 def agree(
-    meeting: TimedGroup, board: StatusStore, answer: RankReport, problem: BaseException | None
-) -> list[RankReport] | None:
-    """All ranks' answers; None where one of them is busy with the last save, and this one is to be skipped.
-
-    Collective. Raises, on every rank, where a rank has a problem or is at another step.
-    """
-    answers: list[RankReport] = meeting.all_gather(answer, "agreeing on a save", board)
+    meeting: TimedGroup, board: StatusStore, report: RankReport, problem: BaseException | None
+) -> list[RankReport]:
+    """The reports of all ranks; collective. Raises, on every rank, where a rank has a problem or is at another step."""
+    reports: list[RankReport] = meeting.all_gather(report, "agreeing on a save", board)
     if problem is not None:
         raise problem
-    for rank, other in enumerate(answers):
+    for rank, other in enumerate(reports):
         if other.problem is not None:
             raise CheckpointError(f"rank {rank}: {other.problem}")
-    if any(other.busy for other in answers):
-        return None
-    steps = {other.step: rank for rank, other in reversed(list(enumerate(answers)))}
+    steps = {other.step: rank for rank, other in reversed(list(enumerate(reports)))}
     if len(steps) > 1:
         shown = ", ".join(f"rank {rank} step {step}" for step, rank in sorted(steps.items()))
         raise UsageError(f"ranks save different steps at the same time: {shown}; call save together")
-    return answers
+    return reports
 
 
 class SavePlanner:
@@ -165,16 +162,16 @@ class SavePlanner:
         self._last: tuple[Any, SavePlan] | None = None
 
     def plan(
-        self, draft: SaveRequest, answers: Sequence[RankReport], board: StatusStore | None = None
+        self, request: SaveRequest, reports: Sequence[RankReport], board: StatusStore | None = None
     ) -> tuple[SavePlan, dict[str, Any]]:
         """The plan, and the values of all ranks. Collective where ranks' values differ, or a tensor has changed."""
-        digests = [answer.digests for answer in answers]
-        key = [{name: digest for name, digest in one.items() if name} for one in digests]
-        values = gather_values(draft.tables, digests, self._meeting, board)
+        checksums = [report.checksums for report in reports]
+        key = [{name: checksum for name, checksum in one.items() if name} for one in checksums]
+        values = gather_values(request.tables, checksums, self._meeting, board)
         if self._last is None or self._last[0] != key:
             with _no_collection():
-                holdings = gather_rows(draft.tables, digests, self._meeting, board)
-                plan = plan_save(holdings, self._nodes, draft.save, max_file_size=self._max_file_size)
+                holdings = gather_rows(request.tables, checksums, self._meeting, board)
+                plan = plan_save(holdings, self._nodes, request.save, max_file_size=self._max_file_size)
             self._last = (key, plan)
         return self._last[1], values
 
