@@ -92,7 +92,9 @@ def test_a_checkpointer_saves_nothing_but_runs_what_is_pending(tmp_path: Path, m
         before = files_in(tmp_path)
         monkeypatch.setenv(VARIABLE, "1")
         boundaries = runtime.boundaries
-        assert checkpointer.save(2, state, block=True) is None
+        skipped = checkpointer.save(2, state, block=True)
+        assert skipped.done()
+        assert not skipped.result().exists()
         assert runtime.boundaries == boundaries + 1  # pending operations run as they would in a real save
         save({"a": torch.zeros(2)}, tmp_path / "file")
         assert files_in(tmp_path) == before

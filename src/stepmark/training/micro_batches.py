@@ -36,9 +36,10 @@ class TokenCounts:
     zero: Tensor
 
     @classmethod
-    def on_device(cls, counts: Sequence[float], runtime: Runtime) -> TokenCounts:
-        """Places the counts of a step's micro-batches on the device."""
-        on_host = [torch.tensor([count]) for count in [sum(counts), max(sum(counts), 1.0), 0.0, *counts]]
+    def of(cls, counts: Sequence[int], runtime: Runtime) -> TokenCounts:
+        """`counts`: target tokens of each micro-batch."""
+        total_count = sum(counts)
+        on_host = [torch.tensor([float(count)]) for count in [total_count, max(total_count, 1), 0, *counts]]
         total, divisor, zero, *each = runtime.place(on_host)
         return cls(total, divisor, each, zero)
 
@@ -80,8 +81,8 @@ class SequentialSchedule:
         Returns:
             This rank's mean loss over its target tokens, and their number: 0-dim float32 tensors on the device.
         """
-        found = [float(self._loss.count(self._model, micro_batch)) for micro_batch in batch.micro_batches]
-        counts = TokenCounts.on_device(found, self._runtime)
+        targets = [self._loss.count(self._model, micro_batch) for micro_batch in batch.micro_batches]
+        counts = TokenCounts.of(targets, self._runtime)
         total, last = counts.zero, len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
