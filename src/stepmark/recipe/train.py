@@ -58,7 +58,7 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
     trainer.save_model()
     if args.eval_strategy != "no":
         found = {**trainer.final_evaluation(), "eval_samples": len(data.validation)}
-        trainer.journal.results("eval", found)
+        trainer._callbacks.run_log.results("eval", found)
 
 
 def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions | None:

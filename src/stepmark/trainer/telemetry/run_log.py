@@ -84,7 +84,7 @@ class RunLog:
         end it before it has stopped by itself."""
         self._stopping = reason
         self.event("stopping", step, reason=reason)
-        self.status("running", step)
+        self.try_status("running", step)
 
     def results(self, split: str, values: dict[str, Any]) -> None:
         """`<split>_results.json`, and the same values in all_results.json, as transformers writes them."""
