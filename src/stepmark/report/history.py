@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import UsageError
-from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS, read_lines
+from stepmark.filesystem.json_files import read_lines
+from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS
 
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # ends of eval_… names that tell of speed and size
