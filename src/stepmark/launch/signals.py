@@ -25,11 +25,15 @@ SignalHandler = Callable[[signal.Signals], None]
 
 
 class RunInterrupted(SystemExit):
-    """A signal ended the run, which can be resumed. Uncaught, it ends the program with exit code 75."""
+    """A signal ended the run, which can be resumed. Uncaught, it ends the program with exit code 75.
 
-    def __init__(self, reason: str) -> None:
+    `recorded`: the reason was printed and is in the run's status.
+    """
+
+    def __init__(self, reason: str, *, recorded: bool = False) -> None:
         super().__init__(INTERRUPTED)
         self.reason = reason
+        self.recorded = recorded
 
 
 def _ignore(_: signal.Signals) -> None:

@@ -13,6 +13,7 @@ from stepmark.checkpoint import Checkpointer, Manifest
 from stepmark.checkpoint.format.directory import checkpoint_path, checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.run_identity import check_same_run
 from stepmark.trainer.setup import RunParts
@@ -54,9 +55,30 @@ def restore_run(
     assert step is not None
     path = checkpoint or checkpoint_path(folder, step)
     callbacks.restore_state(TrainerState.load_from_json(str(path / TRAINER_STATE)))
+    if parts.args.load_best_model_at_end:
+        _locate_best(callbacks.state, path, host)
     if host.rank == 0:
         _warn_of_later_checkpoints(path, step, folder)
     return path
+
+
+def _locate_best(state: TrainerState, restored: Path, host: HostGroup) -> None:
+    """Sets where the best checkpoint is: beside the restored one, since the run's folder may have been moved, or where
+    it was saved. The run forgets a best model that is in neither place."""
+    saved = state.best_model_checkpoint
+    if saved is None:
+        return
+    candidates = [restored.absolute().parent / Path(saved).name, Path(saved)]
+    found = host.broadcast(next((str(path) for path in candidates if (path / MANIFEST).is_file()), None))
+    state.best_model_checkpoint = found
+    if found is None:
+        state.best_metric = state.best_global_step = None
+        if host.rank == 0:
+            logger.warning(
+                "load_best_model_at_end: %s no longer exists; the best model will be one of those evaluated from here "
+                "on",
+                saved,
+            )
 
 
 def _check_named(checkpoint: Path) -> None:

@@ -57,11 +57,26 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
-    `model` is moved to the device, cut as `args` says unless it was made so by `load_for_parallelism` or `parallelize`
-    (its Parameters stay the same objects). `optimizers` is (optimizer, schedule), each
-    or both None: then they are made from `args`. `callbacks` are transformers' TrainerCallback objects or classes.
+    Args:
+        model: A module that returns a loss when it is called with a batch, such as transformers' models. It is moved to
+            the device and sharded as `args` says, unless `load_for_parallelism` or `parallelize` has sharded it; its
+            Parameters stay the same objects.
+        args: What to do; default: `TrainingArguments()`.
+        data_collator: Makes a batch of a list of samples; a `PadTo` also states the lengths to pad to. Default:
+            PyTorch's collation.
+        train_dataset: Has a length and returns sample i; needed by `train`.
+        eval_dataset: The same for `evaluate`, or several by name.
+        processing_class: The tokenizer; it is saved with the model.
+        compute_loss_func: `(outputs, labels, num_items_in_batch)` to a loss, instead of the model's own.
+        compute_metrics: An `EvalPrediction` to numbers by name, which are added to evaluations.
+        callbacks: transformers' `TrainerCallback` objects or classes. `on_save` is called when the checkpoint is
+            complete on disk, also with `async_save`, so a callback may read it and add files to it.
+        optimizers: (optimizer, schedule); each that is None is made from `args`.
+        preprocess_logits_for_metrics: `(logits, labels)` to what `compute_metrics` gets as predictions.
 
-    Raises UsageError or DeviceError before anything expensive is done.
+    Raises:
+        UsageError: The arguments do not fit together, or not the model.
+        DeviceError: There is no such device.
     """
 
     def __init__(
@@ -89,6 +104,7 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self._optimizers = optimizers
+        self._best_step: int | None = None  # of the best model, where the model holds its weights
         self.loss = MicroBatchLoss(
             model,
             compute_loss_func=compute_loss_func,
@@ -154,10 +170,15 @@ class Trainer:
         return torch.bfloat16 if self.args.bf16 else None
 
     def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
         return self.context.host.rank == 0
 
     def train_loader(self) -> DataLoader:
-        """The loader of the training data, at its beginning."""
+        """Returns a new loader of the training data, at its beginning.
+
+        Raises:
+            UsageError: There is no training data.
+        """
         if self.train_dataset is None:
             raise UsageError("train_dataset: training needs one")
         return self._loader(
@@ -170,6 +191,7 @@ class Trainer:
 
     @property
     def data_seed(self) -> int:
+        """The seed of the sample order."""
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
@@ -189,11 +211,11 @@ class Trainer:
         )
 
     def make_optimizer(self) -> ParameterOptimizer | ShardedOptimizer:
-        """The optimizer that the user gave, or the one that the arguments name."""
+        """Returns the optimizer that the user passed, or the one that the arguments name."""
         return make_optimizer(self.model, self.args, self.mesh, self._optimizers[0])
 
     def make_schedule(self, optimizer: ParameterOptimizer | ShardedOptimizer, total_steps: int) -> Any:
-        """The schedule that the user gave, or the one that the arguments name."""
+        """Returns the schedule that the user passed, or the one that the arguments name."""
         return self._optimizers[1] or make_schedule(self.args, optimizer.inner, total_steps)
 
     def make_step(self, optimizer: ParameterOptimizer | ShardedOptimizer) -> TrainStep:
@@ -209,21 +231,35 @@ class Trainer:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that saved."""
+        """Returns what a resumed run must have in common with the one that saved, as plain values."""
         return identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self.data_seed)
 
     # Training
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Trains to the end, from the beginning or from a checkpoint: a path, or True for the newest complete one in
-        `output_dir` (from the beginning where there is none).
+    def train(self, resume_from_checkpoint: bool | str | None = None, *, save_model: bool = False) -> TrainOutput:
+        """Trains to the end of the run. Collective.
 
-        Raises CheckpointError where the checkpoint cannot be resumed from; nothing that exists is lost then.
+        Args:
+            resume_from_checkpoint: A checkpoint to continue from, or True for the newest complete one in `output_dir`
+                (from the beginning where there is none). Default: that of the arguments.
+            save_model: Also write the final model, and with an `eval_strategy` its evaluation, to `output_dir` before
+                the run's status becomes `done`.
+
+        Returns:
+            The number of steps, the mean training loss over all tokens of the run, and the values of
+            train_results.json. A finished run that is resumed keeps its results.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be resumed from, or a save failed.
+            UsageError: There is no training data, or `output_dir` cannot be used.
+            StepmarkError: The final model cannot be written, for example because the disk is full.
+            RunInterrupted: A signal stopped the run, which can be resumed (a SystemExit with code 75).
         """
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         folder = Path(self.args.output_dir)
         prepare_output_folder(folder, self.context.host)
         self._callbacks.reset()
+        self._best_step = None
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
             parts = self._make_parts()
             loop = TrainingLoop(parts, self._callbacks, checkpointer, self._evaluate_own_data, self._write_files)
@@ -237,7 +273,12 @@ class Trainer:
             try:
                 with loop.stopping_at_signals(), self._peer_watch():
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
-                    return self._train(loop, parts, checkpointer, restored)
+                    output = self._train(loop, parts, checkpointer, restored)
+                if save_model:
+                    self.save_model()
+                    self._write_evaluation()
+                self._callbacks.run_log.status("done", self.state.global_step, loop.stop_reason)
+                return output
             except BaseException as error:
                 record_end(self._callbacks, error)
                 raise
@@ -301,6 +342,7 @@ class Trainer:
         seconds, steps = time.perf_counter() - began, self.state.global_step - first
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             checkpointer.restore({"model": self.model}, Path(self.state.best_model_checkpoint))
+            self._best_step = self.state.best_global_step
         samples = steps * parts.loader.layout.global_batch
         metrics = {
             "epoch": self.state.epoch,
@@ -310,16 +352,22 @@ class Trainer:
             "train_steps_per_second": steps / seconds,
         }
         callbacks.event("on_train_end")
-        self._write_results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
+        metrics = self._write_train_results(metrics, steps)
         if self.is_world_process_zero():
             self._write_state(Path(self.args.output_dir))
-        callbacks.run_log.status("done", self.state.global_step, loop.stop_reason)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     # Saving
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective."""
+        """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective.
+
+        Args:
+            output_dir: Where to; default: the run's folder.
+
+        Raises:
+            StepmarkError: The folder cannot be written to; on all ranks.
+        """
         folder = Path(output_dir or self.args.output_dir).absolute()
         write_model(folder, self.model, self.mesh, self.processing_class, self.args.save_timeout)
 
@@ -337,8 +385,19 @@ class Trainer:
         eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Loss and metrics over exactly the samples of `eval_dataset` (default: the Trainer's own), under keys that
-        begin with the prefix; a dict of sets adds its keys to the prefix. Collective."""
+        """Computes loss and metrics over exactly the samples of a dataset. Collective.
+
+        Args:
+            eval_dataset: The data, or several datasets by name; default: the Trainer's own.
+            metric_key_prefix: What the metrics' names begin with; the names of several datasets are appended to it.
+
+        Returns:
+            The metrics by name; runtimes are in seconds.
+
+        Raises:
+            UsageError: There is no evaluation data.
+            DataError: A dataset is empty.
+        """
         return self._evaluate_sets(eval_dataset, metric_key_prefix, PausableEvaluation())
 
     def _evaluate_own_data(self, evaluation: PausableEvaluation) -> dict[str, float]:
@@ -359,7 +418,7 @@ class Trainer:
         return metrics
 
     def _eval_sets(self, given: Any, prefix: str) -> list[tuple[str, Any]]:
-        """The sets to evaluate, each with the prefix of its metrics. Raises where there is none, or an empty one."""
+        """The sets to evaluate, each with the prefix of its metrics."""
         dataset = self.eval_dataset if given is None else given
         if dataset is None:
             raise UsageError("eval_dataset: evaluation needs one")
@@ -369,14 +428,42 @@ class Trainer:
             raise DataError(f"eval_dataset: {error}, or set eval_strategy: no") from error
 
     def final_evaluation(self) -> dict[str, float]:
-        """The evaluation of the model as it is now: the last one, where nothing was trained since."""
+        """Returns the metrics of the model as it is at the end of training; evaluates it where that was not done yet.
+
+        With `load_best_model_at_end` these are the metrics of the best model. Collective.
+        """
+        step = self.state.global_step if self._best_step is None else self._best_step
         last = self._callbacks.last_evaluation
-        return last[1] if last is not None and last[0] == self.state.global_step else self.evaluate()
+        if last is not None and last[0] == step:
+            return last[1]
+        return self._logged_evaluation(step) or self.evaluate()
+
+    def _logged_evaluation(self, step: int) -> dict[str, float] | None:
+        """The evaluation of all sets at this step from the history, which resumed runs have too."""
+        metrics: dict[str, float] = {}
+        logs = [log for log in self.state.log_history if log["step"] == step]
+        for prefix, _ in self._eval_sets(None, "eval"):
+            log = next((log for log in reversed(logs) if f"{prefix}_runtime" in log), None)
+            if log is None:
+                return None
+            metrics |= {name: value for name, value in log.items() if name not in ("step", "epoch")}
+        return metrics
 
     def predict(self, test_dataset: Dataset, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predictions, labels and metrics over exactly the samples of `test_dataset`. Collective."""
+        """Computes predictions, labels and metrics over exactly the samples of a dataset. Collective.
+
+        Args:
+            test_dataset: The data.
+            metric_key_prefix: What the metrics' names begin with.
+
+        Returns:
+            Numpy arrays of all samples in order, and the metrics by name.
+
+        Raises:
+            DataError: The dataset is empty.
+        """
         if not len(test_dataset):  # type: ignore[arg-type]
-            raise DataError("test_dataset: it is empty; give one with samples")
+            raise DataError("test_dataset: it is empty; pass one with samples")
         evaluation = self._evaluate(test_dataset, gather=True)
         metrics = self._metrics(evaluation, metric_key_prefix)
         self._callbacks.event("on_predict", metrics)
@@ -396,13 +483,30 @@ class Trainer:
 
     # Records
 
-    def _write_results(self, split: str, values: dict[str, Any]) -> None:
-        self._callbacks.run_log.results(split, values)
+    def _write_train_results(self, metrics: dict[str, float], steps: int) -> dict[str, float]:
+        """Writes the results of training, and returns them. A process that found the run finished, and trained no
+        step, keeps the results of the one that finished it."""
+        run_log = self._callbacks.run_log
+        if not steps:
+            earlier = self.context.host.broadcast(run_log.read_results("train"))
+            if earlier is not None and earlier.get("epoch") == metrics["epoch"]:
+                return {name: earlier[name] for name in metrics if name in earlier}
+        run_log.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
+        return metrics
+
+    def _write_evaluation(self) -> None:
+        """Writes the results of evaluating the model that the output folder holds."""
+        if self.args.eval_strategy == "no":
+            return
+        samples = sum(len(dataset) for _, dataset in self._eval_sets(None, "eval"))
+        self._callbacks.run_log.results("eval", {**self.final_evaluation(), "eval_samples": samples})
 
 
 def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
     """Records in the run's status that it did not reach its end; a status that cannot be written hides no error."""
     run_log, step = callbacks.run_log, callbacks.state.global_step
+    if isinstance(error, RunInterrupted) and error.recorded:
+        return
     if isinstance(error, RunInterrupted):
         run_log.try_status("interrupted", step, error.reason)
         if run_log.writes:

@@ -153,6 +153,7 @@ class TrainingLoop:
 
     def _end_epoch(self) -> None:
         self._epoch_open = False
+        self._skip_rest_of_epoch()
         self._callbacks.event("on_epoch_end")
         self._follow_control()
 
@@ -179,13 +180,21 @@ class TrainingLoop:
 
     def _follow_control(self) -> None:
         """Logs, evaluates and saves, in this order, as the control's flags say."""
+        self._skip_rest_of_epoch()
         if self._callbacks.control.should_log:
             self._log()
         if self._callbacks.control.should_evaluate:
             self._evaluate()
+            self._skip_rest_of_epoch()
         if self._callbacks.control.should_save:  # an evaluation may have set it
             self._save()
             self._stop_if_requested()
+
+    def _skip_rest_of_epoch(self) -> None:
+        """Where a callback has ended the epoch early: the next step, here or in a resumed run, is in the next epoch."""
+        position = self._parts.loader.state_dict()
+        if self._callbacks.control.should_epoch_stop and position["samples"]:
+            self._parts.loader.load_state_dict({**position, "epoch": position["epoch"] + 1, "samples": 0})
 
     # Logs
 
@@ -272,6 +281,8 @@ class TrainingLoop:
         with self._monitor.within("save", self._step), in_save:
             self._begin_save()
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
+            if self._callbacks.has("on_save"):
+                self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
             self._callbacks.event("on_save")
 
     def _begin_save(self) -> None:

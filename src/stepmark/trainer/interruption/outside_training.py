@@ -29,8 +29,8 @@ logger = logging.getLogger("stepmark")
 def ending_at_signals(folder: Path) -> Iterator[None]:
     """Inside the block, before training and after it, there is nothing to save: a signal ends the process.
 
-    The main thread raises RunInterrupted. Where it does not come to that within PATIENCE, because it waits in native
-    code for ranks that never join, for example, the listener's thread ends the process.
+    The main thread raises RunInterrupted. If it cannot do so within PATIENCE, for example because it waits in native
+    code for ranks that never join, the listener's thread ends the process.
     """
     began, process = time.time(), os.getpid()
     answered = threading.Event()
@@ -46,7 +46,7 @@ def ending_at_signals(folder: Path) -> Iterator[None]:
             signal.raise_signal(number)
         answered.set()
         record(_reason(number))
-        raise RunInterrupted(_reason(number))
+        raise RunInterrupted(_reason(number), recorded=True)
 
     def end_unless_answered(number: signal.Signals) -> None:
         if not answered.wait(PATIENCE):
