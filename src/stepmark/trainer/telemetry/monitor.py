@@ -87,7 +87,7 @@ class Monitor:
             self._recompilations.begin(batch)
 
     def look(self, step: int, loss: float, tokens: float, norm: float) -> None:
-        """The numbers of step number `step` have come to the host."""
+        """The numbers of step number `step` have reached the host."""
         if self._run_log.writes:
             self._anomalies.look(step, loss, tokens, norm)
 
