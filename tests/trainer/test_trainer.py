@@ -118,6 +118,14 @@ def test_a_full_disk_at_the_end_fails_the_run_in_one_line(tmp_path: Path, monkey
     assert statuses(tmp_path) == ["failed"]
 
 
+@pytest.mark.parametrize("name", ["train_results.json", "all_results.json"])
+def test_results_that_cannot_be_written_are_an_error_of_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name / "in the way").mkdir(parents=True)
+    with pytest.raises(StepmarkError, match=r"^the results cannot be written to .*: Is a directory; free some space"):
+        train(tmp_path)
+    assert statuses(tmp_path) == ["failed"]
+
+
 def test_a_signal_while_the_model_is_written_is_recorded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

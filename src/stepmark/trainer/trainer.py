@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.config.training_arguments import TrainingArguments, set_log_level
 from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import DataError, StepmarkError, UsageError
 from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
@@ -50,8 +50,6 @@ from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.step import TrainStep
-
-logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -277,7 +275,8 @@ class Trainer:
                 if save_model:
                     self.save_model()
                     self._write_evaluation()
-                self._callbacks.run_log.status("done", self.state.global_step, loop.stop_reason)
+                with self._recording():
+                    self._callbacks.run_log.status("done", self.state.global_step, loop.stop_reason)
                 return output
             except BaseException as error:
                 record_end(self._callbacks, error)
@@ -329,13 +328,7 @@ class Trainer:
         self, loop: TrainingLoop, parts: RunParts, checkpointer: Checkpointer, restored: Path | None
     ) -> TrainOutput:
         callbacks, first = self._callbacks, self.state.global_step
-        loop.started(restored)
-        if restored is not None:
-            attempt = callbacks.run_log.attempts() + 1
-            callbacks.run_log.metrics({"resumed": first, "attempt": attempt, "mesh": self.mesh.shape})
-        callbacks.begin(parts.total_steps)
-        if restored is not None:
-            callbacks.progress.line(f"resumed from {restored} at step {first}")
+        self._record_begin(loop, parts, restored)
         began = time.perf_counter()
         callbacks.event("on_train_begin")
         loop.run(restored)
@@ -354,8 +347,19 @@ class Trainer:
         callbacks.event("on_train_end")
         metrics = self._write_train_results(metrics, steps)
         if self.is_world_process_zero():
-            self._write_state(Path(self.args.output_dir))
+            with self._recording():
+                self._write_state(Path(self.args.output_dir))
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _record_begin(self, loop: TrainingLoop, parts: RunParts, restored: Path | None) -> None:
+        callbacks, step = self._callbacks, self.state.global_step
+        loop.started(restored)
+        if restored is not None:
+            attempt = callbacks.run_log.attempts() + 1
+            callbacks.run_log.metrics({"resumed": step, "attempt": attempt, "mesh": self.mesh.shape})
+        callbacks.begin(parts.total_steps)
+        if restored is not None:
+            callbacks.progress.line(f"resumed from {restored} at step {step}")
 
     # Saving
 
@@ -491,7 +495,8 @@ class Trainer:
             earlier = self.context.host.broadcast(run_log.read_results("train"))
             if earlier is not None and earlier.get("epoch") == metrics["epoch"]:
                 return {name: earlier[name] for name in metrics if name in earlier}
-        run_log.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
+        with self._recording():
+            run_log.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
         return metrics
 
     def _write_evaluation(self) -> None:
@@ -499,7 +504,20 @@ class Trainer:
         if self.args.eval_strategy == "no":
             return
         samples = sum(len(dataset) for _, dataset in self._eval_sets(None, "eval"))
-        self._callbacks.run_log.results("eval", {**self.final_evaluation(), "eval_samples": samples})
+        results = {**self.final_evaluation(), "eval_samples": samples}
+        with self._recording():
+            self._callbacks.run_log.results("eval", results)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Inside the block, a file that cannot be written is a StepmarkError."""
+        try:
+            yield
+        except OSError as error:
+            raise StepmarkError(
+                f"the results cannot be written to {self.args.output_dir}: {error.strerror or error}; free some space "
+                "there, and start the run again with resume_from_checkpoint: true"
+            ) from error
 
 
 def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
