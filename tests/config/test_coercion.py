@@ -103,8 +103,8 @@ def test_plain_scalars(text: str, value: Any) -> None:
     ("text", "words"),
     [
         ("a: [", "line 1: "),
-        ("a: 1\nb: 2\na: 3", "line 3: a is given twice"),
-        ("a: {b: 1, b: 2}", "line 1: b is given twice"),
+        ("a: 1\nb: 2\na: 3", 'line 3: found duplicate key "a"'),
+        ("a: {b: 1, b: 2}", 'line 1: found duplicate key "b"'),
         ("a: !!python/name:os.system", "line 1: could not determine a constructor"),
         ("[" * 5000, "maximum recursion depth"),
         ("a: \x00", "special characters are not allowed"),

@@ -32,16 +32,16 @@ class AfterImport:
 
 
 def change(run):
-    one_step = run._one_step
+    train_step = run._train_step
 
     def step(self, batch):
-        if self.trainer.state.global_step == 1 and is_rank():
+        if self._step == 1 and is_rank():
             if WHAT == "raise":
                 raise ValueError("the second step is bad")
             os.kill(os.getpid(), signal.SIGKILL)
-        one_step(self, batch)
+        train_step(self, batch)
 
-    run._one_step = step
+    run._train_step = step
 
 
 sys.meta_path.insert(0, AfterImport())

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.data.collate import PadTo
-from stepmark.trainer.telemetry.run_log import read_lines
+from stepmark.filesystem.json_files import read_lines
 from tests.support.programs import VOCABULARY, tiny_model
 
 

@@ -12,7 +12,7 @@ import pytest
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.coordination.leases import Lease
 from stepmark.errors import CheckpointNotFound
-from stepmark.watcher import scheduler as agenda
+from stepmark.watcher import scheduler
 from stepmark.watcher.evaluation_records import EVALUATED, EvaluationRecords
 from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler, WatchOptions
 
@@ -27,8 +27,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begun(folder: Path, setup: str = "same", deleted_before: int = 0, **wishes: object) -> EvaluationScheduler:
-    made = EvaluationScheduler(folder, WatchOptions(**{"wait": True, **wishes}), lambda _: None)  # type: ignore[arg-type]
+def begun(folder: Path, setup: str = "same", deleted_before: int = 0, **options: object) -> EvaluationScheduler:
+    made = EvaluationScheduler(folder, WatchOptions(**{"wait": True, **options}), lambda _: None)  # type: ignore[arg-type]
     made.begin(EvaluationRecords(folder, setup), setup, deleted_before)
     MADE.append(made)
     return made
@@ -89,7 +89,7 @@ def test_another_setup_has_its_own_evaluations(folder: Path) -> None:
 def test_both_give_way_where_they_want_the_same_at_the_same_moment(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agenda, "GIVE_WAY", 0.0)
+    monkeypatch.setattr(scheduler, "BACKOFF", 0.0)
     rivals: list[Lease] = []
     take: Callable[[Path, str], Lease | None] = Lease.take
 
@@ -125,7 +125,7 @@ def test_what_retention_deleted_is_skipped_and_what_it_had_deleted_before_is_not
     assert (job.kind, step(job)) == ("skip", 10)
 
 
-def test_a_step_that_is_saved_anew_is_evaluated_anew(folder: Path) -> None:
+def test_a_step_that_is_saved_again_is_evaluated_again(folder: Path) -> None:
     do_all(folder)
     assert begun(folder).look().kind == "end"
     shutil.rmtree(folder / "checkpoint-15")
@@ -139,7 +139,7 @@ def test_a_step_that_is_saved_anew_is_evaluated_anew(folder: Path) -> None:
     [
         ("done", None, "end"),
         ("interrupted", None, "end"),
-        ("running", None, "wait"),  # no sign of life, for a moment
+        ("running", None, "wait"),  # no heartbeat, briefly
         ("interrupted", 20, "wait"),
         ("done", 20, "end"),
         ("interrupted", 15, "end"),
@@ -156,5 +156,5 @@ def test_a_run_without_checkpoints(tmp_path: Path) -> None:
     said: list[str] = []
     assert EvaluationScheduler(tmp_path, WatchOptions(wait=True), said.append).look().kind == "wait"
     assert said == [f"waiting for the first checkpoint in {tmp_path}"]
-    with pytest.raises(CheckpointNotFound, match="with --watch they are waited for"):
+    with pytest.raises(CheckpointNotFound, match="--watch waits for them"):
         EvaluationScheduler(tmp_path, WatchOptions(), said.append).look()

@@ -31,13 +31,13 @@ def test_a_checkpoint_is_told_once(tmp_path: Path) -> None:
     one, other = EvaluationRecords(tmp_path, "a"), EvaluationRecords(tmp_path, "a")
     assert add(one, 5, eval_loss=2.0) is not None
     assert add(other, 5, eval_loss=2.0) is None
-    assert add(other, 5, save="saved anew", eval_loss=1.0) is not None
+    assert add(other, 5, save="saved again", eval_loss=1.0) is not None
     assert add(EvaluationRecords(tmp_path, "another setup"), 5, eval_loss=3.0) is not None
     assert [line["eval_loss"] for line in one.evaluated()] == [1.0]
     assert [line["eval_loss"] for line in one.sorted()] == [2.0, 1.0]
 
 
-def test_what_failed_is_tried_anew_by_the_next_watcher(tmp_path: Path) -> None:
+def test_what_failed_is_tried_again_by_the_next_watcher(tmp_path: Path) -> None:
     records = EvaluationRecords(tmp_path, "a")
     add(records, 5, FAILED, reason="it raised")
     assert EvaluationRecord(5, "s") in records.done()
@@ -113,7 +113,7 @@ def test_when_a_run_has_ended(tmp_path: Path) -> None:
     (owner / "alive.0").unlink()
     assert state.ended() == "done"
     status(tmp_path, "running")
-    assert state.ended() == "without a sign of life for 0 s"
+    assert state.ended() == "without a heartbeat for 0 s"
     assert RunState(tmp_path, patience=60.0).ended() is None
 
 

@@ -136,8 +136,8 @@ class Checkpointer:
 
         `files` adds files of its own to the folder it is given; rank 0 calls it, at once. `metadata`, plain values, can
         be read without the state; `metrics` serve `KeepBest`. `model_only` saves the modules and nothing else. A
-        process that only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`) computes placeholders: there nothing is written,
-        and the handle says done. Raises CheckpointError, also for the save before, if it failed.
+        process that only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`) computes placeholders: there nothing is
+        written, and the handle says done. Raises CheckpointError, also for the save before, if it failed.
         """
         if extracting_graphs():
             self._runtime_of(_tensors_of(state)).step_boundary(wait=True)  # so that the graphs are those of a real run

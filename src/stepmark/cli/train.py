@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from stepmark.cli.failed_run import FailedRun
@@ -19,7 +13,6 @@ from stepmark.config.recipe import Recipe, all_fields, read_recipe
 from stepmark.config.unknown_fields import unknown_field
 
 HELP = "train a model from a recipe"
-PATIENCE = 2.0  # seconds that the main thread has to answer a signal before training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _train(recipe: Recipe, metrics: str | None) -> int:
     from stepmark.launch.supervisor import follow_supervisor
+    from stepmark.trainer.interruption.outside_training import ending_at_signals
 
     follow_supervisor()
     heard = recipe.training.save_on_signal
@@ -69,42 +63,3 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
 
         train(recipe, metrics)
     return 0
-
-
-@contextlib.contextmanager
-def ending_at_signals(folder: Path) -> Iterator[None]:
-    """Before training and after it there is nothing to save: a signal ends the process, and the run can be resumed."""
-    from stepmark.launch.process_exit import leave, say
-    from stepmark.launch.signals import INTERRUPTED, STOPPING, hearing
-    from stepmark.trainer.interruption.outside_training import record_interruption
-
-    began, process = time.time(), os.getpid()
-    answered = threading.Event()
-
-    def tell(number: int) -> None:
-        reason = f"{signal.Signals(number).name}: not training"
-        say(f"interrupted by {reason}")
-        with contextlib.suppress(OSError):
-            record_interruption(folder, reason, began)
-
-    def end(number: int, _: FrameType | None) -> None:
-        if os.getpid() != process:  # one that was forked, and is no part of the run
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        answered.set()
-        tell(number)
-        raise SystemExit(INTERRUPTED)
-
-    def end_for(number: int) -> None:
-        """In another thread: the main one may wait where no handler runs, for ranks that never come for example."""
-        if signal.getsignal(number) is end and not answered.wait(PATIENCE):
-            tell(number)
-            leave(INTERRUPTED)
-
-    before = {number: signal.signal(number, end) for number in STOPPING}
-    try:
-        with hearing(end_for):
-            yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

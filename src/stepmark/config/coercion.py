@@ -1,4 +1,4 @@
-"""Values of recipe fields: from YAML, flags or Python to the type that the dataclass declares."""
+"""Converts values of recipe fields, from YAML, flags or Python, to the types that the dataclasses declare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def convert(name: str, value: Any, annotation: Any) -> Any:
-    """`value` as a value of type `annotation`; whole numbers are numbers, and "1e-4", which YAML reads as text, is one.
+    """Returns `value` as the type `annotation`. A whole number is accepted as a number, and so is text such as "1e-4".
 
     Raises UsageError that names the field.
     """
@@ -43,7 +43,7 @@ def convert(name: str, value: Any, annotation: Any) -> Any:
 
 
 def convert_all(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` in the types that dataclass `kind` declares for them."""
+    """Returns `values` as the types that the dataclass `kind` declares for them."""
     hints = typing.get_type_hints(kind)
     return {name: convert(name, value, hints[name]) for name, value in values.items()}
 

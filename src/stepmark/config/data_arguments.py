@@ -1,4 +1,4 @@
-"""Which data a run trains on."""
+"""The data fields of a recipe."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DataArguments:
         if not self.dataset_name and not self.train_file:
             raise UsageError("there is no training data: give dataset_name or train_file")
         if self.dataset_config_name and self.dataset_name in (None, STDLIB):
-            raise UsageError("dataset_config_name has no meaning without a dataset_name that has configurations")
+            raise UsageError("dataset_config_name needs a dataset_name that has configurations; remove it")
         if self.text_column is not None and not self._has_columns():
             raise UsageError("text_column is given, but the data has no columns; remove it")
 

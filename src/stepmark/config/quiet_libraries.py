@@ -1,4 +1,4 @@
-"""Messages of libraries that a user can do nothing about."""
+"""Silences messages of libraries that users cannot act on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("PJRT_DEVICE", "CPU")  # torch_xla says that it takes this by default; see choose_device
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # torch_xla logs that it uses this default; see choose_device
     logging.getLogger("torch_xla").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)

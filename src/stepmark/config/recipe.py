@@ -29,9 +29,9 @@ class ModelArguments:
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None and self.config_name is None:
-            raise UsageError("model_name_or_path or config_name: one of them has to say which model to train")
+            raise UsageError("model_name_or_path or config_name: set one of them, to name the model to train")
         if self.model_name_or_path is not None and self.config_name is not None:
-            raise UsageError("model_name_or_path and config_name: both say which model to train; set one of them")
+            raise UsageError("model_name_or_path and config_name: both name the model to train; set one of them")
         if self.config_overrides and self.config_name is None:
             raise UsageError("config_overrides: overrides are for a new model; set config_name, or leave them out")
         if self.tokenizer_name is None and self.model_name_or_path is None:
@@ -49,12 +49,12 @@ PARTS: tuple[type, ...] = (TrainingArguments, ModelArguments, DataArguments)
 
 
 def all_fields() -> dict[str, tuple[str, Any]]:
-    """Every recipe field, with its type as text and its default."""
+    """Every recipe field by name, with its type as text and its default."""
     return {field.name: (str(field.type), field.default) for part in PARTS for field in dataclasses.fields(part)}
 
 
 def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
-    """The recipe of the file, if there is one, and the flags, which win.
+    """The recipe in the file at `path`, if one is given, overridden by the flags.
 
     Raises UsageError that names the field for one that is unknown, of the wrong type, or contradicts another.
     """
@@ -76,16 +76,16 @@ def _read_file(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"recipe {path}: cannot be read: {error.strerror}; give the path of a recipe") from error
     except ValueError as error:
-        raise UsageError(f"recipe {path}: is no YAML: {error}; write one `field: value` a line") from error
+        raise UsageError(f"recipe {path}: is not valid YAML: {error}; write one `field: value` per line") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UsageError(f"recipe {path}: should be fields and values, one a line, and is a {type(content).__name__}")
+        raise UsageError(f"recipe {path}: should be fields and values, one per line, and is a {type(content).__name__}")
     return {str(name): value for name, value in content.items()}
 
 
 def _read_flags(flags: Mapping[str, str]) -> dict[str, Any]:
-    """Flags are text; those of fields that hold something else are read as YAML reads it."""
+    """Flags are text; those for fields of other types are parsed as YAML."""
     hints = {name: hint for part in PARTS for name, hint in typing.get_type_hints(part).items()}
     values: dict[str, Any] = {}
     for name, text in flags.items():

@@ -1,4 +1,4 @@
-"""What a run is asked to do. Names, meanings and defaults are those of transformers' TrainingArguments."""
+"""The training fields of a recipe, with the names of transformers' TrainingArguments."""
 
 from __future__ import annotations
 
@@ -21,24 +21,37 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 @dataclass
 class TrainingArguments:
-    """Training, from Python or from a recipe.
+    """The training fields of a recipe, with the names, meanings and defaults of transformers' TrainingArguments.
 
-    Steps are optimizer steps. `logging_steps`, `eval_steps` and `save_steps` below 1 are fractions of all steps.
-    Relative paths are meant from the folder the process was started in. `device` is auto, xla, cuda, neuron or cpu;
-    `dtype` is the parameters' own: float32, or bfloat16, which the optimizer follows with fp32 master weights.
-    `zero_1` divides the optimizer's state among the data parallel ranks.
+    Steps are optimizer steps. `logging_steps`, `eval_steps` and `save_steps` below 1 are fractions of all steps. The
+    fields that transformers does not have, or that mean more here:
 
-    `tensor_parallel_size` neighbouring ranks hold the model together, each a part of it; the others are data parallel.
-    With `sequence_parallel` they also divide the activations between the layers' products, along the sequence.
-    `parallelize_embedding`: embedding, head and loss are divided along the vocabulary too.
+    Args:
+        output_dir: The run's folder; a relative path is relative to the current folder. All ranks have to see it.
+        max_steps: Steps of the run; -1 (the default) trains for `num_train_epochs` instead.
+        device: `auto` (the default), `xla`, `cuda`, `neuron` or `cpu`.
+        dtype: The type of the parameters: `float32` (the default), or `bfloat16` with fp32 master weights in the
+            optimizer. `bf16` is autocast over float32 parameters instead.
+        zero_1: Shards the optimizer's states over the data parallel ranks. Default: false.
+        tensor_parallel_size: Neighbouring ranks that hold the model together, each a shard of it; data parallelism uses
+            the remaining factor of the world size. Default: 1.
+        sequence_parallel: Shards activations along the sequence too, between the layers' matrix products. Default:
+            false.
+        parallelize_embedding: Shards embedding, head and loss along the vocabulary too. Default: true.
+        async_save: Training continues while a checkpoint is written. A callback that defines `on_save` is called once
+            the checkpoint is complete on disk, so that it may read it and add files to it; training waits for that.
+            Default: true.
+        save_timeout: Seconds that each phase of a save or restore may take, and that a rank may be without a
+            heartbeat, before the run ends with an error that names the late rank. Default: 1800.
+        save_on_signal: SIGTERM or SIGUSR1 stops the run after the current step, saves, and ends it with exit code 75.
+            Default (None): true, but false where `save_strategy` is `no` or with `save_only_model`, since such a run is
+            not meant to be resumed.
+        signal_grace: Seconds from the signal until the run has to have ended; a save that does not fit is not begun.
+            Default: 120.
 
-    `async_save`: training goes on while a checkpoint is written. `save_timeout`: seconds that each phase of a save or
-    restore may take before the run ends and names the rank that is late. `save_on_signal`: SIGTERM or SIGUSR1 stops the
-    run after the step it is in, saves, and ends with exit code 75; None means true, but false where `save_strategy` is
-    no or with `save_only_model`, because such a run is not meant to be resumed. `signal_grace`: seconds from the signal
-    by which the run has ended; a save that cannot be done by then is not begun.
-
-    Raises UsageError for a value of the wrong type or range and for fields that contradict each other.
+    Raises:
+        UsageError: A value has the wrong type or is out of range, or two fields contradict each other. The message
+            names the field.
     """
 
     output_dir: str = "trainer_output"
@@ -98,6 +111,8 @@ class TrainingArguments:
     def __post_init__(self) -> None:
         for name, value in convert_all(type(self), self._values()).items():
             setattr(self, name, value)
+        if not self.output_dir.strip():
+            raise UsageError("output_dir: is empty; name the folder that the run writes to")
         self.output_dir = os.path.abspath(os.path.expanduser(self.output_dir))
         _check_ranges(self)
         _check_agreement(self)
@@ -118,21 +133,24 @@ class TrainingArguments:
 
     @property
     def best_metric_key(self) -> str | None:
-        """`metric_for_best_model` as evaluations name it."""
+        """The name of `metric_for_best_model` in evaluations, with `eval_`; None without such a metric."""
         name = self.metric_for_best_model
         return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
     @property
     def scheduler_options(self) -> dict[str, Any]:
+        """`lr_scheduler_kwargs` as a mapping."""
         options = self.lr_scheduler_kwargs
         return parse_options("lr_scheduler_kwargs", options) if isinstance(options, str) else dict(options or {})
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
+        """`optim_args` as a mapping."""
         return parse_options("optim_args", self.optim_args or "")
 
     @property
     def reporters(self) -> list[str]:
+        """The names in `report_to`."""
         names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
         return [name for name in names if name != "none"]
 
@@ -141,18 +159,19 @@ class TrainingArguments:
         return self._values()
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """All fields as TensorBoard's hyperparameters can hold them."""
+        """All fields as types that TensorBoard's hyperparameters support."""
         return {
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
             for name, value in self._values().items()
         }
 
     def to_json_string(self) -> str:
+        """All fields as JSON."""
         return json.dumps(self._values(), indent=2)
 
 
 def parse_options(field: str, text: str) -> dict[str, Any]:
-    """`"momentum=0.9,nesterov=true"` as a mapping; values are read as YAML."""
+    """Parses `"momentum=0.9,nesterov=true"` into a mapping; values are YAML. `field` is for error messages."""
     options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = part.partition("=")
@@ -185,6 +204,8 @@ def _check_ranges(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value is not None and not value >= least:
             raise UsageError(f"{name}: should be at least {least}, and is {value}")
+    if args.max_steps < 1 and args.max_steps != -1:
+        raise UsageError(f"max_steps: should be at least 1, or -1 for num_train_epochs epochs, and is {args.max_steps}")
     for name in ("save_timeout", "signal_grace"):
         if not 0 < getattr(args, name) < math.inf:
             raise UsageError(f"{name}: should be a number of seconds above 0, and is {getattr(args, name)}")
@@ -214,8 +235,11 @@ def _check_ranges(args: TrainingArguments) -> None:
 
 
 def _check_agreement(args: TrainingArguments) -> None:
-    if args.max_steps <= 0 and args.num_train_epochs <= 0:
-        raise UsageError("max_steps and num_train_epochs: both are 0 or less; set one of them above 0")
+    if args.max_steps == -1 and args.num_train_epochs <= 0:
+        raise UsageError(
+            f"num_train_epochs: should be above 0 where max_steps does not give the length of the run, and is "
+            f"{args.num_train_epochs:g}"
+        )
     if args.bf16 and args.dtype == "bfloat16":
         raise UsageError(
             "bf16 and dtype: bf16 is autocast over float32 parameters, and dtype asks for bfloat16 ones; set one of "
@@ -229,7 +253,7 @@ def _check_agreement(args: TrainingArguments) -> None:
     for name, default in (("sequence_parallel", False), ("parallelize_embedding", True)):
         if args.tensor_parallel_size == 1 and getattr(args, name) != default:
             raise UsageError(
-                f"{name} and tensor_parallel_size: {name} is about a model that several ranks hold together; set "
+                f"{name} and tensor_parallel_size: {name} applies to a model that several ranks hold together; set "
                 "tensor_parallel_size to 2 or more, or leave it out"
             )
     if args.warmup_steps and args.warmup_ratio:
@@ -241,7 +265,7 @@ def _check_agreement(args: TrainingArguments) -> None:
                     f"{name} and eval_strategy: {name} needs evaluations; set eval_strategy to steps or epoch"
                 )
         if args.save_strategy == "best":
-            raise UsageError("save_strategy and eval_strategy: the best is told by evaluations; set eval_strategy")
+            raise UsageError("save_strategy and eval_strategy: evaluations find the best model; set eval_strategy")
         if args.lr_scheduler_type in METRIC_SCHEDULES:
             raise UsageError(
                 f"lr_scheduler_type and eval_strategy: {args.lr_scheduler_type} follows evaluations; set eval_strategy"
@@ -265,12 +289,12 @@ def _check_best_is_saved(args: TrainingArguments) -> None:
 
 
 def _is_multiple(value: float, of: float) -> bool:
-    """Whether two intervals, in steps or as fractions of the run, fit; 0.3 is a multiple of 0.1."""
+    """Whether an interval, in steps or as a fraction of the run, is a multiple of another; 0.3 is one of 0.1."""
     return (value < 1) == (of < 1) and abs(value / of - round(value / of)) < 1e-9
 
 
 def set_log_level(args: TrainingArguments) -> None:
-    """`log_level` for Stepmark's own messages and transformers'; `passive` leaves both as they are."""
+    """Applies `log_level` to the loggers of Stepmark and transformers; `passive` leaves both as they are."""
     if args.log_level != "passive":
         for name in ("stepmark", "transformers"):
             logging.getLogger(name).setLevel(args.log_level.upper())

@@ -1,4 +1,4 @@
-"""What to say of a field that a recipe cannot have."""
+"""Error messages for fields that a recipe cannot have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Collection
 
-# Fields of transformers' TrainingArguments and run_clm that people bring along, with what to do instead.
+# Fields of transformers' TrainingArguments and run_clm that recipes often have, and what to use instead.
 ELSEWHERE = {
     "fp16": "use bf16",
     "do_train": "leave it out: `stepmark train` trains",
@@ -23,25 +23,25 @@ ELSEWHERE = {
 }
 # Fields of run_clm, which no installed package declares.
 RUN_CLM = ("cache_dir", "use_fast_tokenizer", "model_revision", "token", "trust_remote_code", "streaming")
-TYPING_ERROR = 0.85  # similarity from which a name is taken for another one mistyped
+TYPING_ERROR = 0.85  # similarity from which a name counts as a typing error
 
 
 def unknown_field(name: str, known: Collection[str], path: str | None = None) -> str:
-    """One line that says that `name`, in the recipe `path` or a flag, is no field, and what to do."""
+    """One line that says that `name`, in the recipe `path` or a flag, is not a field, and what to do instead."""
     where = f" in {path}" if path else ""
     if name in ELSEWHERE:
-        return f"{name}: is not a field of Stepmark's{where}; {ELSEWHERE[name]}"
+        return f"{name}: is not a Stepmark field{where}; {ELSEWHERE[name]}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=TYPING_ERROR)
     if close and not name.startswith(f"{close[0]}_"):
         return f"{name}: is not a field{where}; did you mean {close[0]}?"
-    listed = "`stepmark train --help` lists the fields that there are"
+    listed = "`stepmark train --help` lists all fields"
     if name in RUN_CLM or name in _transformers_fields():
-        return f"{name}: is a field of transformers' that Stepmark does not have{where}; leave it out; {listed}"
+        return f"{name}: is a transformers field that Stepmark does not support{where}; leave it out; {listed}"
     return f"{name}: is not a field{where}; {listed}"
 
 
 def _transformers_fields() -> set[str]:
-    """Asked of the installed transformers, and only for a message: importing it takes seconds."""
+    """Read from the installed transformers, only for an error message: importing it takes seconds."""
     from stepmark.config.quiet_libraries import quiet_libraries
 
     quiet_libraries()

@@ -1,49 +1,46 @@
-"""YAML as a recipe writer means it: the core schema of YAML 1.2.
-
-PyYAML reads YAML 1.1, where `no` is false and `1e-4` is text; here `eval_strategy: no` is the word, and `1e-4` a
-number. A key that stands twice in a mapping is an error instead of the last one winning.
-"""
+"""YAML 1.2, in which `no` is a word and `1e-4` a number; duplicate keys are an error."""
 
 from __future__ import annotations
 
-import re
+import io
+from collections.abc import Mapping
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 
-class _CoreLoader(yaml.SafeLoader):
-    """SafeLoader with the plain scalars of YAML 1.2."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys: set[str] = set()
-        for key_node, _ in node.value:
-            if isinstance(key_node, yaml.ScalarNode) and key_node.value in keys:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key_node.value} is given twice", key_node.start_mark
-                )
-            keys.add(str(key_node.value))
-        return super().construct_mapping(node, deep)
+class _CoreConstructor(SafeConstructor):
+    """Builds the types of the core schema, which has no dates."""
 
 
-_CoreLoader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("null", r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
-    ("bool", r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
-    ("float", r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))", list("-+.")),
-    ("merge", r"<<", ["<"]),
-):
-    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"{_pattern}\Z"), _first)
+for _tag in ("timestamp", "value"):
+    _CoreConstructor.add_constructor(f"tag:yaml.org,2002:{_tag}", SafeConstructor.construct_yaml_str)
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML document. Raises ValueError, in one line that says where, for what is none."""
+    """Returns the value of a YAML document. Raises ValueError, in one line that says where, for invalid YAML."""
     try:
-        return yaml.load(text, Loader=_CoreLoader)
-    except yaml.MarkedYAMLError as error:
+        return _yaml().load(text)
+    except MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
         raise ValueError(f"{line}{error.problem or error}") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except (YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
+
+
+def format_yaml(values: Mapping[str, Any]) -> str:
+    """Returns a YAML document of plain values, one key a line, in their order."""
+    stream = io.StringIO()
+    _yaml().dump(dict(values), stream)
+    return stream.getvalue()
+
+
+def _yaml() -> YAML:
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Constructor = _CoreConstructor
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    assert isinstance(yaml, YAML)
+    return yaml

@@ -7,9 +7,11 @@ import faulthandler
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
 from stepmark.launch.failure_report import REPORTS, FailureReport
+from stepmark.launch.signals import INTERRUPTED
 
 STDERR = 2
 FLUSHING = 1.0  # seconds that printing may take
@@ -59,6 +61,15 @@ def _reported(failure: FailureReport) -> bool:
         return REPORTS in os.environ
     except OSError:
         return False
+
+
+def end_interrupted(reason: str, record: Callable[[str], None]) -> NoReturn:
+    """Ends this process at once, as one that a signal has interrupted, from a thread other than the main one, which
+    cannot end it in time by raising RunInterrupted. `record(reason)` is called first."""
+    try:
+        record(reason)
+    finally:
+        leave(INTERRUPTED)
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""From a recipe's model fields to a model and its tokenizer, on the host."""
+"""Builds the model and the tokenizer that a recipe describes, on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepmark.parallel.loading.load import Maker, load_model, new_model
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
-    """The tokenizer of the recipe: by name, or the one in the model's folder."""
+    """The tokenizer that the recipe names, or the one in the model's folder."""
     if config.model_name_or_path is not None:
         _check_folder(config.model_name_or_path)
     name = config.tokenizer_name or str(config.model_name_or_path)
@@ -24,13 +24,13 @@ def build_tokenizer(config: ModelArguments) -> Any:
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise UsageError(
             f"tokenizer_name: no tokenizer could be loaded from {name!r}: it has no tokens; set tokenizer_name to the "
-            "one that belongs to the model"
+            "model's tokenizer"
         )
     return tokenizer
 
 
 def build_config(config: ModelArguments, tokenizer: Any) -> Any:
-    """The configuration of a new model. Vocabulary size and special tokens are the tokenizer's unless overridden."""
+    """The configuration of a new model, with the tokenizer's vocabulary size and special tokens unless overridden."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     name = str(config.config_name)
@@ -53,20 +53,21 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
         )
     inherited = {} if by_type else made.to_dict()
     if "num_hidden_layers" in overrides:
-        inherited.pop("layer_types", None)  # one a layer: made anew for another number of layers
+        inherited.pop("layer_types", None)  # one per layer: derived again for another number of layers
     try:
         return type(made)(**{**inherited, **values})
-    except Exception as error:  # configurations check their values each in their own way
+    except Exception as error:  # every configuration class checks its values differently
         message = " ".join(str(error).split())
-        raise UsageError(f"config_overrides: {type(made).__name__} refuses {overrides}: {message}") from error
+        raise UsageError(f"config_overrides: {type(made).__name__} rejects {overrides}: {message}") from error
 
 
 def build_model(
     config: ModelArguments, tokenizer: Any, seed: int, make: Maker | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.nn.Module:
-    """The causal language model: new with weights drawn in fp32 by `seed` and taken to `dtype`, or from a local folder.
+    """The causal language model: new, with weights drawn in fp32 by `seed` and cast to `dtype`, or from a local folder.
 
-    Whole and on the host; or by `make` (stepmark.parallel.loading.load), cut and on the device, of the same values.
+    It is complete and on the host; with `make` (stepmark.parallel.loading.load), sharded and on the device, with the
+    same values.
     """
     from transformers import AutoModelForCausalLM
 
@@ -79,17 +80,17 @@ def build_model(
             return AutoModelForCausalLM.from_config(model_config).to(dtype)
         except StepmarkError:
             raise
-        except Exception as error:  # models check their numbers each in their own way, by ValueError, KeyError and more
+        except Exception as error:  # every model class checks its sizes differently: ValueError, KeyError and more
             raise UsageError(
-                f"config_name and config_overrides: no model can be made of them: {_first_line(error)}"
+                f"config_name and config_overrides: they do not describe a valid model: {_first_line(error)}"
             ) from error
     if make is not None:
-        return _load_cut(make, config.model_name_or_path, dtype)
+        return _load_sharded(make, config.model_name_or_path, dtype)
     return _load(config.model_name_or_path, dtype)
 
 
-def check_cut(config: ModelArguments, tokenizer: Any, make: Maker) -> None:
-    """Raises UsageError where `make` cannot cut the model; nothing is read or drawn for that."""
+def check_sharding(config: ModelArguments, tokenizer: Any, make: Maker) -> None:
+    """Raises UsageError where `make` cannot shard the model; no weights are read or drawn for that."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if config.model_name_or_path is None:
@@ -98,16 +99,16 @@ def check_cut(config: ModelArguments, tokenizer: Any, make: Maker) -> None:
         try:
             model_config = AutoConfig.from_pretrained(config.model_name_or_path)
         except (OSError, ValueError):
-            return  # loading it says more
+            return  # the error of loading it says more
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config)
-    except Exception:  # as above: making it says more
+    except Exception:  # as above: the error of building it says more
         return
     make.cut(model)
 
 
-def _load_cut(make: Maker, name: str, dtype: torch.dtype) -> torch.nn.Module:
+def _load_sharded(make: Maker, name: str, dtype: torch.dtype) -> torch.nn.Module:
     try:
         model: torch.nn.Module = load_model(make, name, dtype=dtype)
     except StepmarkError:
@@ -123,26 +124,26 @@ def _load(name: str, dtype: torch.dtype) -> torch.nn.Module:
     try:
         load: Any = AutoModelForCausalLM.from_pretrained
         model, report = load(name, dtype=dtype, output_loading_info=True)
-    except Exception as error:  # of transformers, safetensors, the hub's client and parsers: of dozens of kinds
+    except Exception as error:  # dozens of kinds: of transformers, safetensors, the hub's client and parsers
         raise UsageError(f"model_name_or_path: no model can be loaded from {name}: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(
             f"model_name_or_path: {name} lacks weights of {type(model).__name__}: {missing[0]}{more}; name a folder "
-            "with a whole model"
+            "with a complete model"
         )
     assert isinstance(model, torch.nn.Module)
     return model
 
 
 def _check_folder(name: str) -> None:
-    """A path is checked before anything is loaded; what is none may be a name of the Hugging Face hub."""
+    """Checks a path before anything is loaded; other names may be on the Hugging Face hub."""
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UsageError(f"model_name_or_path: {folder} has no config.json; name a Hugging Face model folder")
     if not folder.is_dir() and (folder.exists() or folder.is_absolute() or name.startswith((".", "~"))):
-        raise UsageError(f"model_name_or_path: {folder} is no folder; name a Hugging Face model folder")
+        raise UsageError(f"model_name_or_path: {folder} is not a folder; name a Hugging Face model folder")
 
 
 def _overrides(config: ModelArguments) -> dict[str, Any]:

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def train(recipe: Recipe, metrics: str | None = None) -> None:
-    """Runs the recipe as one of the ranks; collective. `metrics`, `module:function`, adds to what evaluations tell."""
+    """Runs the recipe as one of the ranks. `metrics`, `module:function`, adds metrics to evaluations. Collective."""
     args = recipe.training
     quiet_libraries()
     _check_names(args)
-    own = _load_metrics(metrics, args)
+    functions = _load_metrics(metrics, args)
     context = start(args.device)
     _say(context, f"device: {context.runtime.name}, {context.world.size} rank{'s' if context.world.size > 1 else ''}")
     import torch
 
-    from stepmark.recipe.model import build_model, build_tokenizer, check_cut
-    from stepmark.recipe.used_recipe import recipe_leaver
+    from stepmark.recipe.model import build_model, build_tokenizer, check_sharding
+    from stepmark.recipe.used_recipe import recipe_writer
     from stepmark.trainer.outputs import prepare_output_folder
     from stepmark.trainer.trainer import Trainer
 
@@ -36,7 +36,7 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
     tokenizer = build_tokenizer(recipe.model)
     make = _maker(args, context)
     if make is not None:
-        check_cut(recipe.model, tokenizer, make)
+        check_sharding(recipe.model, tokenizer, make)
     data = prepare_data(recipe, tokenizer, context)
     if args.eval_strategy != "no" and data.validation is None:
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
@@ -50,15 +50,11 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
         train_dataset=data.train,
         eval_dataset=data.validation,
         processing_class=tokenizer,
-        compute_metrics=own.compute_metrics if own is not None else None,
-        preprocess_logits_for_metrics=own.preprocess_logits_for_metrics if own is not None else None,
-        callbacks=[recipe_leaver(recipe)],
+        compute_metrics=functions.compute_metrics if functions is not None else None,
+        preprocess_logits_for_metrics=functions.preprocess_logits_for_metrics if functions is not None else None,
+        callbacks=[recipe_writer(recipe)],
     )
-    trainer.train()
-    trainer.save_model()
-    if args.eval_strategy != "no":
-        found = {**trainer.final_evaluation(), "eval_samples": len(data.validation)}
-        trainer.journal.results("eval", found)
+    trainer.train(save_model=True)
 
 
 def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions | None:
@@ -72,7 +68,7 @@ def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions
 
 
 def _maker(args: TrainingArguments, context: Context) -> Any:
-    """What makes the model in parts, where several ranks hold it together."""
+    """Builds the model in shards, where several ranks hold it together; otherwise None."""
     from stepmark.parallel.loading.load import maker
     from stepmark.runtime.mesh import Mesh
 
@@ -83,7 +79,7 @@ def _maker(args: TrainingArguments, context: Context) -> Any:
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
-    """Tokenized and packed data; one rank of each node prepares it, while the others wait, and then finds it cached."""
+    """Tokenized and packed data; one rank of each node prepares it, and the others then find it in the cache."""
     from stepmark.data.prepared_data import prepare
 
     with context.leader_first("preparing data") as leads:
@@ -101,7 +97,7 @@ def _check_names(args: TrainingArguments) -> None:
 
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
-    """A token without an embedding is a crash on the host, and read from anywhere on some devices."""
+    """A token without an embedding crashes on the host, and reads arbitrary memory on some devices."""
     embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > embeddings:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""`used_recipe.yaml`: what a run in a folder was asked for, file and flags together, for who looks at the run later."""
+"""`used_recipe.yaml`: the recipe of the run in a folder, file and flags together, for commands that read the run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from stepmark.config.recipe import Recipe, read_recipe
+from stepmark.config.yaml_file import format_yaml
+from stepmark.filesystem import files
 from stepmark.runtime.xla_environment import extracting_graphs
 
 USED_RECIPE = "used_recipe.yaml"
@@ -23,33 +23,31 @@ _MAY_BE_PATHS = (
 
 
 def write_used_recipe(folder: Path, recipe: Recipe) -> None:
-    """Writes every field that is not at its default, paths in full, whole or not at all."""
+    """Writes every field that differs from its default, with absolute paths; atomically."""
     values: dict[str, Any] = {}
     for part in (recipe.training, recipe.model, recipe.data):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if value != field.default:
-                values[field.name] = _in_full(field.name, value)
-    temporary = folder / f".{USED_RECIPE}.part"
-    head = "# What the run in this folder was asked for. Written by stepmark train, and again when it is resumed.\n"
-    temporary.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    temporary.replace(folder / USED_RECIPE)
+                values[field.name] = _absolute(field.name, value)
+    head = "# The recipe of the run in this folder. Written by stepmark train, and again when it is resumed.\n"
+    files.replace_file(folder / USED_RECIPE, (head + format_yaml(values)).encode())
 
 
-def recipe_leaver(recipe: Recipe) -> Any:
-    """A callback that writes the recipe when training begins: a run that is refused before leaves what is there."""
+def recipe_writer(recipe: Recipe) -> Any:
+    """A callback that writes the recipe when training begins; a run that is refused before that changes nothing."""
     from transformers import TrainerCallback
 
-    class LeaveRecipe(TrainerCallback):
+    class WriteRecipe(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.is_world_process_zero and not extracting_graphs():
                 write_used_recipe(Path(args.output_dir), recipe)
 
-    return LeaveRecipe()
+    return WriteRecipe()
 
 
 def read_used_recipe(folder: Path) -> Recipe | None:
-    """The recipe of the run in a folder; None where there is none, as a Trainer of one's own leaves none.
+    """The recipe of the run in a folder; None where there is none, as in the folder of a custom Trainer.
 
     Raises UsageError where it cannot be read.
     """
@@ -57,7 +55,7 @@ def read_used_recipe(folder: Path) -> Recipe | None:
     return read_recipe(str(path), {}) if path.is_file() else None
 
 
-def _in_full(name: str, value: Any) -> Any:
+def _absolute(name: str, value: Any) -> Any:
     if name in _MAY_BE_PATHS and Path(str(value)).exists():
         return str(Path(str(value)).absolute())
     return value

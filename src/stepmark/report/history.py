@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import UsageError
+from stepmark.filesystem.json_files import read_lines
 from stepmark.report.liveness import Liveness, read_liveness
-from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS, read_lines
+from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS
 
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size

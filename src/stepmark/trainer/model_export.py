@@ -1,4 +1,4 @@
-"""A model as a plain Hugging Face folder, while it trains: weights, config and tokenizer."""
+"""Writes a live model as a plain Hugging Face folder: weights, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,48 +22,47 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.outputs import write_model_files
 
 MAX_SHARD_SIZE = "5GB"
-_PARTS = ".model"  # in the folder: what is not whole yet
+_STAGING = ".model"  # in the folder: files that are not complete yet
 _SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda text: None)
 _INDEX = "model.safetensors.index.json"
 
 
 def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: Any, timeout: float) -> None:
-    """Writes the model, whole, under Hugging Face's file names. Each file appears whole or not at all, and files of
-    weights that this model does not have are removed last. The model is not touched. Collective; `timeout`, in seconds,
-    is for each phase of it.
+    """Writes the complete model under Hugging Face's file names. Each file appears atomically, and weight files of an
+    earlier model are removed last. The model does not change. Collective; `timeout`, in seconds, bounds each phase.
 
     Raises StepmarkError, on all ranks, where the folder cannot be written.
     """
     runtime, host = mesh.runtime, mesh.context.host
-    parts = folder / _PARTS
+    staging = folder / _STAGING
 
     def prepare() -> None:
-        parts.mkdir(parents=True, exist_ok=True)
-        for left in parts.iterdir():  # by a run that was killed here
-            shutil.rmtree(left)
+        staging.mkdir(parents=True, exist_ok=True)
+        for leftover in staging.iterdir():  # by a run that was killed here
+            shutil.rmtree(leftover)
 
     _on_first(host, folder, prepare)
     runtime.step_boundary()
     if mesh.tensor_parallel.size > 1:
-        with Checkpointer(parts, group=host, runtime=runtime, async_save=False, save_timeout=timeout) as checkpointer:
+        with Checkpointer(staging, group=host, runtime=runtime, async_save=False, save_timeout=timeout) as checkpointer:
             checkpointer.save(0, {"model": model}, model_only=True)
 
     def finish() -> None:
-        whole = parts / "whole"
+        complete = staging / "complete"
         if mesh.tensor_parallel.size > 1:
-            consolidate(checkpoint_path(parts, 0), whole, "safetensors", 5 * 10**9, _SILENT)
+            consolidate(checkpoint_path(staging, 0), complete, "safetensors", 5 * 10**9, _SILENT)
         else:
-            whole.mkdir()
-            _write_weights(whole, model, runtime)
-        _publish(whole, folder)
+            complete.mkdir()
+            _write_weights(complete, model, runtime)
+        _publish(complete, folder)
         write_model_files(folder, model, processing_class)
-        shutil.rmtree(parts)
+        shutil.rmtree(staging)
 
     _on_first(host, folder, finish)
 
 
 def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
-    """The weights of a model that this rank holds whole, tied ones once."""
+    """Writes the weights of a model that this rank holds completely; tied weights once."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
@@ -91,14 +90,15 @@ def _publish(source: Path, folder: Path) -> None:
 
 
 def _on_first(host: HostGroup, folder: Path, work: Callable[[], None]) -> None:
-    """Does the work on rank 0; where it fails there, all ranks fail."""
+    """Does the work on rank 0; if it fails there, all ranks raise StepmarkError."""
     problem: str | None = None
     cause: Exception | None = None
     if host.rank == 0:
         try:
             work()
-        except (OSError, StepmarkError) as error:
-            problem, cause = f"the model cannot be written to {folder}: {error}", error
+        except Exception as error:  # safetensors and tokenizers have their own kinds for a full disk
+            reason = " ".join(str(error).split()) or type(error).__name__
+            problem, cause = f"the model cannot be written to {folder}: {reason}", error
     problem = host.broadcast(problem)
     if problem is not None:
         raise StepmarkError(problem) from cause

@@ -1,4 +1,4 @@
-"""The output folder: that it can be written, that all ranks see it, and the Hugging Face files in it."""
+"""The output folder: checks that all ranks can use it, and the Hugging Face files in it besides the weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import nn
 from stepmark.errors import LaunchError, StepmarkError, UsageError
 from stepmark.runtime.host_group import HostGroup
 
-SEEN_WITHIN = 30.0  # seconds that a network file system may take to show a new file
+VISIBLE_WITHIN = 30.0  # seconds that a network file system may take to show a new file
 
 
 def prepare_output_folder(folder: Path, host: HostGroup) -> None:
-    """Makes the folder and checks that every rank sees what rank 0 writes there. Collective.
+    """Creates the folder and checks that every rank sees what rank 0 writes there. Collective.
 
-    Raises UsageError where it cannot be written, LaunchError where ranks see different folders.
+    Raises UsageError where it cannot be written to, LaunchError where ranks see different folders.
     """
     token = f".stepmark-{uuid.uuid4().hex}"
     problem = None
@@ -29,7 +29,7 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / token).write_text("seen by every rank?")
         except OSError as error:
-            problem = f"output_dir: cannot write in {folder}: {error.strerror}; choose another folder"
+            problem = f"output_dir: cannot write to {folder}: {error.strerror}; choose another folder"
     token, problem = host.broadcast((token, problem))
     if problem is not None:
         raise UsageError(problem)
@@ -39,17 +39,17 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise LaunchError(
-            f"output_dir: rank {', '.join(map(str, blind))} does not see what rank 0 writes in {folder}; "
-            "it has to be one folder that all ranks share"
+            f"output_dir: rank {', '.join(map(str, blind))} does not see what rank 0 writes to {folder}; "
+            "output_dir has to be one folder that all ranks share"
         )
 
 
 def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + SEEN_WITHIN
+    deadline = time.monotonic() + VISIBLE_WITHIN
     while not path.exists():
         if time.monotonic() > deadline:
             return False
-        os.listdir(path.parent) if path.parent.exists() else None  # makes a network file system look again
+        os.listdir(path.parent) if path.parent.exists() else None  # makes a network file system refresh its view
         time.sleep(0.2)
     return True
 
@@ -65,7 +65,7 @@ def check_room(folder: Path, needed: int, host: HostGroup) -> None:
 
 
 def write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> None:
-    """Everything of a Hugging Face model folder but the weights: config, generation config, tokenizer."""
+    """Writes the files of a Hugging Face model folder except the weights: config, generation config, tokenizer."""
     parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), processing_class]
     for part in parts:
         if hasattr(part, "save_pretrained"):

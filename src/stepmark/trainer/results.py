@@ -1,4 +1,4 @@
-"""What the Trainer's calls give, and how an evaluation is told in a line."""
+"""What the Trainer's methods return, and a one-line summary of an evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PredictionOutput(NamedTuple):
 
 
 def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
-    """The step, what was measured, and the seconds it took; `prefix` is left out of the names."""
+    """The step, the metrics without their `prefix`, and the seconds that the evaluation took."""
     quiet = ("_runtime", "_per_second")
     shown = [
         f"{key.removeprefix(prefix + '_')} {value:.4f}"

@@ -1,4 +1,4 @@
-"""What makes two runs the same run: a resumed one must have the model, tokenizer, data and seeds of the other."""
+"""The identity of a run: a run that resumes another must have its model, tokenizer, data and seeds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 
 from stepmark.errors import CheckpointMismatch
 
-FREE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"}
+MAY_DIFFER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"}
 
 
 def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, data_seed: int) -> dict[str, Any]:
-    """Plain values to save with each checkpoint and compare on resuming."""
+    """Plain values that are saved with each checkpoint and compared on resuming."""
     return {
         "model": _model(model),
         "tokenizer": _tokenizer(processing_class),
@@ -26,7 +26,7 @@ def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, d
 
 
 def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointMismatch that names what differs."""
+    """Raises CheckpointMismatch, which names the first difference, where the identities differ."""
     for key, value in current.items():
         before = saved.get(key)
         if before == value:
@@ -35,15 +35,15 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], where: 
             name = next(name for name in sorted({*before, *value}) if before.get(name) != value.get(name))
             key, before, value = f"{key}, {name}", before.get(name), value.get(name)
         raise CheckpointMismatch(
-            f"{where} is of another run: its {key} was {_short(before)} and is now {_short(value)}; resume with the "
-            "same model, tokenizer, data and seeds, or start a new run in another output_dir"
+            f"{where} belongs to another run: its {key} was {_short(before)} and is now {_short(value)}; resume with "
+            "the same model, tokenizer, data and seeds, or start a new run in another output_dir"
         )
 
 
 def _model(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        values = {key: value for key, value in config.to_dict().items() if key not in FREE}
+        values = {key: value for key, value in config.to_dict().items() if key not in MAY_DIFFER}
         return {"class": type(model).__name__, **json.loads(json.dumps(values, default=str))}
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     return {"class": type(model).__name__, **shapes}

@@ -1,10 +1,11 @@
-"""What the Trainer's arguments make before the first step: the mesh and the model on it, optimizer, schedule, and the
-checkpointer."""
+"""What a run needs before its first step, made from the Trainer's arguments: the model on its mesh, the optimizer, the
+schedule and the checkpointer."""
 
 from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_arguments import TrainingArguments
+from stepmark.data.loader import DataLoader
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.tensor.parallelize import ParallelizedModel, parallelize, parallelized
@@ -25,17 +27,44 @@ from stepmark.trainer.outputs import check_room
 from stepmark.training.model_options import check_bf16, enable_gradient_checkpointing
 from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
 from stepmark.training.schedule import build_schedule, warmup_length
+from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
 OPTIMIZER_STATES = 2  # of a parameter, as many as the usual optimizers have, each fp32
 
 
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of one run. `identity` is what a run that resumes it must have in common with it."""
+
+    args: TrainingArguments
+    context: Context
+    mesh: Mesh
+    model: nn.Module
+    loader: DataLoader
+    optimizer: StepOptimizer
+    schedule: Any
+    step: TrainStep
+    total_steps: int
+    identity: dict[str, Any]
+
+
+def count_steps(args: TrainingArguments, loader: DataLoader) -> int:
+    """Optimizer steps of the complete run."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * loader.steps_per_epoch)
+
+
+def count_epochs(args: TrainingArguments, loader: DataLoader) -> int:
+    """Epochs of the complete run, the last of which may be partial."""
+    return max(1, -(-count_steps(args, loader) // loader.steps_per_epoch))
+
+
 def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -> Mesh:
-    """Brings the model to the device, cut as the arguments say unless it was made so, equal on all ranks. Returns the
-    mesh that it is on. Collective."""
+    """Moves the model to the device, sharded as the arguments say unless it already is, with equal weights on all
+    ranks. Returns its mesh. Collective."""
     applied = parallelized(model)
-    _check_cut(applied, args)
+    _check_sharding(applied, args)
     mesh = applied.mesh if applied else Mesh.create(tensor_parallel_size=args.tensor_parallel_size, context=context)
     runtime = mesh.runtime
     if args.bf16 or args.dtype == "bfloat16":
@@ -46,7 +75,7 @@ def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -
         model.to(torch.bfloat16)
     groups = mesh.same_parameters if applied else None
     if agree_on_weights(model, runtime, context.host, groups) and context.host.rank == 0:
-        logger.warning("the ranks had different weights; all take those of rank 0")
+        logger.warning("the ranks had different weights; all use those of rank 0")
     if not applied:
         options = {name: getattr(args, name) for name in ("sequence_parallel", "parallelize_embedding")}
         parallelize(model, mesh, **options)
@@ -54,16 +83,16 @@ def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -
     return mesh
 
 
-def _check_cut(applied: ParallelizedModel | None, args: TrainingArguments) -> None:
-    """Raises UsageError where the model was cut otherwise than the arguments say."""
+def _check_sharding(applied: ParallelizedModel | None, args: TrainingArguments) -> None:
+    """Raises UsageError where the model is sharded differently from what the arguments say."""
     if applied is None:
         return
-    cut = {
+    found = {
         "tensor_parallel_size": applied.mesh.tensor_parallel.size,
         "sequence_parallel": applied.sequence_parallel,
         "parallelize_embedding": applied.parallelize_embedding,
     }
-    for name, value in cut.items():
+    for name, value in found.items():
         if getattr(args, name) != value:
             raise UsageError(f"{name}: is {getattr(args, name)}, but the model was made with {value}; make them equal")
 
@@ -71,10 +100,11 @@ def _check_cut(applied: ParallelizedModel | None, args: TrainingArguments) -> No
 def make_optimizer(
     model: nn.Module, args: TrainingArguments, mesh: Mesh, given: torch.optim.Optimizer | None
 ) -> StepOptimizer:
-    """The optimizer that the user gave, or the one that the arguments name."""
+    """The optimizer that the user passed, or the one that the arguments name."""
     if given is not None and args.zero_1:
         raise UsageError(
-            "zero_1 and optimizers: the optimizer that was given keeps its state whole; leave one of the two out"
+            "zero_1 and optimizers: an optimizer passed to the Trainer keeps its complete state on every rank; leave "
+            "one of the two out"
         )
     if given is not None:
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -100,7 +130,7 @@ def make_schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, tot
 
 
 def make_checkpointer(folder: Path, args: TrainingArguments, mesh: Mesh) -> Checkpointer:
-    """One that keeps what the arguments want kept."""
+    """A checkpointer with the retention that the arguments ask for."""
     keep: list[Retention] = []
     if args.save_total_limit is not None:
         keep.append(KeepLast(args.save_total_limit))
@@ -118,22 +148,22 @@ def make_checkpointer(folder: Path, args: TrainingArguments, mesh: Mesh) -> Chec
 
 
 def check_start(folder: Path, model: nn.Module, args: TrainingArguments, context: Context, *, resumes: bool) -> None:
-    """Raises UsageError where the folder holds another run's checkpoints, StepmarkError where one does not fit on its
-    disk. Collective."""
+    """Raises UsageError where the folder holds another run's checkpoints, StepmarkError where its disk has no room for
+    one. Collective."""
     if args.save_strategy == "no":
         return
     existing = sorted(path.name for path in folder.glob("checkpoint-*"))
     if existing and not resumes:
         raise UsageError(
             f"output_dir: {folder} has checkpoints of an earlier run ({existing[-1]}); set resume_from_checkpoint: "
-            "true to go on with it, or choose another folder"
+            "true to continue it, or choose another folder"
         )
     states = 0 if args.save_only_model else OPTIMIZER_STATES
     check_room(folder, sum(_size(p) * (p.element_size() + 4 * states) for p in model.parameters()), context.host)
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter, of which this rank may hold a part."""
+    """Elements of the global parameter, of which this rank may hold a shard."""
     layout = layout_of(parameter)
     return parameter.numel() if layout is None else math.prod(layout.shape)
 

@@ -11,9 +11,12 @@ from stepmark.config.training_arguments import TrainingArguments
 
 
 class StrategyCallback(DefaultFlowCallback):
-    """Sets the control's flags by the strategies of the arguments. `epoch` fires at every epoch's end, and where
-    `max_steps` ends the run inside an epoch; `steps` evaluates and saves at the run's end too, so that nothing trained
-    is lost."""
+    """Sets the control's flags by the strategies of the arguments.
+
+    `epoch` fires at the end of every epoch, also where `max_steps` or a callback ends it early. `steps` evaluates and
+    saves at the end of the run too, so that no training is lost. A callback that ends the last epoch of
+    `num_train_epochs` early ends the run.
+    """
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
         step = state.global_step
@@ -22,16 +25,22 @@ class StrategyCallback(DefaultFlowCallback):
         control.should_evaluate |= _every(args.eval_strategy, step, state.eval_steps)
         control.should_save |= _every(args.save_strategy, step, state.save_steps)
         if step >= state.max_steps:
-            control.should_training_stop = True
-            control.should_evaluate |= args.eval_strategy == "steps"
-            control.should_save |= args.save_strategy == "steps"
+            self._end_run(args, control)
         return control
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
         control.should_log |= args.logging_strategy == "epoch"
         control.should_evaluate |= args.eval_strategy == "epoch"
         control.should_save |= args.save_strategy == "epoch"
+        in_last_epoch = state.epoch is not None and state.epoch > state.num_train_epochs - 1
+        if control.should_epoch_stop and in_last_epoch and args.max_steps < 1 and not control.should_training_stop:
+            self._end_run(args, control)
         return control
+
+    def _end_run(self, args: Any, control: TrainerControl) -> None:
+        control.should_training_stop = True
+        control.should_evaluate |= args.eval_strategy == "steps"
+        control.should_save |= args.save_strategy == "steps"
 
 
 def _every(strategy: str, step: int, interval: float) -> bool:
@@ -39,7 +48,7 @@ def _every(strategy: str, step: int, interval: float) -> bool:
 
 
 def is_better(args: TrainingArguments, value: float, best: float | None) -> bool:
-    """Whether the metric for the best model improved; what is no number is never better."""
+    """Whether the metric for the best model improved; NaN is never better."""
     if math.isnan(value):
         return False
     if best is None:

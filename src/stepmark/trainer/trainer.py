@@ -2,68 +2,79 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers.trainer_callback import (
-    CallbackHandler,
-    ExportableState,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-)
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import EvalPrediction
 
+from stepmark.checkpoint import Checkpointer
 from stepmark.config.training_arguments import TrainingArguments, set_log_level
 from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import DataError, StepmarkError, UsageError
 from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
 from stepmark.launch.process_exit import say
+from stepmark.launch.signals import RunInterrupted
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.runtime.context import Context, start
+from stepmark.runtime.liveness import PeerWatch
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
+from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
-from stepmark.trainer.interruption.peer_watch import watch_of
-from stepmark.trainer.interruption.preemption import RunInterrupted
 from stepmark.trainer.model_export import write_model
 from stepmark.trainer.outputs import prepare_output_folder, write_model_files
-from stepmark.trainer.results import PredictionOutput, TrainOutput, evaluation_line
+from stepmark.trainer.results import PredictionOutput, TrainOutput
+from stepmark.trainer.resume import TRAINER_STATE
 from stepmark.trainer.run_identity import identity
 from stepmark.trainer.setup import (
+    RunParts,
     check_start,
+    count_epochs,
+    count_steps,
     make_checkpointer,
     make_optimizer,
     make_schedule,
     prepare_model,
     reporters,
 )
-from stepmark.trainer.strategies import StrategyCallback
-from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.step import TrainStep
 
-logger = logging.getLogger(__name__)
-
 
 class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
-    `model` is moved to the device, cut as `args` says unless it was made so by `load_for_parallelism` or `parallelize`
-    (its Parameters stay the same objects). `optimizers` is (optimizer, schedule), each
-    or both None: then they are made from `args`. `callbacks` are transformers' TrainerCallback objects or classes.
+    Args:
+        model: A module that returns a loss when it is called with a batch, such as transformers' models. It is moved to
+            the device and sharded as `args` says, unless `load_for_parallelism` or `parallelize` has sharded it; its
+            Parameters stay the same objects.
+        args: What to do; default: `TrainingArguments()`.
+        data_collator: Makes a batch of a list of samples; a `PadTo` also states the lengths to pad to. Default:
+            PyTorch's collation.
+        train_dataset: Has a length and returns sample i; needed by `train`.
+        eval_dataset: The same for `evaluate`, or several by name.
+        processing_class: The tokenizer; it is saved with the model.
+        compute_loss_func: `(outputs, labels, num_items_in_batch)` to a loss, instead of the model's own.
+        compute_metrics: An `EvalPrediction` to numbers by name, which are added to evaluations.
+        callbacks: transformers' `TrainerCallback` objects or classes. `on_save` is called when the checkpoint is
+            complete on disk, also with `async_save`, so a callback may read it and add files to it.
+        optimizers: (optimizer, schedule); each that is None is made from `args`.
+        preprocess_logits_for_metrics: `(logits, labels)` to what `compute_metrics` gets as predictions.
 
-    Raises UsageError or DeviceError before anything expensive is done.
+    Raises:
+        UsageError: The arguments do not fit together, or not the model.
+        DeviceError: There is no such device.
     """
 
     def __init__(
@@ -91,10 +102,7 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self._optimizers = optimizers
-        self._begun = False  # training has begun, so that how it ends is this run's to tell
-        self._trains = False  # it goes on
-        self._last_evaluation: tuple[int, dict[str, float]] | None = None
-        self.pausing: PausableEvaluation | None = None  # for the next evaluation
+        self._best_step: int | None = None  # of the best model, where the model holds its weights
         self.loss = MicroBatchLoss(
             model,
             compute_loss_func=compute_loss_func,
@@ -110,15 +118,48 @@ class Trainer:
             preprocess_logits_for_metrics,
             reporting=self.mesh.reporting_ranks,
         )
-        writes = self.is_world_process_zero() and not extracting_graphs()
-        self.journal = RunLog(Path(self.args.output_dir), writes=writes)
-        self.display = ProgressDisplay(shows=False, total=0, done=0)
-        self.state = self._fresh_state()
-        self.control = TrainerControl()
-        self.callback_handler: Any = CallbackHandler(
-            [StrategyCallback, *reporters(self.args), *(callbacks or ())], model, processing_class, None, None
+        self._callbacks = RunCallbacks(
+            self.args,
+            [*reporters(self.args), *(callbacks or ())],
+            model,
+            processing_class,
+            RunLog(Path(self.args.output_dir), writes=self.is_world_process_zero() and not extracting_graphs()),
+            leads_node=self.context.world.local_rank == 0,
         )
-        self.event("on_init_end")
+        self._callbacks.event("on_init_end")
+
+    # What callbacks see
+
+    @property
+    def state(self) -> TrainerState:
+        """The progress of training, as transformers' callbacks see it."""
+        return self._callbacks.state
+
+    @property
+    def control(self) -> TrainerControl:
+        """The flags by which callbacks ask for logs, evaluations, saves and an early stop."""
+        return self._callbacks.control
+
+    @property
+    def callback_handler(self) -> Any:
+        """transformers' CallbackHandler with all callbacks."""
+        return self._callbacks.handler
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Adds a callback, an object or a class that is called without arguments."""
+        self._callbacks.handler.add_callback(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Removes a callback, or the first one of a class."""
+        self._callbacks.handler.remove_callback(callback)
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Adds values to the history, to metrics.jsonl and to the callbacks' logs, with the current step and epoch.
+
+        Args:
+            logs: Plain numbers by name.
+        """
+        self._callbacks.log(logs)
 
     # Parts
 
@@ -126,17 +167,16 @@ class Trainer:
     def _autocast_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.args.bf16 else None
 
-    def _fresh_state(self) -> TrainerState:
-        return TrainerState(
-            is_local_process_zero=self.context.world.local_rank == 0,
-            is_world_process_zero=self.is_world_process_zero(),
-        )
-
     def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
         return self.context.host.rank == 0
 
     def train_loader(self) -> DataLoader:
-        """The loader of the training data, at its beginning."""
+        """Returns a new loader of the training data, at its beginning.
+
+        Raises:
+            UsageError: There is no training data.
+        """
         if self.train_dataset is None:
             raise UsageError("train_dataset: training needs one")
         return self._loader(
@@ -149,6 +189,7 @@ class Trainer:
 
     @property
     def data_seed(self) -> int:
+        """The seed of the sample order."""
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
@@ -168,11 +209,11 @@ class Trainer:
         )
 
     def make_optimizer(self) -> StepOptimizer:
-        """The optimizer that the user gave, or the one that the arguments name."""
+        """Returns the optimizer that the user passed, or the one that the arguments name."""
         return make_optimizer(self.model, self.args, self.mesh, self._optimizers[0])
 
     def make_schedule(self, optimizer: StepOptimizer, total_steps: int) -> Any:
-        """The schedule that the user gave, or the one that the arguments name."""
+        """Returns the schedule that the user passed, or the one that the arguments name."""
         return self._optimizers[1] or make_schedule(self.args, optimizer.inner, total_steps)
 
     def make_step(self, optimizer: StepOptimizer) -> TrainStep:
@@ -188,129 +229,149 @@ class Trainer:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that saved."""
+        """Returns what a resumed run must have in common with the one that saved, as plain values."""
         return identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self.data_seed)
 
     # Training
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Trains to the end, from the beginning or from a checkpoint: a path, or True for the newest whole one in
-        `output_dir` (from the beginning where there is none).
+    def train(self, resume_from_checkpoint: bool | str | None = None, *, save_model: bool = False) -> TrainOutput:
+        """Trains to the end of the run. Collective.
 
-        Raises CheckpointError where the checkpoint cannot be resumed from; nothing that exists is lost then.
+        Args:
+            resume_from_checkpoint: A checkpoint to continue from, or True for the newest complete one in `output_dir`
+                (from the beginning where there is none). Default: that of the arguments.
+            save_model: Also write the final model, and with an `eval_strategy` its evaluation, to `output_dir` before
+                the run's status becomes `done`.
+
+        Returns:
+            The number of steps, the mean training loss over all tokens of the run, and the values of
+            train_results.json. A finished run that is resumed keeps its results.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be resumed from, or a save failed.
+            UsageError: There is no training data, or `output_dir` cannot be used.
+            StepmarkError: The final model cannot be written, for example because the disk is full.
+            RunInterrupted: A signal stopped the run, which can be resumed (a SystemExit with code 75).
         """
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         folder = Path(self.args.output_dir)
         prepare_output_folder(folder, self.context.host)
-        self.state, self.control, self._begun = self._fresh_state(), TrainerControl(), False
+        self._callbacks.reset()
+        self._best_step = None
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
-            run = TrainingLoop(self, checkpointer)
+            parts = self._make_parts()
+            loop = TrainingLoop(parts, self._callbacks, checkpointer, self._evaluate_own_data, self._write_files)
             check_start(folder, self.model, self.args, self.context, resumes=bool(resume))
             if self.args.eval_strategy != "no":
                 self._eval_sets(None, "eval")
             if self.args.save_strategy != "no":
                 checkpointer.claim()
-                run.forget_request()
-            self._begin(run)
+                loop.withdraw_stop_request()
+            self._show_parts(parts)
             try:
-                with run.stopping_at_signals(), watch_of(self):
-                    restored = run.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
-                    return self._train(run, restored)
+                with loop.stopping_at_signals(), self._peer_watch():
+                    restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
+                    output = self._train(loop, parts, checkpointer, restored)
+                if save_model:
+                    self.save_model()
+                    self._write_evaluation()
+                with self._recording():
+                    self._callbacks.run_log.status("done", self.state.global_step, loop.stop_reason)
+                return output
             except BaseException as error:
-                self._tell_end(error)
+                record_end(self._callbacks, error)
                 raise
             finally:
-                self._trains = False
-                self.display.close()
+                self._callbacks.close()
 
-    def _tell_end(self, error: BaseException) -> None:
-        if isinstance(error, RunInterrupted):
-            self.journal.try_status("interrupted", self.state.global_step, error.reason)
-            if self.is_world_process_zero():
-                say(f"interrupted by {error.reason}")
-        elif self._begun:  # else what an earlier run has left stands
-            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.journal.try_status(state, self.state.global_step, f"{type(error).__name__}: {error}")
-
-    def _train(self, run: TrainingLoop, restored: Path | None) -> TrainOutput:
-        run.monitor.started(self, run.total_steps, restored)
-        if restored is not None:
-            attempt = self.journal.attempts() + 1
-            mesh = self.mesh.shape
-            self.journal.metrics({"resumed": self.state.global_step, "attempt": attempt, "mesh": mesh})
-        self.display = ProgressDisplay(
-            shows=self.is_world_process_zero() and not self.args.disable_tqdm,
-            total=run.total_steps,
-            done=self.state.global_step,
+    def _make_parts(self) -> RunParts:
+        loader = self.train_loader()
+        total_steps = count_steps(self.args, loader)
+        optimizer = self.make_optimizer()
+        return RunParts(
+            args=self.args,
+            context=self.context,
+            mesh=self.mesh,
+            model=self.model,
+            loader=loader,
+            optimizer=optimizer,
+            schedule=self.make_schedule(optimizer, total_steps),
+            step=self.make_step(optimizer),
+            total_steps=total_steps,
+            identity=self.identity(),
         )
-        if restored is not None:
-            self.display.line(f"resumed from {restored} at step {self.state.global_step}")
-        self.journal.status("running", self.state.global_step)
-        self._begun = self._trains = True
-        started, first = time.perf_counter(), self.state.global_step
-        self.event("on_train_begin")
-        if self.args.eval_on_start and restored is None:
-            run.evaluate()
-        run.loop(self.display)
-        run.end()
-        return self._finish(run, time.perf_counter() - started, self.state.global_step - first)
 
-    def _begin(self, run: TrainingLoop) -> None:
-        state = self.state
-        state.max_steps = run.total_steps
-        state.num_train_epochs = max(1, -(-run.total_steps // run.loader.steps_per_epoch))
+    def _show_parts(self, parts: RunParts) -> None:
+        """Gives the callbacks what transformers gives them; their loader is a second one, whose position is not that of
+        the run."""
+        state, handler = self.state, self.callback_handler
+        state.max_steps = parts.total_steps
+        state.num_train_epochs = count_epochs(self.args, parts.loader)
         state.train_batch_size = self.args.per_device_train_batch_size
-        state.compute_steps(self.args, run.total_steps)
-        handler = self.callback_handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, run.optimizer.inner, run.schedule
-        handler.train_dataloader = run.loader
+        state.compute_steps(self.args, parts.total_steps)
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, parts.optimizer.inner, parts.schedule
+        handler.train_dataloader = self.train_loader()
 
-    def _finish(self, run: TrainingLoop, seconds: float, steps: int) -> TrainOutput:
+    def _peer_watch(self) -> PeerWatch:
+        """Inside the block, a rank without a heartbeat for `save_timeout` ends the run as a failed one."""
+        return PeerWatch(
+            self.context.store,
+            self.context.host.rank,
+            self.context.host.size,
+            self.args.save_timeout,
+            setting="save_timeout",
+            progress=lambda: f"after step {self.state.global_step}",
+            ending=lambda reason: self._callbacks.run_log.try_status("failed", self.state.global_step, reason),
+        )
+
+    def _train(
+        self, loop: TrainingLoop, parts: RunParts, checkpointer: Checkpointer, restored: Path | None
+    ) -> TrainOutput:
+        callbacks, first = self._callbacks, self.state.global_step
+        self._record_begin(loop, parts, restored)
+        began = time.perf_counter()
+        callbacks.event("on_train_begin")
+        loop.run(restored)
+        seconds, steps = time.perf_counter() - began, self.state.global_step - first
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            run.checkpointer.restore({"model": self.model}, Path(self.state.best_model_checkpoint))
-        samples = steps * run.loader.layout.global_batch
+            checkpointer.restore({"model": self.model}, Path(self.state.best_model_checkpoint))
+            self._best_step = self.state.best_global_step
+        samples = steps * parts.loader.layout.global_batch
         metrics = {
             "epoch": self.state.epoch,
-            "train_loss": run.means.mean_loss(),
+            "train_loss": loop.mean_loss(),
             "train_runtime": seconds,
             "train_samples_per_second": samples / seconds,
             "train_steps_per_second": steps / seconds,
         }
-        self.event("on_train_end")
-        self.journal.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
+        callbacks.event("on_train_end")
+        metrics = self._write_train_results(metrics, steps)
         if self.is_world_process_zero() and not extracting_graphs():
-            self._full_state().save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
-        self.journal.status("done", self.state.global_step, run.asked_to_stop)
+            with self._recording():
+                self._write_state(Path(self.args.output_dir))
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _record_begin(self, loop: TrainingLoop, parts: RunParts, restored: Path | None) -> None:
+        callbacks, step = self._callbacks, self.state.global_step
+        loop.started(restored)
+        if restored is not None:
+            attempt = callbacks.run_log.attempts() + 1
+            callbacks.run_log.metrics({"resumed": step, "attempt": attempt, "mesh": self.mesh.shape})
+        callbacks.begin(parts.total_steps)
+        if restored is not None:
+            callbacks.progress.line(f"resumed from {restored} at step {step}")
 
     # Saving
 
-    def save_checkpoint(self, run: TrainingLoop) -> None:
-        """Saves all of a run's state as `checkpoint-<step>` in the output folder."""
-        step = self.state.global_step
-        if extracting_graphs():
-            warn_not_saved(f"checkpoint-{step}")
-            self.control.should_save = False
-            return
-        if self.state.best_global_step == step:
-            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / f"checkpoint-{step}")
-        metric = self.args.best_metric_key
-        evaluated, values = self._last_evaluation or (-1, {})
-        last = values.get(metric) if metric is not None and evaluated == step else None
-        handle = run.checkpointer.save(
-            step,
-            {"model": self.model} if self.args.save_only_model else run.sections(),
-            files=self._write_files,
-            metadata={"identity": run.identity, "model_only": self.args.save_only_model},
-            model_only=self.args.save_only_model,
-            metrics={metric: last} if metric is not None and last is not None else None,
-        )
-        run.note_save(handle)
-        self.display.line(f"{'saving' if self.args.async_save else 'saved'} checkpoint-{step}")
-        self.event("on_save")
-
     def save_model(self, output_dir: str | None = None) -> None:
-        """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective."""
+        """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective.
+
+        Args:
+            output_dir: Where to; default: the run's folder.
+
+        Raises:
+            StepmarkError: The folder cannot be written to; on all ranks.
+        """
         folder = Path(output_dir or self.args.output_dir).absolute()
         if extracting_graphs():
             warn_not_saved(f"the model in {folder}")
@@ -319,14 +380,10 @@ class Trainer:
 
     def _write_files(self, folder: Path) -> None:
         write_model_files(folder, self.model, self.processing_class)
-        self._full_state().save_to_json(str(folder / "trainer_state.json"))
+        self._write_state(folder)
 
-    def _full_state(self) -> TrainerState:
-        """The state with that of the callbacks which have one."""
-        stateful: list[Any] = [cb for cb in self.callback_handler.callbacks if isinstance(cb, ExportableState)]
-        holder = TrainerState(stateful_callbacks=stateful)
-        self.state.stateful_callbacks = holder.stateful_callbacks
-        return self.state
+    def _write_state(self, folder: Path) -> None:
+        self._callbacks.exportable_state().save_to_json(str(folder / TRAINER_STATE))
 
     # Evaluation
 
@@ -335,25 +392,40 @@ class Trainer:
         eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Loss and metrics over exactly the samples of `eval_dataset` (default: the Trainer's own), under keys that
-        begin with the prefix; a dict of sets adds its keys to the prefix. Collective."""
-        pausing, self.pausing = self.pausing, None
-        found = {} if pausing is None else pausing.found
+        """Computes loss and metrics over exactly the samples of a dataset. Collective.
+
+        Args:
+            eval_dataset: The data, or several datasets by name; default: the Trainer's own.
+            metric_key_prefix: What the metrics' names begin with; the names of several datasets are appended to it.
+
+        Returns:
+            The metrics by name; runtimes are in seconds.
+
+        Raises:
+            UsageError: There is no evaluation data.
+            DataError: A dataset is empty.
+        """
+        return self._evaluate_sets(eval_dataset, metric_key_prefix, PausableEvaluation())
+
+    def _evaluate_own_data(self, evaluation: PausableEvaluation) -> dict[str, float]:
+        return self._evaluate_sets(None, "eval", evaluation)
+
+    def _evaluate_sets(self, given: Any, prefix: str, evaluation: PausableEvaluation) -> dict[str, float]:
+        completed = evaluation.completed
         metrics: dict[str, float] = {}
-        for prefix, dataset in self._eval_sets(eval_dataset, metric_key_prefix):
-            if prefix not in found:
-                evaluation = self._evaluate(dataset, gather=self.compute_metrics is not None, pausing=pausing)
-                found[prefix] = self._metrics(evaluation, prefix)
-                self.log(found[prefix])
-                self.display.line(evaluation_line(self.state.global_step, found[prefix], prefix))
-                self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found[prefix])
-            metrics |= found[prefix]
-        if eval_dataset is None and metric_key_prefix == "eval":
-            self._last_evaluation = (self.state.global_step, metrics)
+        for name, dataset in self._eval_sets(given, prefix):
+            if name not in completed:
+                gather = self.compute_metrics is not None
+                found = self._evaluate(dataset, gather=gather, before_batch=evaluation.before_batch)
+                completed[name] = self._metrics(found, name)
+                self._callbacks.evaluated(completed[name], name)
+            metrics |= completed[name]
+        if given is None and prefix == "eval":
+            self._callbacks.last_evaluation = (self.state.global_step, metrics)
         return metrics
 
     def _eval_sets(self, given: Any, prefix: str) -> list[tuple[str, Any]]:
-        """The sets to evaluate, each with the prefix of its metrics. Raises where there is none, or an empty one."""
+        """The sets to evaluate, each with the prefix of its metrics."""
         dataset = self.eval_dataset if given is None else given
         if dataset is None:
             raise UsageError("eval_dataset: evaluation needs one")
@@ -363,51 +435,103 @@ class Trainer:
             raise DataError(f"eval_dataset: {error}, or set eval_strategy: no") from error
 
     def final_evaluation(self) -> dict[str, float]:
-        """The evaluation of the model as it is now: the last one, where nothing was trained since."""
-        if self._last_evaluation is not None and self._last_evaluation[0] == self.state.global_step:
-            return self._last_evaluation[1]
-        return self.evaluate()
+        """Returns the metrics of the model as it is at the end of training; evaluates it where that was not done yet.
+
+        With `load_best_model_at_end` these are the metrics of the best model. Collective.
+        """
+        step = self.state.global_step if self._best_step is None else self._best_step
+        last = self._callbacks.last_evaluation
+        if last is not None and last[0] == step:
+            return last[1]
+        return self._logged_evaluation(step) or self.evaluate()
+
+    def _logged_evaluation(self, step: int) -> dict[str, float] | None:
+        """The evaluation of all sets at this step from the history, which resumed runs have too."""
+        metrics: dict[str, float] = {}
+        logs = [log for log in self.state.log_history if log["step"] == step]
+        for prefix, _ in self._eval_sets(None, "eval"):
+            log = next((log for log in reversed(logs) if f"{prefix}_runtime" in log), None)
+            if log is None:
+                return None
+            metrics |= {name: value for name, value in log.items() if name not in ("step", "epoch")}
+        return metrics
 
     def predict(self, test_dataset: Dataset, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predictions, labels and metrics over exactly the samples of `test_dataset`. Collective."""
+        """Computes predictions, labels and metrics over exactly the samples of a dataset. Collective.
+
+        Args:
+            test_dataset: The data.
+            metric_key_prefix: What the metrics' names begin with.
+
+        Returns:
+            Numpy arrays of all samples in order, and the metrics by name.
+
+        Raises:
+            DataError: The dataset is empty.
+        """
         if not len(test_dataset):  # type: ignore[arg-type]
-            raise DataError("test_dataset: it is empty; give one with samples")
+            raise DataError("test_dataset: it is empty; pass one with samples")
         evaluation = self._evaluate(test_dataset, gather=True)
         metrics = self._metrics(evaluation, metric_key_prefix)
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        self._callbacks.event("on_predict", metrics)
         return PredictionOutput(evaluation.predictions, evaluation.labels, metrics)
 
-    def _evaluate(self, dataset: Any, *, gather: bool, pausing: PausableEvaluation | None = None) -> Evaluation:
+    def _evaluate(self, dataset: Any, *, gather: bool, before_batch: Callable[[], None] = lambda: None) -> Evaluation:
         loader = self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False)
         return self.evaluator(
             loader,
             gather=gather,
-            before_batch=(lambda: None) if pausing is None else pausing.before_batch,
-            after_batch=lambda: self.event("on_prediction_step"),
+            before_batch=before_batch,
+            after_batch=lambda: self._callbacks.event("on_prediction_step"),
         )
 
     def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
         return summarize(evaluation, prefix, causal=self.loss.causal_shift, compute_metrics=self.compute_metrics)
 
-    # Callbacks and logs
+    # Records
 
-    def event(self, name: str) -> None:
-        """Calls `name` of every callback; they may set flags of the control."""
-        self.control = getattr(self.callback_handler, name)(self.args, self.state, self.control)
+    def _write_train_results(self, metrics: dict[str, float], steps: int) -> dict[str, float]:
+        """Writes the results of training, and returns them. A process that found the run finished, and trained no
+        step, keeps the results of the one that finished it."""
+        run_log = self._callbacks.run_log
+        if not steps:
+            earlier = self.context.host.broadcast(run_log.read_results("train"))
+            if earlier is not None and earlier.get("epoch") == metrics["epoch"]:
+                return {name: earlier[name] for name in metrics if name in earlier}
+        with self._recording():
+            run_log.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
+        return metrics
 
-    def log(self, logs: dict[str, float], machine: dict[str, float] | None = None) -> None:
-        """Adds `logs` to the history, to metrics.jsonl and to the callbacks' logs, with the step and epoch. `machine`,
-        which tells of the machine and not of the model, is no part of the history that checkpoints hold."""
-        epoch = self.state.epoch
-        self.state.log_history.append({**logs, "epoch": epoch, "step": self.state.global_step})
-        logs = {**logs, **(machine or {})}
-        self.journal.metrics({"step": self.state.global_step, "epoch": epoch, **logs})
-        if self._trains:
-            self.journal.status("running", self.state.global_step)
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, {**logs, "epoch": epoch})
+    def _write_evaluation(self) -> None:
+        """Writes the results of evaluating the model that the output folder holds."""
+        if self.args.eval_strategy == "no":
+            return
+        samples = sum(len(dataset) for _, dataset in self._eval_sets(None, "eval"))
+        results = {**self.final_evaluation(), "eval_samples": samples}
+        with self._recording():
+            self._callbacks.run_log.results("eval", results)
 
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        self.callback_handler.add_callback(callback)
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Inside the block, a file that cannot be written is a StepmarkError."""
+        try:
+            yield
+        except OSError as error:
+            raise StepmarkError(
+                f"the results cannot be written to {self.args.output_dir}: {error.strerror or error}; free some space "
+                "there, and start the run again with resume_from_checkpoint: true"
+            ) from error
 
-    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        self.callback_handler.remove_callback(callback)
+
+def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
+    """Records in the run's status that it did not reach its end; a status that cannot be written hides no error."""
+    run_log, step = callbacks.run_log, callbacks.state.global_step
+    if isinstance(error, RunInterrupted) and error.recorded:
+        return
+    if isinstance(error, RunInterrupted):
+        run_log.try_status("interrupted", step, error.reason)
+        if run_log.writes:
+            say(f"interrupted by {error.reason}")
+    elif callbacks.begun:  # otherwise the status of an earlier run stands
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        run_log.try_status(state, step, f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best by a metric, and how long there has been no better one."""
+"""Finds the best evaluated checkpoint by a metric, and how long there has been no better one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepmark.errors import UsageError
 
 @dataclass(frozen=True)
 class BestTracker:
-    """The metric that tells, and whether more of it is better."""
+    """The metric that decides, and whether greater values are better."""
 
     metric: str
     greater_is_better: bool
@@ -20,8 +20,8 @@ class BestTracker:
     def choose(
         cls, metric: str | None, greater_is_better: bool | None, first: Mapping[str, Any], *, needed: bool
     ) -> BestTracker | None:
-        """`metric` by the name that evaluations give it, with or without `eval_`; None stands for the loss, or else
-        the first loss that the `first` evaluation has. None comes out where there is none and nothing `needed` it.
+        """Finds `metric`, given with or without `eval_`, in the `first` evaluation; None stands for the loss, or else
+        for the first metric that is a loss. Returns None where there is none and none is `needed`.
 
         Raises UsageError where the evaluation does not have the metric.
         """
@@ -32,22 +32,22 @@ class BestTracker:
         else:
             chosen = next((name for name in (metric, f"eval_{metric}") if name in names), None)
         if chosen is None and (needed or metric is not None):
-            wanted = f"{metric or 'loss'}: the evaluation has no such metric"
-            raise UsageError(f"--metric {wanted}; it has {', '.join(sorted(names)) or 'none at all'}")
+            found = ", ".join(sorted(names)) or "no metrics"
+            raise UsageError(f"--metric {metric or 'loss'}: the evaluation has no such metric; it has {found}")
         if chosen is None:
             return None
         greater = not chosen.endswith(("loss", "perplexity"))
         return cls(chosen, greater if greater_is_better is None else greater_is_better)
 
     def step(self, evaluated: Sequence[Mapping[str, Any]]) -> int | None:
-        """The best of these evaluations' steps; of equal ones the earliest, and none where all lack the metric or have
-        one that is not finite."""
+        """The step of the best evaluation, the earliest of equal ones; None where all of them lack the metric or it is
+        not finite."""
         scored = [line for line in evaluated if line.get(self.metric) is not None]
         sign = -1.0 if self.greater_is_better else 1.0
         best = min(scored, key=lambda line: (sign * line[self.metric], line["step"]), default=None)
         return None if best is None else int(best["step"])
 
     def since(self, evaluated: Sequence[Mapping[str, Any]]) -> int:
-        """How many steps were evaluated after the best, none of them better."""
+        """The number of evaluations after the best one."""
         best = self.step(evaluated)
         return sum(best is None or line["step"] > best for line in evaluated)

@@ -19,7 +19,7 @@ from stepmark.recipe.used_recipe import read_used_recipe
 from stepmark.watcher.evaluation_data import DataChoice
 from stepmark.watcher.formatting import json_of_model, json_of_run, line_of, table_of_model, table_of_run
 
-_APPEAR_EVERY = 1.0  # seconds between two looks for a run that has not begun
+_APPEAR_EVERY = 1.0  # seconds between two checks for a run that has not begun
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Request:
     as_json: bool = False
 
     def check(self) -> None:
-        """Raises UsageError for what cannot be meant, before anything is loaded."""
+        """Raises UsageError for invalid arguments, before anything is loaded."""
         self.data.check()
         for name, least in (("batch_size", 1), ("until", 0), ("patience", 1)):
             value = getattr(self, name)
@@ -53,22 +53,22 @@ class Request:
             raise CheckpointNotFound(f"there is no folder {self.path}")
         if self.is_run:
             if self.path.is_dir() and not os.access(self.path, os.W_OK | os.X_OK):
-                raise UsageError(f"{self.path} cannot be written to, and its evaluations are kept there")
+                raise UsageError(f"{self.path} cannot be written to, and its evaluations are written there")
             return
         for name in ("watch", "until", "patience", "metric", "greater_is_better"):
             if getattr(self, name) not in (None, False):
-                raise UsageError(f"--{name}: is for a run, and {self.path} is a single model")
+                raise UsageError(f"--{name}: applies to a run, but {self.path} is a single model")
 
     @property
     def is_run(self) -> bool:
-        """Whether the path is a run, or is to become one; else it is one checkpoint or model."""
+        """Whether the path is a run, or will become one; otherwise it is a single checkpoint or model."""
         if (self.path / MANIFEST).exists() or step_of(self.path) is not None:
             return False
         return bool(checkpoints(self.path)) or not (self.path / "config.json").is_file()
 
 
 def evaluate_command(request: Request) -> int:
-    """Does what is asked; collective. 0, or 1 where an evaluation has failed."""
+    """Carries out the request. Returns 0, or 1 where an evaluation failed. Collective."""
     request.check()
     quiet_libraries()
     from stepmark.runtime.context import start
@@ -89,7 +89,7 @@ def _of_one(request: Request, mesh: Any, functions: Any) -> int:
     path = host.broadcast(resolve_link(request.path))
     lease = _try_lease(path) if host.rank == 0 else None
     try:
-        recipe = _recipe_beside(path)
+        recipe = _recipe_of(path)
         setup = EvaluationSetup.prepare(mesh, functions, request.data, recipe, path, request.batch_size)
         metrics = setup.evaluate(path)
     finally:
@@ -103,7 +103,7 @@ def _of_one(request: Request, mesh: Any, functions: Any) -> int:
 
 
 def _try_lease(path: Path) -> Lease | None:
-    """Where the folder cannot be written to, it is read without: nobody may be deleting there either."""
+    """A lease on the checkpoint, so that a live run does not delete it; None where the folder is read-only."""
     if step_of(path) is None:
         return None
     try:
@@ -115,8 +115,8 @@ def _try_lease(path: Path) -> Lease | None:
     return lease
 
 
-def _recipe_beside(path: Path) -> Recipe | None:
-    """The recipe of the run that a checkpoint belongs to, or that left this model."""
+def _recipe_of(path: Path) -> Recipe | None:
+    """The recipe of the run that saved this checkpoint or model."""
     return read_used_recipe(path) or read_used_recipe(path.absolute().parent)
 
 
@@ -133,8 +133,8 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
         recipe = read_used_recipe(request.path)
         return EvaluationSetup.prepare(mesh, functions, request.data, recipe, checkpoint, request.batch_size)
 
-    metric, greater = _wanted_metric(request)
-    wishes = WatchOptions(request.watch, request.until, request.patience, metric, greater, request.interval)
+    metric, greater = _best_metric(request)
+    options = WatchOptions(request.watch, request.until, request.patience, metric, greater, request.interval)
     stream = request.as_json and request.watch
 
     def record(line: dict[str, Any], best: bool) -> None:
@@ -143,7 +143,9 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
         elif not request.as_json:
             print(line_of(line, best), flush=True)
 
-    watcher = Watcher(request.path, mesh, make_setup, wishes, EvaluationListener(record, _say if leads else _be_silent))
+    watcher = Watcher(
+        request.path, mesh, make_setup, options, EvaluationListener(record, _say if leads else _say_nothing)
+    )
     failures = watcher.run()
     if leads and not stream and watcher.records is not None:
         show = json_of_run if request.as_json else table_of_run
@@ -151,8 +153,8 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
     return 1 if failures else 0
 
 
-def _wanted_metric(request: Request) -> tuple[str | None, bool | None]:
-    """The metric that tells the best: the one given here, or the one of the run's recipe."""
+def _best_metric(request: Request) -> tuple[str | None, bool | None]:
+    """The metric for the best checkpoint: the one given here, or that of the run's recipe."""
     if request.metric is not None or not request.path.is_dir():
         return request.metric, request.greater_is_better
     recipe = read_used_recipe(request.path)
@@ -175,5 +177,5 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _be_silent(text: str) -> None:
-    """Ranks other than 0 have nothing to say."""
+def _say_nothing(text: str) -> None:
+    """For ranks other than 0."""

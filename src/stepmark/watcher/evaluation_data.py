@@ -1,4 +1,4 @@
-"""Which texts an evaluation beside the run takes: the run's own validation data, or what --data names."""
+"""The texts for an evaluation outside of training: the run's own validation data, or what --data names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = re.compile(r"([A-Za-z]\w*)=(.+)\Z", re.DOTALL)
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Blocks of tokens, and what names their content."""
+    """Blocks of tokens, and an identifier of their content."""
 
     blocks: Any
     content: str
@@ -24,28 +24,28 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class DataChoice:
-    """`sources` are --data's values, each `[NAME=]SOURCE`; the other fields win over the recipe's where given."""
+    """`sources` are the values of --data, each `[NAME=]SOURCE`; the other fields, where given, override the recipe."""
 
     sources: tuple[str, ...] = ()
     block_size: int | None = None
     max_samples: int | None = None
 
     def check(self) -> None:
-        """Raises UsageError for values that cannot be meant, before anything is loaded."""
+        """Raises UsageError for invalid values, before anything is loaded."""
         names = [name for name, _ in map(split_name, self.sources)]
         if len(names) > 1 and (None in names or len(set(names)) < len(names)):
-            raise UsageError("--data: several sets need a name each: --data NAME=FILE --data OTHER=FILE")
+            raise UsageError("--data: several sets need distinct names: --data NAME=FILE --data OTHER=FILE")
         for _, source in map(split_name, self.sources):
             looks_like_path = source.startswith((".", "~", "/")) or Path(source).suffix in (".txt", ".jsonl", ".json")
             if looks_like_path and not Path(source).expanduser().exists():
-                raise UsageError(f"--data: there is no {source}; name a file, a folder, or {STDLIB}")
+                raise UsageError(f"--data: {source} does not exist; name a file, a folder, or {STDLIB}")
         for name, value, least in (("block_size", self.block_size, 2), ("max_samples", self.max_samples, 1)):
             if value is not None and value < least:
                 raise UsageError(f"--{name}: should be at least {least}, and is {value}")
 
 
 def split_name(source: str) -> tuple[str | None, str]:
-    """`[NAME=]SOURCE` as its two parts."""
+    """Splits `[NAME=]SOURCE` into its two parts."""
     match = _NAMED.match(source)
     if match is None or Path(source).exists():
         return None, source
@@ -55,7 +55,7 @@ def split_name(source: str) -> tuple[str | None, str]:
 def prepare_sets(
     choice: DataChoice, recipe: Recipe | None, tokenizer: Any, longest: int | None
 ) -> dict[str | None, EvaluationSet]:
-    """The evaluation sets by name; one without a name where --data gave none. `longest`: the model's positions.
+    """The evaluation sets by name (None for one without a name). `longest`: the number of the model's positions.
 
     Raises DataError where there is nothing to evaluate on.
     """
@@ -63,19 +63,19 @@ def prepare_sets(
 
     configs = _configs(choice, recipe, _block_size(choice, recipe, tokenizer, longest))
     sets: dict[str | None, EvaluationSet] = {}
-    for name, (config, whole) in configs.items():
+    for name, (config, in_full) in configs.items():
         try:
-            data = prepare(config, tokenizer, may_be_short=whole)
-        except (DataError, UsageError) as error:  # what is read whole was given under another name
+            data = prepare(config, tokenizer, may_be_short=in_full)
+        except (DataError, UsageError) as error:  # a file that is read completely was given in another field
             given = "--data" if choice.sources else "validation_file"
-            raise type(error)(str(error).replace("train_file: ", f"{given}: ", 1) if whole else str(error)) from error
-        blocks = data.train if whole else data.validation
+            raise type(error)(str(error).replace("train_file: ", f"{given}: ", 1) if in_full else str(error)) from error
+        blocks = data.train if in_full else data.validation
         where = config.train_file or config.dataset_name
         if blocks is None:
-            raise DataError(f"{where} has no validation data; name a file with --data, and all of it is taken")
+            raise DataError(f"{where} has no validation data; name a file with --data, all of which is then used")
         if not len(blocks):
             raise DataError(f"{where}: its validation data is empty; name other data with --data")
-        sets[name] = EvaluationSet(blocks, f"{data.fingerprint} {len(blocks)} {'all' if whole else 'validation'}")
+        sets[name] = EvaluationSet(blocks, f"{data.fingerprint} {len(blocks)} {'all' if in_full else 'validation'}")
     return sets
 
 
@@ -97,11 +97,11 @@ def _configs(
             name: _of_source(source, choice, recipe, block_size) for name, source in map(split_name, choice.sources)
         }
     if recipe is None:
-        raise DataError("--data: the run has left no recipe that names its data; name a file, or python-stdlib")
+        raise DataError("--data: the run has no recipe that names its data; name a file, or python-stdlib")
     data = recipe.data
     samples = choice.max_samples or data.max_eval_samples
     processes = data.preprocessing_num_workers
-    if data.validation_file:  # what is trained on need not be read
+    if data.validation_file:  # the training data need not be read
         return {None: (_all_of(data.validation_file, block_size, samples, data.text_column, processes), True)}
     config = DataArguments(
         dataset_name=data.dataset_name,

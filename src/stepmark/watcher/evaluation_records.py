@@ -1,8 +1,8 @@
-"""`evaluations.jsonl`: one line for each checkpoint that was evaluated, failed or was skipped, and its table as CSV.
+"""`evaluations.jsonl`: one line for each checkpoint that was evaluated, failed or was skipped; and the same as CSV.
 
-Several watchers on several machines may add to it: a lock on a file beside it lets one write at a time, and who writes
-looks first whether another has told the same. A checkpoint is known by its step and by the random name of its save, so
-that one which a resumed run has saved anew is another one. `setup` names how it was evaluated.
+Watchers on several machines may write to it: a lock on a file beside it lets one write at a time, and a writer first
+checks whether another has recorded the same checkpoint. A checkpoint is identified by its step and by the random name
+of its save, so one that a resumed run has saved again is a different one. `setup` identifies how it was evaluated.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import contextlib
 import csv
 import fcntl
 import io
-import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.directory import COORDINATION
+from stepmark.filesystem import files
+from stepmark.filesystem.json_files import append_line, read_lines
 
 EVALUATIONS, TABLE = "evaluations.jsonl", "evaluations.csv"
 EVALUATED, FAILED, SKIPPED = "done", "failed", "skipped"
@@ -49,17 +49,17 @@ class EvaluationRecords:
         self._before = len(read_evaluations(run))
 
     def begin(self, description: Mapping[str, Any]) -> dict[str, Any]:
-        """Notes how this setup evaluates, and returns it as it was noted first."""
+        """Records how this setup evaluates, and returns the first record of it."""
         with self.locked():
             for line in read_evaluations(self._run):
                 if line.get("setup") == self._setup and "begun" in line:
                     return line
             line = {"setup": self._setup, "begun": time.time(), **description}
-            self._append(line)
+            append_line(self._run / EVALUATIONS, line, durable=True)
         return line
 
     def done(self) -> set[EvaluationRecord]:
-        """The checkpoints that need not be evaluated; what had failed before is tried anew."""
+        """The checkpoints that need not be evaluated; those that failed in earlier processes are tried again."""
         lines = enumerate(read_evaluations(self._run))
         mine = [(number, line) for number, line in lines if line.get("setup") == self._setup and "step" in line]
         return {
@@ -73,43 +73,32 @@ class EvaluationRecords:
         return list({line["step"]: line for line in self.sorted() if line["status"] == EVALUATED}.values())
 
     def sorted(self) -> list[dict[str, Any]]:
-        """The last line of each checkpoint, by step; several of one step as they were written."""
+        """The last line of each checkpoint, by step; several of one step in the order of writing."""
         lines = [line for line in read_evaluations(self._run) if line.get("setup") == self._setup and "step" in line]
         last = {EvaluationRecord(line["step"], line["save"]): line for line in lines}
         return sorted(last.values(), key=lambda line: int(line["step"]))
 
     def add(self, found: EvaluationRecord, status: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Tells of a checkpoint, unless that was done: then None. Call it in `locked`."""
+        """Records a checkpoint and returns its line; None where that was done before. Call it in `locked`."""
         if found in self.done():
             return None
         head = {"step": found.step, "status": status, "checkpoint": f"checkpoint-{found.step}"}
         line = finite({**head, **values, "save": found.save, "setup": self._setup, "time": time.time()})
-        self._append(line)
+        append_line(self._run / EVALUATIONS, line, durable=True)
         self._write_table()
         return line
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """In it, no other watcher writes."""
+        """Inside the block, no other watcher writes."""
         folder = self._run / COORDINATION
         folder.mkdir(exist_ok=True)
         with _here, open(folder / "evaluations.lock", "a") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX)
-            except OSError as error:  # a file system without locks: one watcher at a time is safe there
+            except OSError as error:  # on a file system without locks, only one watcher at a time is safe
                 logger.debug("no lock on %s: %s", file.name, error)
             yield
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        path = self._run / EVALUATIONS
-        text = json.dumps(line) + "\n"
-        with open(path, "a+b") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                text = text if file.read(1) == b"\n" else "\n" + text  # half a line, of a watcher that was killed
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
 
     def _write_table(self) -> None:
         lines = [line for line in read_evaluations(self._run) if "step" in line]
@@ -118,24 +107,12 @@ class EvaluationRecords:
         writer = csv.DictWriter(table, [*_FIRST[:3], *dict.fromkeys(metrics), *_FIRST[3:]], restval="")
         writer.writeheader()
         writer.writerows(sorted(lines, key=lambda line: int(line["step"])))
-        temporary = self._run / f".{TABLE}.part"
-        temporary.write_text(table.getvalue(), encoding="utf-8")
-        temporary.replace(self._run / TABLE)
+        files.replace_file(self._run / TABLE, table.getvalue().encode())
 
 
 def read_evaluations(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's evaluations.jsonl; the half of one is passed over."""
-    try:
-        text = (run / EVALUATIONS).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    lines = []
-    for line in text.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [line for line in lines if isinstance(line, dict)]
+    """The lines of a run's evaluations.jsonl; partial ones are skipped."""
+    return read_lines(run / EVALUATIONS)
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:

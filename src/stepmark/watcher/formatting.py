@@ -1,4 +1,4 @@
-"""Evaluations as text: a line as they are made, a table at the end, JSON for machines."""
+"""Evaluations as text: a line for each as it completes, a table at the end, or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Samples = Mapping[str | None, int]
 
 
 def line_of(line: Mapping[str, Any], best: bool) -> str:
-    """A line of evaluations.jsonl for people."""
+    """A line of evaluations.jsonl in readable form."""
     if line["status"] != EVALUATED:
         return f"step {line['step']}: {line['status']}: {line['reason']}"
     shown = [f"{name.removeprefix('eval_')} {_number(line[name])}" for name in _metrics([line])]
@@ -38,7 +38,7 @@ def json_of_model(path: Path, samples: Samples, metrics: Mapping[str, float]) ->
 
 
 def table_of_run(run: Path, lines: Lines) -> str:
-    """A row for each evaluation, and how many there were of each kind."""
+    """A row for each evaluation, and the number of each status."""
     evaluated = [line for line in lines if line["status"] == EVALUATED]
     failed = sum(line["status"] == FAILED for line in lines)
     skipped = len(lines) - len(evaluated) - failed

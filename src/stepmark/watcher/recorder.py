@@ -1,4 +1,4 @@
-"""Writes down what was found: the line, the link to the best, TensorBoard, and when patience is lost. One rank does."""
+"""Records evaluations, on one rank: the line, the link to the best checkpoint, TensorBoard, and requests to stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepmark.watcher.tensorboard import Scalars
 
 @dataclass(frozen=True)
 class EvaluationListener:
-    """Whom to tell: `record` a line of evaluations.jsonl and whether it is the best, `say` other news."""
+    """Receives results: `record` a line of evaluations.jsonl and whether it is the best, `say` other messages."""
 
     record: Callable[[dict[str, Any], bool], None]
     say: Callable[[str], None]
@@ -29,46 +29,46 @@ class EvaluationRecorder:
     """Keeps the records of one setup. `failures` counts the evaluations that failed."""
 
     def __init__(
-        self, run: Path, records: EvaluationRecords, wishes: WatchOptions, listener: EvaluationListener
+        self, run: Path, records: EvaluationRecords, options: WatchOptions, listener: EvaluationListener
     ) -> None:
         self._run = run
         self._records = records
-        self._wishes = wishes
+        self._options = options
         self._listener = listener
         self._scalars = Scalars(run)
         self._best: BestTracker | None = None
         self._asked_to_stop = False
         self.failures = 0
         with records.locked():
-            for line in records.evaluated()[-1:]:  # of a watcher that was killed before it had pointed
-                self._point(line)
+            for line in records.evaluated()[-1:]:  # of a watcher that was killed before it updated the link
+                self._link_best(line)
 
     def record(self, found: EvaluationRecord, status: str, values: Mapping[str, Any]) -> None:
-        """Tells of a checkpoint, unless another watcher has. `values` are metrics, or the reason why there are none.
+        """Records a checkpoint, unless another watcher has. `values` are metrics, or the reason why there are none.
 
-        Raises UsageError where the metric that tells the best never appears.
+        Raises UsageError where the evaluation lacks the metric for the best checkpoint.
         """
         self.failures += status == FAILED
-        with self._records.locked():  # so that nobody points at a best that is none any more
+        with self._records.locked():  # so that no other watcher links a checkpoint that is no longer the best
             line = self._records.add(found, status, values)
-            best = self._point(values) if line is not None and status == EVALUATED else None
+            best = self._link_best(values) if line is not None and status == EVALUATED else None
         if line is None:
             return
         self._listener.record(line, best == found.step)
         self._scalars.add(line)
         if status == EVALUATED:
-            self._lose_patience()
+            self._check_patience()
 
     def close(self) -> None:
-        """Ends the files that are open."""
+        """Closes the files."""
         self._scalars.close()
 
-    def _point(self, values: Mapping[str, Any]) -> int | None:
-        """Lets `best` point at the best of all that were evaluated and are there; returns its step."""
-        wishes = self._wishes
+    def _link_best(self, values: Mapping[str, Any]) -> int | None:
+        """Points `best` at the best evaluated checkpoint that exists; returns its step."""
+        options = self._options
         if self._best is None:
-            needed = wishes.patience is not None
-            self._best = BestTracker.choose(wishes.metric, wishes.greater_is_better, values, needed=needed)
+            needed = options.patience is not None
+            self._best = BestTracker.choose(options.metric, options.greater_is_better, values, needed=needed)
         if self._best is None:
             return None
         lines = self._records.evaluated()
@@ -77,12 +77,12 @@ class EvaluationRecorder:
             point_best(self._run, best)
         return best
 
-    def _lose_patience(self) -> None:
-        if self._wishes.patience is None or self._asked_to_stop or self._best is None:
+    def _check_patience(self) -> None:
+        if self._options.patience is None or self._asked_to_stop or self._best is None:
             return
         evaluated = self._records.evaluated()
         since = self._best.since(evaluated)
-        if since < self._wishes.patience or RunState(self._run).ended() is not None:
+        if since < self._options.patience or RunState(self._run).ended() is not None:
             return
         best = self._best.step(evaluated)
         reason = f"{self._best.metric} has not improved for {since} evaluations, since step {best}"

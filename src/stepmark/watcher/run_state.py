@@ -1,4 +1,4 @@
-"""Whether the run that is watched goes on."""
+"""Whether the watched run is still going on."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ ENDED = ("done", "failed", "interrupted")
 
 
 class RunState:
-    """What a run's folder tells of it, looked at again and again."""
+    """The state of a run, as its folder shows it; polled."""
 
     def __init__(self, run: Path, *, patience: float = STALE) -> None:
-        """`patience`: seconds without a sign of life after which a run that says it is running is given up."""
+        """`patience`: seconds without a heartbeat after which a run whose status is running counts as ended."""
         self._run = run
-        self._signs = Leases(run)
+        self._heartbeats = Leases(run)
         self._patience = patience
         self._silent_since: float | None = None
 
     def alive(self) -> bool:
-        """Whether a process shows that it owns the folder."""
-        return any(self._signs.alive(path) for path in heartbeat_files(self._run))
+        """Whether a process that owns the folder has a heartbeat."""
+        return any(self._heartbeats.alive(path) for path in heartbeat_files(self._run))
 
     def ended(self) -> str | None:
-        """How the run has ended, in words; None while it goes on, or has not begun."""
+        """How the run has ended, in words; None while it goes on or has not begun."""
         if self.alive():
             self._silent_since = None
             return None
@@ -42,7 +42,7 @@ class RunState:
         self._silent_since = self._silent_since or time.monotonic()
         if time.monotonic() - self._silent_since < self._patience:
             return None
-        return f"without a sign of life for {self._patience:.0f} s"
+        return f"without a heartbeat for {self._patience:.0f} s"
 
     def _status(self) -> dict[str, Any] | None:
         try:

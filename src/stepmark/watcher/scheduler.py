@@ -1,7 +1,7 @@
-"""What a watcher does next. One rank decides it for all.
+"""Decides what a watcher does next, on one rank for all.
 
-Before a checkpoint is read it gets a lease, which keeps retention from deleting it, and tells other watchers of the
-same setup that it is taken; only then is it looked up whether one of them has done it already.
+Before a checkpoint is read it gets a lease, which keeps retention from deleting it and shows other watchers of the same
+setup that it is being evaluated; only then is it checked whether one of them has evaluated it already.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from stepmark.errors import CheckpointError, CheckpointNotFound
 from stepmark.watcher.evaluation_records import EvaluationRecord, EvaluationRecords
 from stepmark.watcher.run_state import RunState
 
-GIVE_WAY = 0.5  # seconds, at most, that each of two watchers waits who wanted the same at the same moment
+BACKOFF = 0.5  # seconds, at most, that two watchers wait which claimed the same checkpoint at the same moment
 
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What a watcher is asked for. `until`: it ends once this step, or a later one, is done. `patience`: after so many
-    evaluations without a better one the run is asked to stop. `metric` tells the best. `interval`: seconds between two
-    looks. Without `wait` it ends when all that is there is done."""
+    """The options of a watcher. `until`: it ends once this step, or a later one, is done. `patience`: after this many
+    evaluations without a better one, the run is asked to stop. `metric` decides which is the best. `interval`: seconds
+    between two polls. Without `wait` it ends when all existing checkpoints are done."""
 
     wait: bool = False
     until: int | None = None
@@ -47,11 +47,11 @@ class EvaluationJob:
 
 
 class EvaluationScheduler:
-    """Looks at a run's folder and chooses; holds the lease on what was chosen until `release`."""
+    """Polls a run's folder and chooses a job; holds the lease on the chosen checkpoint until `release`."""
 
-    def __init__(self, run: Path, wishes: WatchOptions, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Path, options: WatchOptions, say: Callable[[str], None]) -> None:
         self._run = run
-        self._wishes = wishes
+        self._options = options
         self._say = say
         self._said: set[str] = set()
         self._leases = Leases(run)
@@ -60,22 +60,22 @@ class EvaluationScheduler:
         self._known: dict[Path, tuple[tuple[int, int], EvaluationRecord]] = {}  # by inode and time of change
         self._records: EvaluationRecords | None = None
         self._label = ""
-        self.deleted_before = len(read_deleted(run))  # which nobody expects to be evaluated
+        self.deleted_before = len(read_deleted(run))  # these are not expected to be evaluated
 
     def begin(self, records: EvaluationRecords, setup: str, deleted_before: int) -> None:
-        """From now on checkpoints are chosen for this setup. What retention deleted after the first so many of its
-        deletions is told as skipped."""
+        """From now on checkpoints are chosen for this setup. Those that retention deleted after the first
+        `deleted_before` deletions are recorded as skipped."""
         self._records, self._label, self.deleted_before = records, setup, deleted_before
 
     def release(self) -> None:
-        """Gives the checkpoint that was chosen free."""
+        """Releases the lease on the chosen checkpoint."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
 
     def look(self) -> EvaluationJob:
-        """The next job. Raises CheckpointNotFound where there is nothing to evaluate, and nothing to wait for."""
-        ended = self._state.ended()  # before looking for checkpoints: what a run commits last is there when it ends
+        """The next job. Raises CheckpointNotFound where there is nothing to evaluate and nothing to wait for."""
+        ended = self._state.ended()  # before the checkpoints are listed: the last one is there when the run ends
         there = checkpoints(self._run)[::-1]
         if self._records is None:
             return self._first(there, ended)
@@ -94,15 +94,15 @@ class EvaluationScheduler:
             self._lease = Lease.take(path, "setup")
             if self._lease is not None:
                 return EvaluationJob("prepare", path)
-        if not self._wishes.wait:
-            raise CheckpointNotFound(f"{self._run} has no checkpoints; with --watch they are waited for")
+        if not self._options.wait:
+            raise CheckpointNotFound(f"{self._run} has no checkpoints; --watch waits for them")
         if ended is not None:
             raise CheckpointNotFound(f"{self._run} has no checkpoints, and its run has ended ({ended})")
         self._say_once(f"waiting for the first checkpoint in {self._run}")
         return EvaluationJob("wait")
 
     def _find(self, path: Path) -> EvaluationRecord | None:
-        """Which checkpoint is there by that name now; None where it has just gone."""
+        """The checkpoint that has this name now; None where it was just deleted."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class EvaluationScheduler:
         return self._known[path][1]
 
     def _claim(self, path: Path, found: EvaluationRecord) -> bool:
-        """Takes the checkpoint for this watcher, unless another has it, it is gone, or done by now."""
+        """Claims the checkpoint for this watcher, unless another has it, or it is gone or done."""
         assert self._records is not None
         if self._leases.held(path, self._label):
             self._say_once(f"{path.name} is being evaluated by another watcher")
@@ -129,9 +129,9 @@ class EvaluationScheduler:
         lease = Lease.take(path, self._label)
         if lease is None:
             return False
-        if self._leases.held(path, self._label, but=lease):  # both give way
+        if self._leases.held(path, self._label, but=lease):  # both back off
             lease.release()
-            time.sleep(random.uniform(0.0, GIVE_WAY))
+            time.sleep(random.uniform(0.0, BACKOFF))
             return False
         if found in self._records.done():
             lease.release()
@@ -140,18 +140,18 @@ class EvaluationScheduler:
         return True
 
     def _finished(self, pending: bool, ended: str | None) -> bool:
-        wishes = self._wishes
-        if not wishes.wait:
+        options = self._options
+        if not options.wait:
             return True
-        if pending:  # another watcher has them; if it dies, this one takes them up
+        if pending:  # another watcher has them; if it dies, this one evaluates them
             return False
         assert self._records is not None
-        if wishes.until is not None:
-            if any(found.step >= wishes.until for found in self._records.done()):
+        if options.until is not None:
+            if any(found.step >= options.until for found in self._records.done()):
                 return True
             return ended in ("done", "failed")
         if ended is not None:
-            self._say(f"the run has ended ({ended}), and all is evaluated")
+            self._say(f"the run has ended ({ended}), and all checkpoints are evaluated")
         return ended is not None
 
     def _say_once(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What an evaluation beside the run is: which data, which functions, which loss; the same for every checkpoint."""
+"""How checkpoints are evaluated outside of training: data, functions and loss, the same for every checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT_BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class Functions:
-    """The user's functions, with the names they were given by."""
+    """The user's functions, with the names under which they were given."""
 
     metrics: str | None = None
     evaluator: str | None = None
@@ -40,7 +40,7 @@ class Functions:
 
     @classmethod
     def load(cls, metrics: str | None, evaluator: str | None) -> Functions:
-        """Imports them. Raises UsageError where there are none of these names."""
+        """Imports the functions. Raises UsageError where they do not exist."""
         return cls(
             metrics,
             evaluator,
@@ -51,10 +51,10 @@ class Functions:
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What an `--evaluator` is given beside model and tokenizer.
+    """The third argument of an `--evaluator`, after model and tokenizer.
 
-    `datasets` are blocks of tokens by name (None: the one without a name), empty where there is no data. `evaluate()`
-    gives loss, perplexity and `--metrics` over them. All ranks of `mesh` call the function, and rank 0's numbers count.
+    `datasets` are blocks of tokens by name (None for one without a name), empty where there is no data. `evaluate()`
+    returns loss, perplexity and `--metrics` over them. All ranks of `mesh` call the function; rank 0's numbers count.
     """
 
     checkpoint: Path
@@ -69,7 +69,7 @@ class EvaluationContext:
 
 
 class EvaluationSetup:
-    """Evaluates checkpoints, each in the same way. Make it with `prepare`, on all ranks."""
+    """Evaluates checkpoints, all in the same way. Create it with `prepare`, on all ranks."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class EvaluationSetup:
         checkpoint: Path,
         batch_size: int | None,
     ) -> EvaluationSetup:
-        """`checkpoint` is one of those to be evaluated: its tokenizer serves where no recipe names one.
+        """`checkpoint` is one of those to be evaluated; its tokenizer is used where no recipe names one.
 
         Raises DataError or UsageError where there is nothing to evaluate on.
         """
@@ -110,8 +110,8 @@ class EvaluationSetup:
         if choice.sources or recipe is not None or functions.evaluator is None:
             if tokenizer is None:
                 raise UsageError(
-                    f"{checkpoint} has no tokenizer, so that texts cannot be read; give a function with --evaluator, "
-                    "or call stepmark.evaluate with data of your own"
+                    f"{checkpoint} has no tokenizer, so texts cannot be read; give a function with --evaluator, or "
+                    "call stepmark.evaluate with custom data"
                 )
             longest = getattr(read_config(checkpoint), "max_position_embeddings", None)
             with mesh.context.leader_first("preparing evaluation data"):
@@ -120,16 +120,16 @@ class EvaluationSetup:
                 except DataError as error:
                     if functions.evaluator is None or choice.sources:
                         raise
-                    logger.warning("the --evaluator gets no data: %s", error)  # it may not need any
+                    logger.warning("the --evaluator gets no data: %s", error)  # it may not need data
         return cls(mesh, functions, sets, tokenizer, recipe, batch_size)
 
     @property
     def identity(self) -> str:
-        """Changes when the numbers that come out may: with data, functions or loss; not with devices or batch size."""
+        """Changes when results may change: with data, functions or loss; not with devices or batch size."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.describe(), sort_keys=True).encode())
 
     def describe(self) -> dict[str, Any]:
-        """The same in plain values."""
+        """The identity as plain values."""
         return {
             "data": {name or "": each.content for name, each in self.sets.items()},
             "metrics": self._functions.metrics,
@@ -139,7 +139,7 @@ class EvaluationSetup:
         }
 
     def evaluate(self, checkpoint: Path) -> dict[str, float]:
-        """The numbers of one checkpoint; those of an `--evaluator` may differ among ranks. Collective.
+        """The metrics of one checkpoint; those of an `--evaluator` may differ among ranks. Collective.
 
         Raises CheckpointError where it cannot be read, MetricsError where a function of the user's fails.
         """
@@ -172,7 +172,7 @@ class EvaluationSetup:
 
 
 def _tokenizer(recipe: Recipe | None, checkpoint: Path) -> Any:
-    """The recipe's, else the one in the checkpoint; None where it has none."""
+    """The recipe's tokenizer, else the checkpoint's; None where it has none."""
     from stepmark.data.tokenizer import load_tokenizer
     from stepmark.recipe.model import build_tokenizer
 

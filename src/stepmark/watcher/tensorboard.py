@@ -1,4 +1,4 @@
-"""Evaluations beside the run as TensorBoard's scalars, where it is installed."""
+"""Writes evaluations outside of training as TensorBoard scalars, where TensorBoard is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_SCALARS = ("step", "time", "world_size")
 
 
 class Scalars:
-    """Writes each evaluation once, under `eval/…`, as the training's own callback names them."""
+    """Writes each evaluation once, under `eval/…`, the names that the callback in training uses."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / FOLDER
@@ -34,6 +34,6 @@ class Scalars:
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         if self._writer is not None:
             self._writer.close()

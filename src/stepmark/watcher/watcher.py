@@ -1,7 +1,7 @@
-"""Evaluates the checkpoints of a run as they are committed, beside the run, alone or with other watchers.
+"""Evaluates the checkpoints of a run as they are committed, concurrently with the run and with other watchers.
 
-Rank 0 decides what is done next (agenda.py) and writes down what came of it (bookkeeping.py); all ranks evaluate. The
-lease on a checkpoint ends when its line is written and `best` points where it should.
+Rank 0 decides what is done next (scheduler.py) and records the results (recorder.py); all ranks evaluate. The lease on
+a checkpoint ends when its line is written and `best` is up to date.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from stepmark.watcher.setup import EvaluationSetup
 
 logger = logging.getLogger("stepmark")
 
-RETRY_AFTER = 1.0  # seconds: a name that retention gives back is gone for less
+RETRY_AFTER = 1.0  # seconds; retention gives a name back in less
 
 
 @dataclass(frozen=True)
 class _EvaluationOutcome:
-    """How an evaluation went on one rank. `again`: another time it may go well, if its name was gone for a moment
-    only, or the file system did not answer."""
+    """The outcome of an evaluation on one rank. `again`: a second attempt may succeed, if the checkpoint's name was
+    only briefly gone, or the file system did not answer."""
 
     metrics: dict[str, float] | None = None
     problem: str | None = None
@@ -36,9 +36,9 @@ class _EvaluationOutcome:
 
 
 class Watcher:
-    """Watches the run in a folder. `make_setup` is called with the first checkpoint that there is, on all ranks.
+    """Watches the run in a folder. `make_setup` is called with the first checkpoint that exists, on all ranks.
 
-    On rank 0 `records` has what was found, once there is a setup.
+    On rank 0 `records` has the results, once there is a setup.
     """
 
     def __init__(
@@ -46,60 +46,60 @@ class Watcher:
         run: Path,
         mesh: Mesh,
         make_setup: Callable[[Path], EvaluationSetup],
-        wishes: WatchOptions,
+        options: WatchOptions,
         listener: EvaluationListener,
     ) -> None:
         self._run = run
         self._mesh = mesh
         self._host = mesh.context.host
         self._make_setup = make_setup
-        self._wishes = wishes
+        self._options = options
         self._listener = listener
-        self._agenda = EvaluationScheduler(run, wishes, listener.say)
+        self._scheduler = EvaluationScheduler(run, options, listener.say)
         self._setup: EvaluationSetup | None = None
-        self._books: EvaluationRecorder | None = None
+        self._recorder: EvaluationRecorder | None = None
         self.records: EvaluationRecords | None = None
 
     def run(self) -> int:
-        """Returns when everything is done: how many evaluations have failed. Collective.
+        """Evaluates until everything is done; returns the number of evaluations that failed. Collective.
 
-        Raises CheckpointNotFound where there is nothing to evaluate, UsageError where the metric that tells the best
-        never appears.
+        Raises CheckpointNotFound where there is nothing to evaluate, UsageError where evaluations lack the metric for
+        the best checkpoint.
         """
         try:
             while True:
-                job = self._host.broadcast(self._agenda.look() if self._host.rank == 0 else None)
+                job = self._host.broadcast(self._scheduler.look() if self._host.rank == 0 else None)
                 if job.kind == "end":
                     break
                 self._do(job)
-            return int(self._host.broadcast(self._books.failures if self._books is not None else 0))
+            return int(self._host.broadcast(self._recorder.failures if self._recorder is not None else 0))
         finally:
-            self._agenda.release()
-            if self._books is not None:
-                self._books.close()
+            self._scheduler.release()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def _do(self, job: EvaluationJob) -> None:
         if job.kind == "wait":
-            time.sleep(self._wishes.interval)
+            time.sleep(self._options.interval)
         elif job.kind == "prepare":
             assert job.checkpoint is not None
             self._prepare(job.checkpoint)
         elif job.kind == "evaluate":
             self._evaluate(job)
-        elif self._books is not None:
+        elif self._recorder is not None:
             assert job.found is not None
-            self._books.record(job.found, SKIPPED, {"reason": "retention deleted it before it was evaluated"})
+            self._recorder.record(job.found, SKIPPED, {"reason": "retention deleted it before it was evaluated"})
 
     def _prepare(self, checkpoint: Path) -> None:
         self._setup = self._make_setup(checkpoint)
-        self._agenda.release()
+        self._scheduler.release()
         if self._host.rank != 0:
             return
         self.records = EvaluationRecords(self._run, self._setup.identity)
-        description = {**self._setup.describe(), "deleted_before": self._agenda.deleted_before}
+        description = {**self._setup.describe(), "deleted_before": self._scheduler.deleted_before}
         begun = self.records.begin(description)
-        self._books = EvaluationRecorder(self._run, self.records, self._wishes, self._listener)
-        self._agenda.begin(self.records, self._setup.identity, int(begun["deleted_before"]))
+        self._recorder = EvaluationRecorder(self._run, self.records, self._options, self._listener)
+        self._scheduler.begin(self.records, self._setup.identity, int(begun["deleted_before"]))
 
     def _evaluate(self, job: EvaluationJob) -> None:
         assert job.checkpoint is not None
@@ -107,9 +107,9 @@ class Watcher:
         if any(outcome.again for outcome in outcomes) and outcomes[0].there:
             time.sleep(RETRY_AFTER)
             outcomes = self._host.all_gather(self._try(job.checkpoint))
-        if self._books is not None:
-            self._settle(self._books, job, outcomes)
-            self._agenda.release()
+        if self._recorder is not None:
+            self._record(self._recorder, job, outcomes)
+            self._scheduler.release()
 
     def _try(self, checkpoint: Path) -> _EvaluationOutcome:
         assert self._setup is not None
@@ -120,15 +120,15 @@ class Watcher:
             again = isinstance(error, CheckpointError) and not isinstance(error, CheckpointMismatch)
             return _EvaluationOutcome(None, str(error), again, checkpoint.is_dir())
 
-    def _settle(self, books: EvaluationRecorder, job: EvaluationJob, outcomes: list[_EvaluationOutcome]) -> None:
+    def _record(self, recorder: EvaluationRecorder, job: EvaluationJob, outcomes: list[_EvaluationOutcome]) -> None:
         assert job.found is not None
         problem = next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
         metrics = outcomes[0].metrics
         if problem is None:
             assert metrics is not None
             where = {"device": self._mesh.runtime.name, "world_size": self._host.size}
-            books.record(job.found, EVALUATED, {**metrics, **where})
+            recorder.record(job.found, EVALUATED, {**metrics, **where})
         elif not outcomes[0].there:
-            books.record(job.found, SKIPPED, {"reason": "it was deleted while it was being read"})
+            recorder.record(job.found, SKIPPED, {"reason": "it was deleted while it was being read"})
         else:
-            books.record(job.found, FAILED, {"reason": problem})
+            recorder.record(job.found, FAILED, {"reason": problem})

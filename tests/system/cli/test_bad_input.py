@@ -107,8 +107,8 @@ def trained(run_of_two_steps: Path, tmp_path: Path) -> Path:
     ("fields", "words"),
     [
         ({"learning_rte": 1}, "learning_rte: is not a field in "),
-        ({"fp16": True}, "fp16: is not a field of Stepmark's in "),
-        ({"deepspeed": "x.json"}, "deepspeed: is a field of transformers' that Stepmark does not have in "),
+        ({"fp16": True}, "fp16: is not a Stepmark field in "),
+        ({"deepspeed": "x.json"}, "deepspeed: is a transformers field that Stepmark does not support in "),
         ({"max_steps": "many"}, "max_steps: should be a whole number, and is 'many'"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: should be at least 1"),
         ({"bf16": True, "dtype": "bfloat16"}, "bf16 and dtype: "),
@@ -122,9 +122,15 @@ def trained(run_of_two_steps: Path, tmp_path: Path) -> Path:
         ({"report_to": "carrier_pigeon"}, "report_to: carrier_pigeon is not supported"),
         ({"config_name": "nope"}, "config_name: 'nope' is neither a folder with a config.json nor a model type"),
         ({"config_overrides": {"n_layers": 2}}, "config_overrides: GPT2Config has no n_layers"),
-        ({"config_overrides": {"n_layer": "two"}}, "config_overrides: GPT2Config refuses {'n_layer': 'two'}"),
-        ({"config_overrides": {"n_embd": 15, "n_head": 2}}, "config_name and config_overrides: no model can be made"),
-        ({"config_overrides": {"activation_function": "x"}}, "config_name and config_overrides: no model can be made"),
+        ({"config_overrides": {"n_layer": "two"}}, "config_overrides: GPT2Config rejects {'n_layer': 'two'}"),
+        (
+            {"config_overrides": {"n_embd": 15, "n_head": 2}},
+            "config_name and config_overrides: they do not describe",
+        ),
+        (
+            {"config_overrides": {"activation_function": "x"}},
+            "config_name and config_overrides: they do not describe",
+        ),
         ({"config_overrides": {"vocab_size": 10}}, "config_overrides: vocab_size 10 is less than the tokenizer's 258"),
         ({"tokenizer_name": "nope"}, "tokenizer_name: no tokenizer could be loaded from 'nope'"),
     ],
@@ -135,7 +141,7 @@ def test_fields(refused: Callable[..., str], fields: dict[str, Any], words: str)
 
 def test_flags(refused: Callable[..., str]) -> None:
     assert refused("--learning_rte", "1").startswith("learning_rte: is not a field; did you mean learning_rate?")
-    assert refused("--fp16").startswith("fp16: is not a field of Stepmark's; use bf16")
+    assert refused("--fp16").startswith("fp16: is not a Stepmark field; use bf16")
     assert refused("--max_steps", "soon") == "max_steps: should be a whole number, and is 'soon'"
     assert "--max_steps: expected one argument" in refused("--max_steps")
     assert refused("another.yaml").startswith("another.yaml: unrecognized argument")
@@ -145,7 +151,7 @@ def test_recipes(call: Callable[..., Told], tmp_path: Path) -> None:
     told = call(str(tmp_path / "nope.yaml"))
     assert (told.code, told.error.startswith(f"recipe {tmp_path / 'nope.yaml'}: cannot be read")) == (2, True)
     (tmp_path / "broken.yaml").write_text("max_steps: [1\n")
-    assert "broken.yaml: is no YAML: line" in call(str(tmp_path / "broken.yaml")).error
+    assert "broken.yaml: is not valid YAML: line" in call(str(tmp_path / "broken.yaml")).error
 
 
 # Data
@@ -262,7 +268,7 @@ def test_a_model_folder_without_config_or_tokenizer(refused: Callable[..., str],
 def test_a_model_path_that_is_no_folder(refused: Callable[..., str], model_fields: dict[str, Any]) -> None:
     for path in ("/nope/nothing", "./nothing"):
         error = refused(**{**model_fields, "model_name_or_path": path})
-        assert error == f"model_name_or_path: {Path(path)} is no folder; name a Hugging Face model folder"
+        assert error == f"model_name_or_path: {Path(path)} is not a folder; name a Hugging Face model folder"
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -331,10 +337,10 @@ def test_an_output_folder_that_cannot_be_written(refused: Callable[..., str], tm
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         error = refused(output_dir=str(folder))
-        assert error.startswith(f"output_dir: cannot write in {folder}: ")
+        assert error.startswith(f"output_dir: cannot write to {folder}: ")
         assert error.endswith("choose another folder")
     if os.path.ismount("/sys"):
-        assert refused(output_dir="/sys/stepmark").startswith("output_dir: cannot write in /sys/stepmark: ")
+        assert refused(output_dir="/sys/stepmark").startswith("output_dir: cannot write to /sys/stepmark: ")
 
 
 def test_an_output_folder_without_room_for_a_checkpoint(
@@ -366,8 +372,8 @@ def resume(refused: Callable[..., str], path: Path | str, code: int = 1, **field
 def test_resuming_from_nothing(refused: Callable[..., str], trained: Path, tmp_path: Path) -> None:
     missing = trained / "checkpoint-7"
     assert resume(refused, missing).startswith(f"resume_from_checkpoint: there is no {missing}; name a checkpoint-N")
-    assert "is not a checkpoint of Stepmark's" in resume(refused, trained)
-    assert "is not a checkpoint of Stepmark's" in resume(refused, tmp_path / "text.txt")
+    assert "is not a Stepmark checkpoint" in resume(refused, trained)
+    assert "is not a Stepmark checkpoint" in resume(refused, tmp_path / "text.txt")
 
 
 @pytest.mark.parametrize(
@@ -378,7 +384,7 @@ def test_resuming_from_a_damaged_checkpoint(refused: Callable[..., str], trained
     error = resume(refused, trained / "checkpoint-2")
     assert error.startswith("resume_from_checkpoint: ")
     assert file in error
-    assert error.endswith("name another checkpoint, or true for the newest that is whole")
+    assert error.endswith("name another checkpoint, or true for the newest complete one")
 
 
 def test_resuming_from_a_checkpoint_with_a_file_missing(refused: Callable[..., str], trained: Path) -> None:
@@ -437,7 +443,7 @@ def test_resuming_another_run(refused: Callable[..., str], trained: Path, fields
     for given in (True, str(trained / "checkpoint-2")):
         error = refused(code=1, resume_from_checkpoint=given, max_steps=4, **fields)
         assert words in error
-        assert "checkpoint-2 is of another run" in error
+        assert "checkpoint-2 belongs to another run" in error
 
 
 def test_resuming_with_other_text(refused: Callable[..., str], trained: Path, tmp_path: Path) -> None:
@@ -449,7 +455,7 @@ def test_resuming_from_a_model_alone(call: Callable[..., Told], refused: Callabl
     assert call(str(write_recipe(tmp_path, save_only_model=True))).code == 0
     for given in (True, str(tmp_path / "out" / "checkpoint-2")):
         error = refused(code=1, resume_from_checkpoint=given, max_steps=4)
-        assert "checkpoint-2 holds the model alone (save_only_model); start a new run with model_name_or_path" in error
+        assert "checkpoint-2 holds only the model (save_only_model); start a new run with model_name_or_path" in error
 
 
 def test_resuming_from_a_checkpoint_of_a_loop_of_ones_own(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -457,7 +463,7 @@ def test_resuming_from_a_checkpoint_of_a_loop_of_ones_own(refused: Callable[...,
 
     with Checkpointer(tmp_path / "own") as checkpointer:
         checkpointer.save(3, {"model": torch.nn.Linear(2, 2)}, block=True)
-    assert "was not saved by a training run" in resume(refused, tmp_path / "own" / "checkpoint-3")
+    assert "was not saved by a Stepmark training run" in resume(refused, tmp_path / "own" / "checkpoint-3")
 
 
 def test_resuming_with_nothing_there_begins(call: Callable[..., Told], tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_other_data_in_several_sets(folder: Path, tmp_path: Path, capsys: pytest
 def test_a_run_without_a_recipe_needs_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "used_recipe.yaml").unlink()
     assert run(["evaluate", str(folder)]) == 1
-    assert "error: --data: the run has left no recipe" in capsys.readouterr().err
+    assert "error: --data: the run has no recipe that names its data" in capsys.readouterr().err
     text = write_text(tmp_path / "text.txt", 3)
     assert run(["evaluate", str(folder / "checkpoint-2"), "--data", str(text), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["eval_loss"] > 0
@@ -155,12 +155,12 @@ def test_a_damaged_checkpoint_fails_and_the_others_do_not(folder: Path, capsys: 
     [
         (["{run}", "--metric", "nope"], 2, "--metric nope: the evaluation has no such metric; it has eval_loss"),
         (["{run}", "--metrics", "own_functions:other"], 2, "--metrics: own_functions has no function 'other'"),
-        (["{run}", "--data", "./none.txt"], 2, "--data: there is no ./none.txt"),
+        (["{run}", "--data", "./none.txt"], 2, "--data: ./none.txt does not exist"),
         (["{run}", "--patience", "0"], 2, "--patience: should be at least 1"),
         (["{run}", "--nproc", "0"], 2, "--nproc: should be at least 1"),
         (["{run}", "--block_size", "33"], 1, "--block_size: 33 tokens are more than the model's 32 positions"),
-        (["{run}/checkpoint-2", "--watch"], 2, "--watch: is for a run"),
-        (["{run}/runs"], 1, "has no checkpoints; with --watch they are waited for"),
+        (["{run}/checkpoint-2", "--watch"], 2, "--watch: applies to a run"),
+        (["{run}/runs"], 1, "has no checkpoints; --watch waits for them"),
         (["{run}/none"], 1, "there is no folder"),
         (["{run}", "--device", "tpu"], 2, "device: 'tpu' is unknown"),
     ],

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import run as stepmark
-from stepmark.trainer.telemetry.run_log import read_lines, read_metrics
+from stepmark.filesystem.json_files import read_lines
+from stepmark.trainer.telemetry.run_log import read_metrics
 from tests.support.browser import dump_dom
 from tests.support.ranks import Ranks
 

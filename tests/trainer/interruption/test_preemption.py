@@ -19,13 +19,13 @@ from typing import Any, cast
 import pytest
 
 from stepmark.checkpoint import SaveHandle
+from stepmark.launch import process_exit
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
-from stepmark.trainer.interruption import preemption as stopping
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.telemetry.run_log import RunLog
-from stepmark.trainer.trainer import Trainer
+from stepmark.trainer.trainer import record_end
 
 ALONE = cast(Context, SimpleNamespace(store=None, host=HostGroup()))
 
@@ -48,7 +48,7 @@ def test_after_the_last_step_the_grace_still_counts(heard: list[str]) -> None:
     with PreemptionCoordinator(ALONE, 0.7, lambda reason: None, lambda reason: None) as stopper:
         began = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
-        while stopper.signal is None:
+        while stopper.signal_name is None:
             time.sleep(0.01)
     assert heard == []
     while not heard and time.monotonic() < began + 10:
@@ -67,9 +67,9 @@ def test_a_signal_is_heard_however_many_files_are_open(heard: list[str]) -> None
         with PreemptionCoordinator(ALONE, 5.0, lambda reason: None, lambda reason: None) as stopper:
             os.kill(os.getpid(), signal.SIGTERM)
             until = time.monotonic() + 5
-            while stopper.signal is None and time.monotonic() < until:
+            while stopper.signal_name is None and time.monotonic() < until:
                 time.sleep(0.01)
-        assert stopper.signal == "SIGTERM"
+        assert stopper.signal_name == "SIGTERM"
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
@@ -85,7 +85,7 @@ def test_a_listener_that_fails_ends_a_run_that_waits_for_it(
     def fail(self: PreemptionCoordinator) -> None:
         raise OSError("no more memory")
 
-    monkeypatch.setattr(stopping, "leave", leave)
+    monkeypatch.setattr(process_exit, "leave", leave)
     monkeypatch.setattr(PreemptionCoordinator, "_decide", fail)
     with PreemptionCoordinator(ALONE, 60.0, lambda reason: None, lambda reason: None) as stopper:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -93,7 +93,7 @@ def test_a_listener_that_fails_ends_a_run_that_waits_for_it(
         while not ended and time.monotonic() < until:
             time.sleep(0.01)
     assert ended == [75]
-    assert "signals to this rank are not heard any more" in caplog.text
+    assert "signals to this rank are no longer heard" in caplog.text
 
 
 def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
@@ -104,14 +104,14 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
         ended.set()
         stopper._closed = True
 
-    monkeypatch.setattr(stopping, "leave", leave)
+    monkeypatch.setattr(process_exit, "leave", leave)
     slow = SaveHandle(1)
     slow.succeed(Path("checkpoint-1"))
     slow.seconds = 100.0
     with PreemptionCoordinator(ALONE, 3.0, lambda reason: None, lambda reason: None) as stopper:
-        stopper.pace.add_save(slow)
+        stopper.durations.add_save(slow)
         assert stopper.may_begin_step()
-        with stopper.pace.within_save():
+        with stopper.durations.within_save():
             os.kill(os.getpid(), signal.SIGTERM)
             assert not ended.wait(1)
         assert ended.wait(2)
@@ -147,11 +147,9 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("stepmark.trainer.telemetry.run_log.replace_json", full)
-    trainer: Any = SimpleNamespace(
-        journal=journal, state=SimpleNamespace(global_step=3), is_world_process_zero=lambda: True, _begun=True
-    )
+    callbacks: Any = SimpleNamespace(run_log=journal, state=SimpleNamespace(global_step=3), begun=True)
     for error in (RunInterrupted("SIGTERM: saved"), ValueError("x")):
-        Trainer._tell_end(trainer, error)
+        record_end(callbacks, error)
     with pytest.raises(OSError, match="No space"):
         journal.status("done", 3)
 
@@ -161,7 +159,7 @@ import sys
 from pathlib import Path
 from datetime import timedelta
 import torch.distributed as dist
-from stepmark.cli.train import ending_at_signals
+from stepmark.trainer.interruption.outside_training import ending_at_signals
 with ending_at_signals(Path(sys.argv[1])):
     print("ready", flush=True)
     dist.TCPStore("127.0.0.1", 0, 2, True, timeout=timedelta(seconds=60))  # in native code, where no handler runs
@@ -184,7 +182,7 @@ def test_a_rank_that_waits_for_others_which_never_come_ends_at_a_signal(tmp_path
 FORKING = """
 import multiprocessing, sys, time
 from pathlib import Path
-from stepmark.cli.train import ending_at_signals
+from stepmark.trainer.interruption.outside_training import ending_at_signals
 with ending_at_signals(Path(sys.argv[1])):
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     worker.start()

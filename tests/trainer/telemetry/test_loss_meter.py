@@ -23,7 +23,7 @@ def statistics(step: int, loss: float, tokens: int, norm: float = 1.0) -> StepSt
     return StepStatistics(step, torch.tensor([loss, tokens, norm], dtype=torch.float32))
 
 
-def test_means_are_weighted_by_tokens_and_start_anew_after_each_log() -> None:
+def test_means_are_weighted_by_tokens_and_start_again_after_each_log() -> None:
     means = LossMeter(CPU)
     means.add(statistics(1, 2.0, 10))
     means.add(statistics(2, 5.0, 30, norm=0.25))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.trainer.telemetry.run_log import read_lines, read_metrics
+from stepmark.filesystem.json_files import read_lines
+from stepmark.trainer.telemetry.run_log import read_metrics
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 

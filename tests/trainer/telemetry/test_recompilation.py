@@ -74,7 +74,7 @@ def test_another_number_of_micro_batches_and_inputs_that_come_and_go() -> None:
     run.train(batch(attention_mask=torch.ones(2, 8)), 2)
     run.train(batch(micro_batches=2), 1)
     assert [seen.reason for seen in run.seen[:1]] == [
-        "1 micro-batches instead of 2; attention_mask is [2, 8] float32, and was not there"
+        "1 micro-batches instead of 2; attention_mask is [2, 8] float32, and was absent"
     ]
     assert run.seen[1].reason.startswith("no input has a new shape")
 

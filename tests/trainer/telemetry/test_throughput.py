@@ -103,7 +103,7 @@ def step(samples: int, length: int | None) -> StepBatch:
     return StepBatch([MicroBatch(inputs, 2, 2)] * 2, samples, 0.1, {"samples": samples})
 
 
-def test_rates_count_all_ranks_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_count_all_ranks_and_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed_module, "device_model", lambda runtime: "NVIDIA A100")
     model = gpt2()
     speed = Throughput(model, CPU, 2, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Evaluations inside of training, which a signal may stop between two batches and the resumed run takes up again."""
+"""Evaluations within training, which a signal may stop between two batches and a resumed run continues."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ class EvaluationPaused(Exception):
 
 
 class PausableEvaluation:
-    """What is known of an evaluation that may be stopped. `found`: the metrics of each set that is done, by the prefix
-    of its keys; those that an earlier process had found are not evaluated again."""
+    """The progress of an evaluation that may be stopped. `completed` has the metrics of each set that is done, by the
+    prefix of its keys; sets that an earlier process completed are not evaluated again."""
 
-    def __init__(self, may_go_on: Callable[[], bool], earlier: Mapping[str, Metrics]) -> None:
-        self._may_go_on = may_go_on
-        self.found = {prefix: dict(metrics) for prefix, metrics in earlier.items()}
+    def __init__(
+        self, may_continue: Callable[[], bool] = lambda: True, earlier: Mapping[str, Metrics] | None = None
+    ) -> None:
+        self._may_continue = may_continue
+        self.completed = {prefix: dict(metrics) for prefix, metrics in (earlier or {}).items()}
 
     def before_batch(self) -> None:
         """Raises EvaluationPaused, on all ranks before the same batch, where the run stops."""
-        if not self._may_go_on():
+        if not self._may_continue():
             raise EvaluationPaused

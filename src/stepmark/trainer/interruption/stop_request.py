@@ -1,6 +1,6 @@
-"""Asking a run to stop from outside: a file in its coordination folder, which it looks at whenever it has saved.
+"""Requests to stop a run from outside: a file in its coordination folder, which the run reads after every save.
 
-So a run that was asked stops at a checkpoint, on all ranks after the same step, and can be resumed from there.
+The run stops at a checkpoint, on all ranks after the same step, and can be resumed from there.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def ask_to_stop(run: Path, reason: str) -> None:
 
 
 def reason_to_stop(run: Path) -> str | None:
-    """The reason that was given; None where nobody asked."""
+    """The reason in the request; None without a request."""
     try:
         return str(json.loads((run / COORDINATION / REQUEST).read_bytes())["reason"])
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError):
-        return "somebody asked, and the reason cannot be read"
+        return "a stop was requested, but the reason cannot be read"
 
 
 def withdraw(run: Path) -> None:
-    """Removes a request, for a run that begins, or has heeded it."""
+    """Removes a request: when a run begins, or has followed it."""
     files.remove_file(run / COORDINATION / REQUEST)

@@ -1,12 +1,12 @@
-"""Early signs that a run learns nothing, or worse: found in numbers that are on the host anyway, and told once each.
+"""Early signs that a run does not learn, found in numbers that are on the host anyway; each kind is reported once.
 
 not finite     a loss or a gradient norm is nan or infinite
 zero           the gradient norm is exactly 0 while there is a loss: nothing reaches the parameters
 repeated       loss and gradient norm stay the same to the last bit, step after step, while the learning rate is not 0
 weights stuck  a checkpoint holds the same weights as the one before, bit for bit, though steps were trained in between
 
-Steps without a target token, and steps whose learning rate is 0 (the first of a warm-up, the last of a schedule), are
-no signs: they are meant to change nothing.
+Steps without a target token, and steps whose learning rate is 0 (the first of a warm-up, the last of a schedule), do
+not count: they are not meant to change anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REPEATS = 5  # steps in a row with the same loss and gradient norm
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A sign of trouble. `kind` names it for programs; `step` is the first step that showed it."""
+    """One finding. `kind` identifies it for programs; `step` is the first step that shows it."""
 
     kind: str
     step: int
@@ -28,11 +28,11 @@ class Anomaly:
 
 
 class AnomalyDetector:
-    """Looks at every step's numbers when they come to the host, and calls `tell` with each kind of sign once."""
+    """Checks every step's numbers when they reach the host, and calls `report` once for each kind of anomaly."""
 
-    def __init__(self, tell: Callable[[Anomaly], None]) -> None:
-        self._tell = tell
-        self._told: set[str] = set()
+    def __init__(self, report: Callable[[Anomaly], None]) -> None:
+        self._report = report
+        self._reported: set[str] = set()
         self._rates: dict[int, float] = {}
         self._saved: list[int] = []
         self._marks: set[int] = set()
@@ -46,17 +46,17 @@ class AnomalyDetector:
         self._rates[step] = rate
 
     def look(self, step: int, loss: float, tokens: float, norm: float) -> None:
-        """The numbers of a step, in order, some time after it has begun."""
+        """The numbers of a step, in order, some time after it began."""
         rate = self._rates.pop(step, 0.0)
         if not tokens:
             return
         if not math.isfinite(loss):
-            self._say("loss_not_finite", step, f"the loss of step {step} is {loss}; {self._remedy(step)}")
+            self._found("loss_not_finite", step, f"the loss of step {step} is {loss}; {self._remedy(step)}")
         elif not math.isfinite(norm):
-            self._say("grad_norm_not_finite", step, f"grad_norm of step {step} is {norm}; {self._remedy(step)}")
+            self._found("grad_norm_not_finite", step, f"grad_norm of step {step} is {norm}; {self._remedy(step)}")
         elif norm == 0.0 and loss != 0.0:
             message = f"grad_norm of step {step} is exactly 0{self._since(step)}: no gradient reaches the parameters"
-            self._say("grad_norm_zero", step, message)
+            self._found("grad_norm_zero", step, message)
         self._look_for_repeats(step, loss, norm, rate)
         self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0
 
@@ -67,14 +67,14 @@ class AnomalyDetector:
         if self._same == REPEATS:
             first = step - REPEATS + 1
             message = f"loss and grad_norm have been the same to the last bit since step {first}{self._since(first)}"
-            self._say("repeated", first, f"{message}, with a learning rate above 0: the weights do not change")
+            self._found("repeated", first, f"{message}, with a learning rate above 0: the weights do not change")
 
     def marked(self, step: int) -> None:
-        """After this step a save was begun, or the run goes on from its checkpoint."""
+        """After this step a save began, or the run continues from its checkpoint."""
         self._marks.add(step)
 
     def saved(self, step: int) -> None:
-        """The checkpoint of this step is whole on disk."""
+        """The checkpoint of this step is complete on disk."""
         self._saved.append(step)
 
     def moved(self) -> int:
@@ -83,7 +83,7 @@ class AnomalyDetector:
         return moved
 
     def weights(self, step: int, fingerprint: str, moved: int) -> None:
-        """The checkpoint of this step holds weights with this fingerprint; `moved` is what `moved` gave at its save."""
+        """The checkpoint of this step holds weights with this fingerprint; `moved` is what `moved` returned then."""
         before, self._weights = self._weights, (step, fingerprint)
         if before is None or before[1] != fingerprint or before[0] == step or not moved:
             return
@@ -91,10 +91,10 @@ class AnomalyDetector:
             f"checkpoint-{step} holds the same weights as checkpoint-{before[0]}, bit for bit, though {moved} steps "
             "between them had a gradient and a learning rate above 0: the optimizer does not update this model"
         )
-        self._say("weights_stuck", step, message)
+        self._found("weights_stuck", step, message)
 
     def _since(self, step: int) -> str:
-        """Whether what began at this step began right after a save or a resumption, in words."""
+        """In words, whether the anomaly began right after a save or a resumption."""
         return f", since checkpoint-{step - 1} was saved or resumed from" if step - 1 in self._marks else ""
 
     def _remedy(self, step: int) -> str:
@@ -103,7 +103,7 @@ class AnomalyDetector:
             return "there is no checkpoint from before it"
         return f"the last checkpoint from before it is checkpoint-{max(good)}"
 
-    def _say(self, kind: str, step: int, message: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            self._tell(Anomaly(kind, step, message))
+    def _found(self, kind: str, step: int, message: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self._report(Anomaly(kind, step, message))

@@ -1,4 +1,4 @@
-"""What a run keeps count of between steps."""
+"""Losses of a run, between logs and since its beginning."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from stepmark.runtime.base import Runtime
 from stepmark.training.step import StepStatistics
 
-HELD_STEPS = 512  # step statistics that may wait on the device
+HELD_STEPS = 512  # steps whose statistics may stay on the device
 
 
 class LossMeter:
-    """Losses since the last log and since the run began, weighted by tokens, as saved state.
+    """Losses since the last log and since the run began, weighted by tokens, as state that is saved.
 
-    Statistics wait on the device until they are asked for, so that a step never waits. A float32 loss times a token
+    Statistics stay on the device until they are needed, so that a step never waits. A float32 loss times a token
     count is exact in the host's float64, so the mean of one step is that step's loss to the last bit.
     """
 
@@ -28,7 +28,7 @@ class LossMeter:
         self.since_start = {"loss": 0.0, "tokens": 0}
         self.grad_norm = 0.0
         self.last_loss: float | None = None
-        self.timed_tokens = 0  # trained by this process since whoever times it set it to 0
+        self.timed_tokens = 0  # trained by this process since its caller set it to 0
 
     def add(self, statistics: StepStatistics) -> None:
         self._pending.append(statistics)
@@ -36,7 +36,7 @@ class LossMeter:
             self.settle()
 
     def settle(self) -> None:
-        """Fetches what waits on the device."""
+        """Copies the pending statistics from the device."""
         fetched = self._runtime.to_host([statistics.values for statistics in self._pending])
         for statistics, values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()

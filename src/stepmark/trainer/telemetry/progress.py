@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar, and one line for each evaluation and save. Rank 0 alone, on stderr."""
+"""The progress bar of a run, and one line for each evaluation and save; on rank 0's stderr only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ LINE_SECONDS = 30.0
 
 
 class ProgressDisplay:
-    """A bar on a terminal; elsewhere a plain line every LINE_SECONDS. `shows=False` keeps quiet."""
+    """A bar on a terminal; elsewhere a plain line every LINE_SECONDS. With `shows=False`, nothing."""
 
     def __init__(self, *, shows: bool, total: int, done: int) -> None:
         from rich.console import Console
 
-        class Patient(Console):
+        class QuietConsole(Console):
             def on_broken_pipe(self) -> None:
-                """Nobody reads any more: training goes on in silence. Rich would end the program."""
+                """The reader is gone: training continues without output. Rich would end the program."""
                 self.quiet = True
 
-        self._console = Patient(stderr=True, highlight=False, soft_wrap=True)
+        self._console = QuietConsole(stderr=True, highlight=False, soft_wrap=True)
         self._shows = shows
         self._total = total
         self._bar: Any = None
@@ -36,15 +36,15 @@ class ProgressDisplay:
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
             console=self._console,
         )
-        self._task = self._bar.add_task("training", total=total, completed=done, told="")
+        self._task = self._bar.add_task("training", total=total, completed=done, status="")
         self._bar.start()
 
     def due(self) -> bool:
-        """Whether it is time to show new numbers; asking for them waits for the device."""
+        """Whether it is time to show new numbers; fetching them waits for the device."""
         wait = REFRESH_SECONDS if self._bar is not None else LINE_SECONDS
         return self._shows and time.monotonic() - self._last >= wait
 
@@ -52,16 +52,16 @@ class ProgressDisplay:
         """Moves the bar to `step`, with the numbers where there are new ones."""
         if not self._shows:
             return
-        told = ""
+        status = ""
         if loss is not None:
-            told = f"loss {loss:.4f}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")
+            status = f"loss {loss:.4f}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, **({"told": told} if told else {}))
-        elif told and self.due():
-            self.line(f"step {step}/{self._total}  {told}")
+            self._bar.update(self._task, completed=step, **({"status": status} if status else {}))
+        elif status and self.due():
+            self.line(f"step {step}/{self._total}  {status}")
         else:
             return
-        if told:
+        if status:
             self._last = time.monotonic()
 
     def line(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Graphs that a lazy device compiles when it should have them all: at which step, and why, as far as can be told."""
+"""Recompilations on a lazy device after the warm-up: at which step, and why, as far as can be determined."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNKNOWN = {
 
 @dataclass(frozen=True)
 class Compilation:
-    """`count` graphs compiled in `where` (step, evaluation or save) at `step`, when the device should have had all."""
+    """`count` graphs compiled in `where` (step, evaluation or save) at `step`, after the warm-up."""
 
     step: int
     where: str
@@ -33,14 +33,14 @@ class Compilation:
 
 
 class RecompilationMonitor:
-    """Counts compilations after every step, evaluation and save of this process; waits for nothing.
+    """Counts compilations after every step, evaluation and save of this process, without waiting for the device.
 
     A step may compile until one has compiled nothing, or WARM_UP have passed; the first evaluation may as well.
     """
 
-    def __init__(self, runtime: Runtime, tell: Callable[[Compilation], None]) -> None:
+    def __init__(self, runtime: Runtime, report: Callable[[Compilation], None]) -> None:
         self._runtime = runtime
-        self._tell = tell
+        self._report = report
         self._known = runtime.compilations()
         self._steps = 0
         self._warm: set[str] = {"save"}
@@ -68,7 +68,7 @@ class RecompilationMonitor:
         count, self._known = compiled - self._known, compiled
         if count and where in self._warm:
             reason = self._change if where == "step" and self._change else UNKNOWN[where]
-            self._tell(Compilation(step, where, count, reason))
+            self._report(Compilation(step, where, count, reason))
         if where == "step":
             self._steps += 1
         if where != "step" or not count or self._steps >= WARM_UP:
@@ -76,7 +76,7 @@ class RecompilationMonitor:
 
 
 def _shapes(inputs: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of every tensor in a nest of dicts, lists and tuples."""
+    """Name, shape and dtype of every tensor in nested dicts, lists and tuples."""
     if isinstance(inputs, Tensor):
         yield name or "input", tuple(inputs.shape), str(inputs.dtype).removeprefix("torch.")
     elif isinstance(inputs, dict):
@@ -88,13 +88,13 @@ def _shapes(inputs: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...],
 
 
 def _difference(before: tuple[int, Shapes], now: tuple[int, Shapes]) -> str:
-    """What is new, in words."""
+    """The changes, in words."""
     changes = [] if before[0] == now[0] else [f"{now[0]} micro-batches instead of {before[0]}"]
     for name, shape, dtype in now[1]:
         if (name, shape, dtype) in before[1]:
             continue
         was = " or ".join(f"{list(old)} {kind}" for other, old, kind in before[1] if other == name)
-        changes.append(f"{name} is {list(shape)} {dtype}" + (f" instead of {was}" if was else ", and was not there"))
+        changes.append(f"{name} is {list(shape)} {dtype}" + (f" instead of {was}" if was else ", and was absent"))
     gone = {name for name, _, _ in before[1]} - {name for name, _, _ in now[1]}
-    changes += [f"{name} is not there any more" for name in sorted(gone)]
+    changes += [f"{name} is absent now" for name in sorted(gone)]
     return "; ".join(changes)

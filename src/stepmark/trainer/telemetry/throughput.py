@@ -1,4 +1,4 @@
-"""How fast a run is, and how much memory it takes: the fields of metrics.jsonl that say nothing of the model."""
+"""Throughput and memory of a run: the fields of metrics.jsonl that describe the machine, not the model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from stepmark.training.flops import flops_per_token
 class Throughput:
     """Counts samples and floating-point operations since the last log, over all ranks.
 
-    `ranks` have a device each; `dtype` is that of matrix products. A batch's sequence is as long as this rank's
-    `input_ids`; without such an input, and where the model does not tell its operations, they are not counted.
+    Each of the `ranks` has one device; `dtype` is that of matrix products. The sequence length is that of this rank's
+    `input_ids`; without such an input, or where the model's operations are unknown, operations are not counted.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, ranks: int, dtype: torch.dtype) -> None:
@@ -33,10 +33,10 @@ class Throughput:
         self._flops: float | None = 0.0
 
     def add(self, batch: StepBatch) -> None:
-        """A step with this batch was trained."""
+        """Adds a step that was trained with this batch."""
         self._samples += batch.samples
         length = sequence_length(batch)
-        each = None if length is None else self._of_token(length)
+        each = None if length is None else self._flops_per_token(length)
         if each is None or length is None or self._flops is None:
             self._flops = None
         else:
@@ -51,7 +51,7 @@ class Throughput:
                 found["model_flops_utilization"] = self._flops / seconds / (self._peak * self._ranks)
         return found
 
-    def _of_token(self, length: int) -> float | None:
+    def _flops_per_token(self, length: int) -> float | None:
         if length not in self._by_length:
             self._by_length[length] = flops_per_token(self._model, length)
         return self._by_length[length]
@@ -66,7 +66,7 @@ def sequence_length(batch: StepBatch) -> int | None:
 
 
 def memory_fields(runtime: Runtime) -> dict[str, int]:
-    """Bytes of this process on the host and on its device, now and at most; what is not known is left out."""
+    """Bytes of this process on the host and on its device, current and peak; unknown ones are left out."""
     host, device = host_memory(), runtime.memory()
     found: dict[str, int | None] = {}
     if host is not None:

@@ -1,4 +1,4 @@
-"""Where a run's time goes: waiting for data, in saves, in evaluations, and the rest, in steps."""
+"""How a run spends its time: waiting for data, in saves, in evaluations, and the rest in steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAUSES = ("save", "evaluation")
 
 
 class RunTimers:
-    """Seconds since it was last restarted, by part. What is in no part is in steps."""
+    """Seconds since the last restart, by part. Time outside of the parts belongs to steps."""
 
     def __init__(self) -> None:
         self.restart()
@@ -24,7 +24,7 @@ class RunTimers:
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """The body's time belongs to this part."""
+        """The block's time belongs to this part."""
         began = time.perf_counter()
         try:
             yield
@@ -32,7 +32,7 @@ class RunTimers:
             self._parts[part] += time.perf_counter() - began
 
     def waiting(self, items: Iterator[Item]) -> Iterator[Item]:
-        """The items; the time that each takes to come belongs to data."""
+        """Yields the items; the time spent waiting for each belongs to data."""
         while True:
             with self.within("data"):
                 item = next(items, None)
@@ -41,7 +41,7 @@ class RunTimers:
             yield item
 
     def training(self) -> float:
-        """Seconds without saves and evaluations; above 0."""
+        """Seconds excluding saves and evaluations; above 0."""
         paused = sum(self._parts[part] for part in PAUSES)
         return max(time.perf_counter() - self._started - paused, 1e-9)
 

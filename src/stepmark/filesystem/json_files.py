@@ -1,0 +1,84 @@
+"""Small JSON files that are replaced atomically, and files of JSON lines that are appended to.
+
+Both are strict JSON, which has no NaN and no infinities: in lines they are the words "NaN", "Infinity" and "-Infinity",
+which reading turns back into numbers; in a JSON file they are null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepmark.filesystem import files
+
+_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes the file atomically: a reader finds either the old content or the new."""
+    text = json.dumps(_with_nulls(dict(content)), indent=2, allow_nan=False) + "\n"
+    files.replace_file(path, text.encode())
+
+
+def append_line(path: Path, values: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Appends one line, and returns when the operating system has it, or with `durable` the disk.
+
+    Where a killed process has left a partial line, the new one begins on a line of its own.
+    """
+    text = json.dumps(_with_words(dict(values)), allow_nan=False) + "\n"
+    with open(path, "a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else f"\n{text}"
+        file.write(text.encode())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines, in order; none where there is no file. Partial lines, and lines that are not
+    objects, are skipped."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = []
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            lines.append(_with_numbers(value))
+    return lines
+
+
+def _with_words(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_words(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_words(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(each) for each in value]
+    return _NUMBERS.get(value, value) if isinstance(value, str) else value
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nulls(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_nulls(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,115 @@
+"""The part of a run that callbacks see, and what is recorded of it: state, control, log files and progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers.trainer_callback import (
+    CallbackHandler,
+    ExportableState,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+
+from stepmark.config.training_arguments import TrainingArguments
+from stepmark.trainer.results import evaluation_line
+from stepmark.trainer.strategies import StrategyCallback
+from stepmark.trainer.telemetry.progress import ProgressDisplay
+from stepmark.trainer.telemetry.run_log import RunLog
+
+Metrics = dict[str, float]
+
+
+class RunCallbacks:
+    """Calls the callbacks, whose answers change `control`, and keeps `state`, the run's log and the progress bar.
+
+    `last_evaluation` is the step of the last evaluation of the Trainer's own data, with its metrics. `begun` is set
+    once training has begun, so that how the process ends is how the run ends.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+        model: nn.Module,
+        processing_class: Any,
+        run_log: RunLog,
+        *,
+        leads_node: bool,
+    ) -> None:
+        self.args = args
+        self.run_log = run_log
+        self.handler: Any = CallbackHandler([StrategyCallback, *callbacks], model, processing_class, None, None)
+        self.last_evaluation: tuple[int, Metrics] | None = None
+        self._leads_node = leads_node
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts over for a new run."""
+        self.state = TrainerState(is_local_process_zero=self._leads_node, is_world_process_zero=self.run_log.writes)
+        self.control = TrainerControl()
+        self.progress = ProgressDisplay(shows=False, total=0, done=0)
+        self.begun = self._training = False
+
+    def begin(self, total_steps: int) -> None:
+        """Training begins, at the step of `state`."""
+        shows = self.run_log.writes and not self.args.disable_tqdm
+        self.progress = ProgressDisplay(shows=shows, total=total_steps, done=self.state.global_step)
+        self.run_log.status("running", self.state.global_step)
+        self.begun = self._training = True
+
+    def close(self) -> None:
+        """Training has ended, in one way or another."""
+        self._training = False
+        self.progress.close()
+
+    # Events
+
+    def event(self, name: str, *values: Any) -> None:
+        """Calls the method `name` of every callback; they may set flags of the control."""
+        self.control = getattr(self.handler, name)(self.args, self.state, self.control, *values)
+
+    def has(self, name: str) -> bool:
+        """Whether a callback defines the event `name`, rather than inheriting the empty method of its base class."""
+        methods = [getattr(callback, name) for callback in self.handler.callbacks]
+        return any(getattr(method, "__func__", method) is not getattr(TrainerCallback, name) for method in methods)
+
+    def evaluated(self, metrics: Metrics, prefix: str) -> None:
+        """Logs the metrics of one set, whose keys begin with `prefix`, and calls `on_evaluate`."""
+        self.log(metrics)
+        self.progress.line(evaluation_line(self.state.global_step, metrics, prefix))
+        self.event("on_evaluate", metrics)
+
+    def log(self, logs: Metrics, machine: Metrics | None = None) -> None:
+        """Adds `logs` to the history, to metrics.jsonl and to the callbacks' logs, with the step and epoch. `machine`,
+        which describes the machine and not the model, is not part of the history that checkpoints hold."""
+        epoch, step = self.state.epoch, self.state.global_step
+        self.state.log_history.append({**logs, "epoch": epoch, "step": step})
+        logs = {**logs, **(machine or {})}
+        self.run_log.metrics({"step": step, "epoch": epoch, **logs})
+        if self._training:
+            self.run_log.status("running", step)
+        self.event("on_log", {**logs, "epoch": epoch})
+
+    # State
+
+    def exportable_state(self) -> TrainerState:
+        """The state, with that of the callbacks which have one."""
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._exportable()).stateful_callbacks
+        return self.state
+
+    def restore_state(self, saved: TrainerState) -> None:
+        """Continues the history and the search for the best model of `saved`, and restores the callbacks' states."""
+        for name in ("log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
+            setattr(self.state, name, getattr(saved, name))
+        states: Any = saved.stateful_callbacks  # plain values, once they were read from a file
+        for callback in self._exportable():
+            values = states.get(type(callback).__name__)
+            for name, value in (values["attributes"] if values is not None else {}).items():
+                setattr(callback, name, value)
+
+    def _exportable(self) -> list[Any]:
+        return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]

@@ -1,0 +1,125 @@
+"""Continuing a run from one of its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_callback import TrainerState
+
+from stepmark.checkpoint import Checkpointer, Manifest
+from stepmark.checkpoint.format.directory import checkpoint_path, checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.manifest import MANIFEST
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from stepmark.runtime.host_group import HostGroup
+from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.run_identity import check_same_run
+from stepmark.trainer.setup import RunParts
+
+TRAINER_STATE = "trainer_state.json"
+
+logger = logging.getLogger("stepmark")
+
+
+def restore_run(
+    sections: Mapping[str, Any],
+    parts: RunParts,
+    callbacks: RunCallbacks,
+    checkpointer: Checkpointer,
+    checkpoint: Path | None,
+) -> Path | None:
+    """Restores `sections` and the Trainer's state from `checkpoint`, or from the newest complete one (None where the
+    run has no checkpoint). Returns the path of the restored checkpoint. Collective.
+
+    Raises CheckpointError, before anything is trained, where this run cannot continue from any.
+    """
+    folder, host = checkpointer.folder, parts.context.host
+    if checkpoint is None and not host.broadcast(bool(checkpoints(folder))):
+        return None
+    if checkpoint is not None:
+        checkpoint = resolve_link(checkpoint)
+        _check_named(checkpoint)
+    parts.optimizer.ensure_state()
+
+    def accept(path: Path, manifest: Manifest) -> None:
+        _check_manifest(path, manifest)
+        check_same_run(_saved_identity(checkpointer, path), parts.identity, str(path))
+
+    try:
+        step = checkpointer.restore(sections, checkpoint, accept=accept)
+    except CheckpointDamaged as error:
+        remedy = "" if checkpoint is None else "; name another checkpoint, or true for the newest complete one"
+        raise CheckpointDamaged(f"resume_from_checkpoint: {error}{remedy}") from error
+    assert step is not None
+    path = checkpoint or checkpoint_path(folder, step)
+    callbacks.restore_state(TrainerState.load_from_json(str(path / TRAINER_STATE)))
+    if parts.args.load_best_model_at_end:
+        _locate_best(callbacks.state, path, host)
+    if host.rank == 0:
+        _warn_of_later_checkpoints(path, step, folder)
+    return path
+
+
+def _locate_best(state: TrainerState, restored: Path, host: HostGroup) -> None:
+    """Sets where the best checkpoint is: beside the restored one, since the run's folder may have been moved, or where
+    it was saved. The run forgets a best model that is in neither place."""
+    saved = state.best_model_checkpoint
+    if saved is None:
+        return
+    candidates = [restored.absolute().parent / Path(saved).name, Path(saved)]
+    found = host.broadcast(next((str(path) for path in candidates if (path / MANIFEST).is_file()), None))
+    state.best_model_checkpoint = found
+    if found is None:
+        state.best_metric = state.best_global_step = None
+        if host.rank == 0:
+            logger.warning(
+                "load_best_model_at_end: %s no longer exists; the best model will be one of those evaluated from here "
+                "on",
+                saved,
+            )
+
+
+def _check_named(checkpoint: Path) -> None:
+    """Raises CheckpointNotFound where the path that the user gave is not a checkpoint."""
+    if not checkpoint.exists():
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint: there is no {checkpoint}; name a checkpoint-N folder, or true for the newest"
+        )
+    if not (checkpoint / MANIFEST).is_file():
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint: {checkpoint} is not a Stepmark checkpoint: it has no {MANIFEST}; name a "
+            "checkpoint-N folder, or true for the newest"
+        )
+
+
+def _check_manifest(path: Path, manifest: Manifest) -> None:
+    if manifest.model_only:
+        raise CheckpointMismatch(
+            f"resume_from_checkpoint: {path} holds only the model (save_only_model); start a new run with "
+            "model_name_or_path set to it"
+        )
+
+
+def _saved_identity(checkpointer: Checkpointer, path: Path) -> Mapping[str, Any]:
+    saved = checkpointer.metadata(path).get("identity")
+    if saved is None:
+        raise CheckpointMismatch(
+            f"resume_from_checkpoint: {path} was not saved by a Stepmark training run; name one that was"
+        )
+    assert isinstance(saved, Mapping)
+    return saved
+
+
+def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:
+    later = [other.name for other in checkpoints(folder) if (step_of(other) or 0) > step]
+    if later:
+        logger.warning(
+            "continuing from %s, but %s has later checkpoints (%s): until this run has passed them, a resumption that "
+            "names no checkpoint takes %s; move them away to leave them behind",
+            path,
+            folder,
+            ", ".join(later[:3]) + (", …" if len(later) > 3 else ""),
+            later[0],
+        )

@@ -1,0 +1,105 @@
+"""Epochs that end early, what callbacks add to checkpoints, and the position in the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from stepmark.cli.main import run as call
+from tests.trainer.test_strategies import run, steps, trainer
+
+
+class Epochs(TrainerCallback):
+    """The epoch that the loader's position is in at each step."""
+
+    def __init__(self) -> None:
+        self.epochs: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epochs.append(state.epoch)
+
+
+class EndsEpochs(TrainerCallback):
+    """Ends the epoch after these steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop |= state.global_step in self.steps
+
+
+def test_an_epoch_that_a_callback_ends_is_followed_by_the_next_one(tmp_path: Path) -> None:
+    """There are five steps in an epoch."""
+    seen = Epochs()
+    recorder = run(tmp_path, EndsEpochs(2), seen, max_steps=9)
+    assert seen.epochs == pytest.approx([0.2, 0.4, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4])
+    assert recorder.epochs == [2, 7, 9]
+
+
+def test_a_run_resumed_where_an_epoch_was_ended_early_is_in_the_next_one(tmp_path: Path) -> None:
+    whole, first, second = Epochs(), Epochs(), Epochs()
+    saved = steps("save", 2)
+    run(tmp_path / "whole", EndsEpochs(2), whole, max_steps=5, **saved)
+    run(tmp_path / "cut", EndsEpochs(2), first, max_steps=2, **saved)
+    run(tmp_path / "cut", second, max_steps=5, resume_from_checkpoint=True, **saved)
+    assert first.epochs + second.epochs == whole.epochs
+
+
+def test_epochs_that_end_early_are_not_made_up_for(tmp_path: Path) -> None:
+    """The run has the epochs it was asked for, and saves what it has trained last."""
+    options = {"max_steps": -1, "num_train_epochs": 2.0, **steps("save", 4)}
+    recorder = run(tmp_path, EndsEpochs(2, 5), **options)
+    assert recorder.epochs == [2, 5]
+    assert recorder.saves == [4, 5]
+
+
+class AddsToCheckpoint(TrainerCallback):
+    """Writes into the folder of the checkpoint, as callbacks for transformers do."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.found.append((folder / "manifest.json").is_file())
+        folder.mkdir(exist_ok=True)
+        (folder / "notes.txt").write_text(f"step {state.global_step}")
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_a_callback_adds_to_a_checkpoint_is_there(tmp_path: Path, asynchronous: bool) -> None:
+    callback = AddsToCheckpoint()
+    run(tmp_path, callback, async_save=asynchronous, max_steps=6, **steps("save", 2))
+    assert callback.found == [True, True, True]
+    for step in (2, 4, 6):
+        assert (tmp_path / f"checkpoint-{step}" / "notes.txt").read_text() == f"step {step}"
+        assert call(["verify", str(tmp_path / f"checkpoint-{step}")]) == 0
+
+
+def test_callbacks_may_iterate_the_loader_that_they_get(tmp_path: Path) -> None:
+    class Reads(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+            next(iter(train_dataloader))
+
+    weights = []
+    for name, callbacks in (("alone", []), ("read", [Reads()])):
+        for last in (3, 8):
+            fields = {"max_steps": 8, "resume_from_checkpoint": True, **steps("save", 3)}
+            made, _ = trainer(tmp_path / name, StopsAt(last), *callbacks, **fields)
+            made.train()
+        weights.append(made.model.state_dict())
+    assert all((weights[0][key] == value).all() for key, value in weights[1].items())
+
+
+class StopsAt(TrainerCallback):
+    """Ends the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
