@@ -133,9 +133,20 @@ def header_length(prefix: bytes, file_size: int) -> int:
     return length + 8
 
 
-def _parse(data: bytes, file_size: int) -> Header:
+def read_entries(data: bytes, file_size: int) -> tuple[int, dict[str, Any]]:
+    """Where the data of any safetensors file begin, and the entries of its header.
+
+    Raises CheckpointDamaged or ValueError where `data`, the file's first bytes, is not a complete header.
+    """
     size = header_length(data[:8], file_size)
-    raw = json.loads(data[8:size])
+    entries = json.loads(data[8:size])
+    if not isinstance(entries, dict):
+        raise ValueError("the header is not a dict")
+    return size, entries
+
+
+def _parse(data: bytes, file_size: int) -> Header:
+    size, raw = read_entries(data, file_size)
     own = json.loads(raw.pop("__metadata__")["stepmark"])
     if own["version"] != 1 or own["cell"] != CHECKSUM_BLOCK:
         raise ValueError(f"version {own['version']!r} with cells of {own['cell']!r} bytes is unknown to this reader")

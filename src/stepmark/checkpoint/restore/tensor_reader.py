@@ -20,9 +20,11 @@ from stepmark.checkpoint.format.shard_reader import byte_blocks, copy_block, ele
 from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Box, Layout, Part, Shape
 from stepmark.sharding.overlap import disjoint, overlaps
-from stepmark.sharding.views import block_views
+from stepmark.sharding.views import block_views, is_row_major
 
 Bytes = NDArray[np.uint8]
 LARGE = 4 << 20  # bytes from which a tensor's memory on the host is a mapping of its own

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 from stepmark.errors import UsageError
-from stepmark.parallel.loading.tensor_source import TensorSource, narrow, part_of, passing
+from stepmark.parallel.loading.tensor_source import TensorSource, part_of, passing
 from stepmark.sharding.layout import Layout, Shape
+from stepmark.sharding.views import narrow
 
 SMALL = 32 << 10  # bytes: smaller tensors are not deferred
 
