@@ -80,8 +80,8 @@ def load(path: str | Path, map_location: str | torch.device | None = None, *, ti
 
     Raises:
         CheckpointNotFound: There is no such file.
-        CheckpointDamaged: Bytes are missing or differ from their checksum. torch can be told to write no checksums;
-            such a file is only checked for completeness.
+        CheckpointDamaged: Bytes are missing or differ from their checksum. torch can be configured to write
+            none; such a file is only checked for completeness.
         CheckpointError: The file cannot be read at the moment, or holds more than tensors and plain values.
         CheckpointTimeout: Reading ended, but after the deadline.
     """
@@ -299,7 +299,7 @@ def _check(path: Path) -> bool:
             for record in records:
                 if record.external_attr & _DIRECTORY and not record.is_dir():
                     raise zipfile.BadZipFile(f"{record.filename} is marked as a folder, which torch would not read")
-                if record.CRC:  # 0: torch was told to compute no checksum, or to leave the data out
+                if record.CRC:  # 0: torch was configured to write no checksum, or to leave the data out
                     _read_through(archive, record)
             return all(record.CRC or not record.file_size for record in records)
     except OSError as error:

@@ -104,7 +104,7 @@ def check_cut(config: ModelArguments, tokenizer: Any, make: Maker) -> None:
             model = AutoModelForCausalLM.from_config(model_config)
     except Exception:  # as above: making it says more
         return
-    make.cut(model)
+    make.shard(model)
 
 
 def _load_cut(make: Maker, name: str, dtype: torch.dtype) -> torch.nn.Module:

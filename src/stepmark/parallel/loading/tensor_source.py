@@ -1,4 +1,4 @@
-"""Where the values of a parameter come from, and cutting a rank's own part out of them.
+"""Sources of a parameter's values, from which a rank reads only its own shard.
 
 A `Source` knows a global tensor's shape and can give any box of it. `StoredTensor` is one in a safetensors file, of
 which only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because their
@@ -43,7 +43,7 @@ class TensorSource(Protocol):
 def passing(numel: int, dtype: torch.dtype) -> Tensor:
     """A tensor of zeros, in one dim, for a short time: its memory goes back to the system when it is dropped.
 
-    The C library would keep large pieces, and among smaller ones that stay they would soon add up to a model's size.
+    malloc would keep large blocks, which fragment and soon add up to the model's size.
     """
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
@@ -138,7 +138,7 @@ def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
     split = len(shape)
     while split > 0 and box.lengths[split - 1 :] == shape[split - 1 :]:
         split -= 1
-    split = max(split - 1, 0)  # this dim is cut, those behind it are whole
+    split = max(split - 1, 0)  # this dim is sharded, the dims after it are complete
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     numel = math.prod(box.lengths[split:])
@@ -149,8 +149,8 @@ def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
 def open_folder(folder: Path) -> dict[str, SafetensorsSource]:
     """The tensors of a Hugging Face folder: one safetensors file, or several and their index.
 
-    Reads headers only. Raises CheckpointNotFound where there are none, CheckpointDamaged where a file is missing, cut
-    short or not of the format, or where it and the index differ.
+    Reads headers only. Raises CheckpointNotFound where there are none, CheckpointDamaged where a file is missing,
+    truncated or malformed, or disagrees with the index.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -161,11 +161,11 @@ def open_folder(folder: Path) -> dict[str, SafetensorsSource]:
         places: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({folder / str(file) for file in places.values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"{index} is no index of safetensors files; fetch the folder again") from error
+        raise CheckpointDamaged(f"{index} is not an index of safetensors files; download the folder again") from error
     found = open_files(files)
     for name, file in places.items():
         if name not in found or found[name].path != folder / file:
-            raise CheckpointDamaged(f"{folder / file} has no tensor {name!r}, which {index.name} says it has")
+            raise CheckpointDamaged(f"{folder / file} has no tensor {name!r}, although {index.name} lists it there")
     return found
 
 
@@ -184,7 +184,7 @@ def open_files(files: Sequence[Path]) -> dict[str, SafetensorsSource]:
 
 def _nothing_in(folder: Path) -> str:
     old = sorted([*folder.glob("*.bin"), *folder.glob("*.bin.index.json")])
-    what = f"only {old[0].name}, which is a pickle and cannot be read in parts" if old else "no model"
+    what = f"only {old[0].name}, a pickle, which cannot be read in parts" if old else "no model"
     advice = "save it again with save_pretrained, which writes safetensors" if old else "name a folder with safetensors"
     return f"{folder} has {what}: neither {SINGLE} nor {INDEX}; {advice}"
 
