@@ -601,7 +601,7 @@ def test_one_module_cannot_be_two_that_differ(tmp_path: Path) -> None:
     before = module.weight.detach().clone()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"model": average, "ema": nn.Linear(3, 2)})
-        with pytest.raises(CheckpointMismatch, match=r"share memory here, and have different values"):
+        with pytest.raises(CheckpointMismatch, match=r"share memory here but have different values"):
             checkpointer.restore({"model": module, "ema": module})
         assert module.weight.equal(before)
         checkpointer.save(2, {"model": average, "ema": average})

@@ -28,7 +28,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismat
 from stepmark.interchange import consolidate as module
 from stepmark.interchange import gather
 from stepmark.interchange.consolidate import Consolidated, ConsolidationListener, consolidate
-from stepmark.interchange.model_files import cut, parse_size
+from stepmark.interchange.model_files import parse_size, split_into_files
 from stepmark.runtime.host_group import HostGroup
 from stepmark.sharding.layout import Box, Layout, annotate
 from tests.support.checkpoint_states import bits, net
@@ -244,9 +244,9 @@ def data_file(checkpoint: Path, tensor: str) -> Path:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "data": (lambda checkpoint: flip_bit(data_file(checkpoint, "column")), "differs from its digest"),
-    "missing": (lambda checkpoint: data_file(checkpoint, "column").unlink(), "is missing; tensor '.*' is in this file"),
-    "config": (lambda checkpoint: flip_bit(checkpoint / "config.json"), "config.json differs from its digest"),
+    "data": (lambda checkpoint: flip_bit(data_file(checkpoint, "column")), "does not match its checksum"),
+    "missing": (lambda checkpoint: data_file(checkpoint, "column").unlink(), "is missing; tensor '.*' is in that file"),
+    "config": (lambda checkpoint: flip_bit(checkpoint / "config.json"), "config.json does not match its checksum"),
     "manifest": (lambda checkpoint: (checkpoint / "manifest.json").unlink(), "manifest.json is missing"),
 }
 
@@ -279,7 +279,7 @@ def test_of_a_run_the_newest_whole_one(run_folder: Path, tmp_path: Path, kind: s
 def test_a_file_that_changes_in_the_meantime(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied is checked while it is copied, not only before."""
     monkeypatch.setattr(module, "check_integrity", lambda folder, manifest: flip_bit(folder / "config.json"))
-    with pytest.raises(CheckpointDamaged, match=r"config\.json differs from its digest"):
+    with pytest.raises(CheckpointDamaged, match=r"config\.json does not match its checksum"):
         go(run_folder / "checkpoint-5", tmp_path / "out")
     assert nothing_left(tmp_path)
 
@@ -409,7 +409,12 @@ def test_sizes() -> None:
 
 def test_shards_are_full_and_a_large_tensor_is_alone() -> None:
     tensors = {str(n): TensorEntry("F32", (size,), ()) for n, size in enumerate([25, 25, 200, 10, 15, 25])}
-    assert [list(shard.tensors) for shard in cut(tensors, "safetensors", 200)] == [["0", "1"], ["2"], ["3", "4", "5"]]
+    shards = split_into_files(tensors, "safetensors", 200)
+    assert [list(shard.tensors) for shard in shards] == [
+        ["0", "1"],
+        ["2"],
+        ["3", "4", "5"],
+    ]
 
 
 def test_it_needs_no_torch_for_safetensors(saved: Path, tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ LINE_SECONDS = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="CHECKPOINT_OR_RUN", type=Path, help="a checkpoint-N folder, or a run's: its newest whole one"
+        "source",
+        metavar="CHECKPOINT_OR_RUN",
+        type=Path,
+        help="a checkpoint-N folder, or a run's folder: its newest complete checkpoint",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make; it must not exist, or be empty")
     parser.add_argument(
@@ -24,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Writes the folder and says so; 0. Raises what `consolidate` does."""
+    """Writes the folder and reports it; returns 0. Raises as `consolidate` does."""
     from stepmark.interchange.consolidate import ConsolidationListener, consolidate
     from stepmark.interchange.model_files import parse_size
 
@@ -36,8 +39,8 @@ def run(parsed: argparse.Namespace) -> int:
     finally:
         progress.close()
     count = len(done.shards)
-    told = f"{done.size / 1e6:,.1f} MB in {count} file{'s' if count > 1 else ''}"
-    print(f"{done.checkpoint} consolidated into {parsed.out}: {told}")
+    size_text = f"{done.size / 1e6:,.1f} MB in {count} file{'s' if count > 1 else ''}"
+    print(f"{done.checkpoint} consolidated into {parsed.out}: {size_text}")
     return 0
 
 
@@ -50,7 +53,7 @@ class _Progress:
         self._last = time.monotonic()
 
     def begin(self, total: int) -> None:
-        """There are `total` bytes to write, and none of them is written yet."""
+        """Starts the progress of `total` bytes."""
         self.close()
         self._total, self._done = total, 0
         if sys.stderr.isatty():
@@ -63,7 +66,7 @@ class _Progress:
             self._bar.start()
 
     def advance(self, count: int) -> None:
-        """`count` bytes more are written."""
+        """Reports `count` more bytes written."""
         self._done += count
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
@@ -72,12 +75,12 @@ class _Progress:
             print(f"{self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
-        """Says what the user should know of, whatever becomes of the rest."""
+        """Prints a warning."""
         self.close()
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

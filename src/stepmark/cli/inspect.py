@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints it; 0. Raises CheckpointNotFound or CheckpointDamaged."""
+    """Prints the checkpoint; returns 0. Raises CheckpointNotFound or CheckpointDamaged."""
     from stepmark.checkpoint.format.manifest import read_manifest
     from stepmark.errors import CheckpointNotFound
 
@@ -42,7 +42,7 @@ def _bytes(tensor: TensorEntry) -> int:
 
 
 def _placement(tensor: TensorEntry) -> str:
-    """How the tensor lies in files, in words."""
+    """How the tensor is stored, in words."""
     pieces = [piece for _, piece in tensor.pieces]
     if len(pieces) == 1 and pieces[0].is_whole(tensor.shape):
         return "whole"

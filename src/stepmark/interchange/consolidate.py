@@ -1,6 +1,6 @@
-"""The model of a checkpoint, however it is cut, as a plain Hugging Face model folder.
+"""Writes the model of a checkpoint, sharded or not, as a plain Hugging Face model folder.
 
-The folder is written under a hidden name beside the final one, synced, and renamed: it is there whole or not at all.
+The folder is written under a hidden name beside the final one, synced, and renamed: it appears complete or not at all.
 Safetensors are streamed: memory is bounded by the number of threads, not by the model. For torch.save, the tensors of
 one output file are in memory at a time.
 """
@@ -25,7 +25,7 @@ from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.interchange.gather import StoredShard
-from stepmark.interchange.model_files import ModelFile, cut, index_of
+from stepmark.interchange.model_files import ModelFile, index_of, split_into_files
 from stepmark.interchange.writers import THREADS, write_pytorch, write_safetensors
 
 Sources = dict[str, list[StoredShard]]
@@ -45,7 +45,7 @@ class Consolidated:
 
 @dataclass(frozen=True)
 class ConsolidationListener:
-    """Whom to tell: `begin` the bytes that there are to write, `advance` how many more are, `warn` what is wrong."""
+    """Progress callbacks: `begin` gets the bytes to write, `advance` the bytes written since, `warn` a warning."""
 
     begin: Callable[[int], None]
     advance: Callable[[int], None]
@@ -55,11 +55,24 @@ class ConsolidationListener:
 def consolidate(
     source: Path, out: Path, form: str, max_shard_size: int, listener: ConsolidationListener
 ) -> Consolidated:
-    """Writes the model of the checkpoint `source`, or of the newest whole one of the run `source`, to the folder `out`.
+    """Writes the model of a checkpoint as a plain Hugging Face folder.
 
-    `form` is a key of FORMATS; `max_shard_size` is in bytes. Raises UsageError where `out` is in use,
-    CheckpointNotFound, CheckpointDamaged and CheckpointMismatch for the source, CheckpointError where `out` cannot be
-    written; `out` is untouched then.
+    Args:
+        source: A checkpoint, or a run: its newest complete checkpoint is used.
+        out: The folder to create. It must not exist, or be empty.
+        form: "safetensors", which is streamed, or "pytorch", for which the tensors of one output file are in memory.
+        max_shard_size: Bytes of tensors in one file, at most; a larger tensor gets its own file.
+        listener: Progress callbacks.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageError: `out` is in use.
+        CheckpointNotFound: `source` is not a checkpoint and has none.
+        CheckpointDamaged: `source` is damaged.
+        CheckpointMismatch: `source` holds no model.
+        CheckpointError: `out` cannot be written. It is unchanged, as after every other error.
     """
     source = resolve_link(source)
     candidates = [source] if (source / MANIFEST).exists() or step_of(source) is not None else []
@@ -75,12 +88,12 @@ def consolidate(
         except CheckpointDamaged as error:
             if len(candidates) == 1:
                 raise
-            listener.warn(f"{checkpoint.name} is damaged, an older checkpoint may do: {error}")
+            listener.warn(f"{checkpoint.name} is damaged; trying an older checkpoint: {error}")
             problems.append(str(error))
         except OSError as error:
             raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
     raise CheckpointDamaged(
-        f"none of the {len(candidates)} checkpoints in {source} is whole; the newest: {problems[0]}"
+        f"none of the {len(candidates)} checkpoints in {source} is complete; the newest: {problems[0]}"
     )
 
 
@@ -100,7 +113,7 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
 def _newest_save_of(
     checkpoint: Path, final: Path, form: str, max_size: int, listener: ConsolidationListener
 ) -> Consolidated:
-    """Consolidates it; from the beginning where a live run has saved the step anew meanwhile."""
+    """Consolidates it; starting over where a live run saves the step again meanwhile."""
     while True:
         save = save_of(checkpoint)
         try:
@@ -119,7 +132,7 @@ def _consolidate_one(
         raise CheckpointMismatch(f"{checkpoint} has no section {MODEL!r} with tensors to consolidate; it holds {held}")
     sources = _sources(checkpoint, manifest)
     check_integrity(checkpoint, manifest)
-    shards = cut(manifest.tensors[MODEL], form, max_size)
+    shards = split_into_files(manifest.tensors[MODEL], form, max_size)
     others = [entry for entry in manifest.files if _belongs_to_model(entry)]
     if not any(entry.name == "config.json" for entry in others):
         listener.warn(f"{checkpoint} has no config.json; transformers needs one beside the weights")
@@ -149,7 +162,7 @@ def _consolidate_one(
 
 
 def _sources(checkpoint: Path, manifest: Manifest) -> Sources:
-    """Where the pieces of each tensor are. Raises CheckpointDamaged, naming file and tensor.
+    """The shards of each tensor. Raises CheckpointDamaged, naming file and tensor.
 
     Files are read through the page cache: the system reads ahead there, which is quicker than our threads' own reads.
     """
@@ -162,7 +175,7 @@ def _sources(checkpoint: Path, manifest: Manifest) -> Sources:
                 if number not in opened:
                     opened[number] = VerifiedFile(checkpoint, manifest, manifest.files[number])
             except CheckpointDamaged as error:
-                raise CheckpointDamaged(f"{error}; tensor {name!r} is in this file") from error
+                raise CheckpointDamaged(f"{error}; tensor {name!r} is in that file") from error
             found[name].append(StoredShard(opened[number], opened[number].tensor(name, tensor.dtype, piece)))
     return found
 
@@ -193,7 +206,7 @@ def _copy_file(checkpoint: Path, entry: FileEntry, folder: Path) -> None:
             copy.seek(len(block), os.SEEK_CUR)
         files.sync(copy.fileno())
     if hasher.hexdigest() != entry.digest:
-        raise CheckpointDamaged(f"{path} differs from its digest")
+        raise CheckpointDamaged(f"{path} does not match its checksum")
 
 
 def _write_safetensors(

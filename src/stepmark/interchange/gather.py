@@ -1,9 +1,9 @@
-"""Puts a tensor together from its pieces, a few megabytes at a time, straight into the file where it belongs.
+"""Assembles a tensor from its shards, a few megabytes at a time, directly in the output file.
 
-A piece whose elements follow each other in the whole tensor as well (whole tensors, cuts along the first dim) goes from
-file to file in blocks. A tensor with other pieces is made window by window: [start, stop) of its flattened elements is
-put together in memory, and written. Elements of a box that lie in such a window follow each other in the box, so each
-piece is read as one run for each window. No byte is used before it has been checked against its digest.
+A shard that is contiguous in the global tensor (a replicated tensor, a shard along dim 0) is copied from file to file
+in blocks. A tensor with other shards is assembled window by window: elements [start, stop) of the flattened tensor are
+gathered in memory and written. The part of a shard in a window is contiguous in the shard, so each shard is read as one
+range per window. Every byte is verified against its checksum before it is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stepmark.filesystem import files
 from stepmark.sharding.layout import Box, Piece, Shape
 from stepmark.sharding.overlap import disjoint, overlaps
 
-WINDOW = 32 << 20  # bytes of a tensor that a thread puts together at a time
+WINDOW = 32 << 20  # bytes of a tensor that a thread assembles at a time
 
 Job = Callable[[], int]  # returns the bytes of the model that it has written
 _windows = threading.local()
@@ -35,7 +35,7 @@ _windows = threading.local()
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A piece of a tensor and the file it is in."""
+    """A shard of a tensor and the file it is in."""
 
     file: VerifiedFile
     stored: StoredTensor
@@ -56,9 +56,9 @@ class GatherTarget:
 
 
 def jobs(target: GatherTarget, sources: Sequence[StoredShard]) -> Iterator[Job]:
-    """What has to be done, in any order and from any threads, to write the tensor.
+    """The jobs that write the tensor, in any order and from any threads.
 
-    Raises CheckpointDamaged, also from a job, where the pieces do not make up the tensor or differ from their digests.
+    Raises CheckpointDamaged, also from a job, where shards do not cover the tensor or do not match their checksums.
     """
     if math.prod(target.tensor.shape) == 0:
         return
@@ -92,7 +92,7 @@ def _position(offsets: Shape, shape: Shape) -> int:
 
 
 def _blocks_of(target: GatherTarget, source: StoredShard, start: int) -> Iterator[Job]:
-    """Copies a run, in blocks that end where the source's cells do."""
+    """Copies a contiguous shard in blocks that end at the source's checksum blocks."""
     stored = source.stored
     shift = target.begin + start * item_size(stored.dtype) - stored.begin
     for begin, end in byte_blocks(stored.begin, stored.end):

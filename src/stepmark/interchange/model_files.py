@@ -1,4 +1,4 @@
-"""Which tensor goes to which file of a model folder, and what the files are called."""
+"""Distributes tensors over the files of a model folder, and names the files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelFile:
 
 
 def tensor_bytes(tensor: TensorEntry) -> int:
-    """Bytes of a whole tensor."""
+    """Bytes of a global tensor."""
     return math.prod(tensor.shape) * item_size(tensor.dtype)
 
 
@@ -45,11 +45,11 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise UsageError(f"--max-shard-size: {text!r} is no size; give one such as 5GB or 500MB")
+        raise UsageError(f"--max-shard-size: {text!r} is not a size; give one such as 5GB or 500MB")
     return size
 
 
-def cut(tensors: Mapping[str, TensorEntry], form: str, max_shard_size: int) -> list[ModelFile]:
+def split_into_files(tensors: Mapping[str, TensorEntry], form: str, max_shard_size: int) -> list[ModelFile]:
     """Shards of at most `max_shard_size` bytes of tensors, in the tensors' order; a larger tensor has its own."""
     parts: list[dict[str, TensorEntry]] = [{}]
     filled = 0
@@ -67,7 +67,7 @@ def cut(tensors: Mapping[str, TensorEntry], form: str, max_shard_size: int) -> l
 
 
 def index_of(shards: list[ModelFile], form: str) -> tuple[str, bytes]:
-    """Name and contents of the index that tells in which file each tensor is."""
+    """Name and contents of the index from tensors to files."""
     stem, _, suffix = FORMATS[form]
     body = {
         "metadata": {"total_size": sum(shard.size for shard in shards)},

@@ -105,7 +105,7 @@ def check_sharding(config: ModelArguments, tokenizer: Any, make: Maker) -> None:
             model = AutoModelForCausalLM.from_config(model_config)
     except Exception:  # as above: the error of building it says more
         return
-    make.cut(model)
+    make.shard(model)
 
 
 def _load_sharded(make: Maker, name: str, dtype: torch.dtype) -> torch.nn.Module:

@@ -71,7 +71,7 @@ def test_what_cannot_be_set_aside_does_not_stop_restoring(
     monkeypatch.setattr("stepmark.checkpoint.restore.restore.quarantine", refuse)
     with caplog.at_level(logging.ERROR, logger="stepmark"):
         assert restored(tmp_path) == (1, 1.0)
-    assert "could not be set aside: Input/output error" in caplog.text
+    assert "could not be quarantined: Input/output error" in caplog.text
 
 
 def test_a_folder_that_is_removed_under_a_run_is_said_to_be_gone(tmp_path: Path) -> None:

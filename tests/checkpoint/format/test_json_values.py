@@ -82,7 +82,7 @@ def test_any_json_is_understood_or_refused(value: Any) -> None:
     try:
         decode(value, lambda name: ("tensor", name))
     except CheckpointDamaged as error:
-        assert "cannot be understood" in str(error)
+        assert "is malformed" in str(error)
     except CheckpointError as error:
         assert "is unknown here" in str(error)
 

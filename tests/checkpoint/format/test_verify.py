@@ -117,8 +117,8 @@ def test_a_damaged_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "checkpoint-10", folder)
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text.replace('"step": 10', '"step": 11'))
-    assert verify(folder).faults == (Corruption("manifest.json", "it differs from its digest"),)
-    with pytest.raises(CheckpointDamaged, match="differs from its digest"):
+    assert verify(folder).faults == (Corruption("manifest.json", "it does not match its checksum"),)
+    with pytest.raises(CheckpointDamaged, match="does not match its checksum"):
         call(inspect_command, str(folder))
 
 

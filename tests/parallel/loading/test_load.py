@@ -27,9 +27,9 @@ from transformers import (
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError
 from stepmark.parallel.loading.deferred_init import DeferredInit, replace
 from stepmark.parallel.loading.load import Maker, load_model, making, new_model
-from stepmark.parallel.loading.tensor_source import READS
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Box, Layout, annotate, layout_of
+from tests.support.counted_reads import counted_reads
 
 SIZES = {
     "vocab_size": 61,
@@ -257,9 +257,9 @@ def test_each_byte_is_read_by_one_rank(tmp_path: Path) -> None:
     whole_bytes = sum(each.nbytes for each in model.parameters() if each.dim() < 2)
     asked = []
     for rank in range(4):
-        before = READS.count
-        load_model(maker(rank, 4), tmp_path)
-        asked.append(READS.count - before)
+        with counted_reads() as reads:
+            load_model(maker(rank, 4), tmp_path)
+        asked.append(reads.count)
     assert sum(asked) == cut_bytes + 4 * whole_bytes
     assert max(asked) - whole_bytes <= cut_bytes * (0.25 + 0.05)
 
@@ -318,9 +318,8 @@ def test_errors_name_file_and_tensor_before_anything_is_read(
 ) -> None:
     gpt2_folder(tmp_path)
     spoil(tmp_path)
-    before = READS.count
-    with pytest.raises(kind) as caught:
+    with counted_reads() as reads, pytest.raises(kind) as caught:
         load_model(maker(), tmp_path)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
-    assert READS.count == before
+    assert reads.count == 0

@@ -96,7 +96,7 @@ def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run(["consolidate", str(tmp_path / "run"), str(out)]) == 1
     told = capsys.readouterr().err
     assert "model.safetensors: tensor" in told
-    assert "differs from its digest" in told
+    assert "does not match its checksum" in told
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stepmark.parallel.loading.load import load_for_parallelism
-from stepmark.parallel.loading.tensor_source import READS, part_of
+from stepmark.parallel.loading.tensor_source import part_of
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of
+from tests.support.counted_reads import counted_reads
 
 
 def compare(folder: str, how: str, options: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
@@ -80,13 +81,13 @@ def measure(folder: str, how: str, tp: int) -> dict[str, int]:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmHWM")
-    with load_for_parallelism(mesh):
+    with counted_reads() as reads, load_for_parallelism(mesh):
         model = (AutoModelForCausalLM.from_pretrained if how == "folder" else _new)(config if how == "new" else folder)
     peak = _status("VmHWM") - before
     held = list(model.parameters())
     return {
         "peak": peak,
-        "asked": READS.count,
+        "asked": reads.count,
         "shard": sum(each.nbytes for each in held),
         "replicated": sum(each.nbytes for each in held if layout_of(each) is None),
         "whole": sum(sizes),

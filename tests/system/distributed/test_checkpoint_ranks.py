@@ -227,7 +227,7 @@ def missing_stage(rank: int, folder: Path) -> None:
 
 def test_a_tensor_that_no_rank_takes_is_named(tmp_path: Path) -> None:
     run_ranks(2, save_stages, 2, tmp_path)
-    with pytest.raises(RankError, match=r"layer2\.bias', which the state to be restored has not"):
+    with pytest.raises(RankError, match=r"unexpected tensor '.*layer2\.bias'"):
         run_ranks(2, missing_stage, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""xxh3 digests, as hexadecimal text."""
+"""xxh3 checksums as hexadecimal text."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 
 import xxhash
 
-CHECKSUM_BLOCK = 1 << 20  # bytes of a data region that share one digest at most
-BLOCK_CHECKSUM_LENGTH = 16  # hexadecimal digits of a 64-bit digest
-FILE_CHECKSUM_LENGTH = 32  # hexadecimal digits of a 128-bit digest
+CHECKSUM_BLOCK = 1 << 20  # the most bytes of a data region that share one checksum
+BLOCK_CHECKSUM_LENGTH = 16  # hexadecimal digits of a 64-bit checksum
+FILE_CHECKSUM_LENGTH = 32  # hexadecimal digits of a 128-bit checksum
 
 
 def block_checksum(data: bytes | bytearray | memoryview) -> str:
-    """The 64-bit digest of one cell's bytes."""
+    """The 64-bit checksum of one checksum block."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def bytes_checksum(data: bytes | bytearray | memoryview) -> str:
-    """The 128-bit digest of a whole file's, or a header's, bytes."""
+    """The 128-bit checksum of a complete file or of a header."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def file_checksum(path: Path) -> tuple[int, str]:
-    """Size in bytes and 128-bit digest of a file."""
+    """Size in bytes and 128-bit checksum of a file."""
     hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 22):
@@ -33,7 +33,7 @@ def file_checksum(path: Path) -> tuple[int, str]:
 
 
 def checksum_blocks(begin: int, end: int) -> list[tuple[int, int]]:
-    """The parts into which the grid of CELL bytes cuts [begin, end) of a data region; each has a digest of its own."""
+    """The checksum blocks of [begin, end) of a data region: split at multiples of CHECKSUM_BLOCK."""
     if begin >= end:
         return []
     cuts = [begin, *range((begin // CHECKSUM_BLOCK + 1) * CHECKSUM_BLOCK, end, CHECKSUM_BLOCK), end]
@@ -41,7 +41,7 @@ def checksum_blocks(begin: int, end: int) -> list[tuple[int, int]]:
 
 
 def covering_blocks(begin: int, end: int, low: int, high: int) -> list[tuple[int, int, int]]:
-    """Those of `cells(begin, end)` in which [low, high) lies, not empty: (number, first byte, last + 1)."""
+    """The checksum blocks of [begin, end) that contain [low, high): (number, first byte, last + 1). Not empty."""
     origin = begin // CHECKSUM_BLOCK
     numbers = range(low // CHECKSUM_BLOCK - origin, (high - 1) // CHECKSUM_BLOCK - origin + 1)
     return [

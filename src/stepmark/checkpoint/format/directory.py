@@ -1,10 +1,10 @@
-"""The names of folders beside each other, and the steps by which a checkpoint appears, goes, or is set aside.
+"""The names of a run's folders, and how a checkpoint is published, deleted or quarantined.
 
-checkpoint-N                    whole, always
-.checkpoint-N.<save>            being written, or what is left of a save that died
-.replaced-checkpoint-N.<save>   the old one while a new one takes its name, where names cannot be exchanged in one step
+checkpoint-N                    always complete
+.checkpoint-N.<save>            being written, or left by a save that died
+.replaced-checkpoint-N.<save>   the old one while a new one takes its name, where the file system cannot exchange names
 .deleted-checkpoint-N.<save>    being deleted
-damaged-checkpoint-N[.k]        set aside: bytes are missing or wrong
+damaged-checkpoint-N[.k]        quarantined: bytes are missing or wrong
 .stepmark/                      who owns the folder, who reads in it, and how far saves are
 """
 
@@ -35,7 +35,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def temporary_path(folder: Path, step: int, save: str) -> Path:
-    """Where a save writes before it is whole."""
+    """Where a save writes until it is complete."""
     return folder / f".checkpoint-{step}.{save}"
 
 
@@ -67,8 +67,9 @@ def sync_tree(folder: Path) -> None:
 def publish(temporary: Path, save: str) -> Path:
     """Gives a complete, synced temporary folder its final name, in one step; returns the path.
 
-    A checkpoint of the same step is whole under that name until the new one is. If that cannot be deleted then, the new
-    one is committed all the same, and the next owner of the folder removes what is left.
+    An existing checkpoint of the same step stays complete under that name until the new one replaces it. If the old
+    one cannot be deleted then, the new one is committed all the same, and the next owner of the folder removes what
+    is left.
     """
     match = _HIDDEN.match(temporary.name)
     assert match is not None
@@ -144,7 +145,7 @@ def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
 
 
 def quarantine(path: Path) -> Path:
-    """Renames a damaged checkpoint so that nobody takes it for a whole one; returns the new path."""
+    """Renames a damaged checkpoint so that it is not used again; returns the new path."""
     number = 0
     while True:
         target = path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))
@@ -157,8 +158,8 @@ def quarantine(path: Path) -> Path:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Ends what a dead run has begun: brings back a checkpoint that was losing its name to a new one, and deletes what
-    is not whole, as far as it can be. Returns what was deleted. Call it only as the owner of the folder."""
+    """Cleans up after a dead run: restores the name of a checkpoint that was being replaced, and deletes incomplete
+    ones as far as possible. Returns what was deleted. Call it only as the owner of the folder."""
     deleted = []
     for path in sorted(folder.iterdir()):
         match = _HIDDEN.match(path.name)
@@ -176,7 +177,7 @@ def recover(folder: Path) -> list[Path]:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes the folder. Raises CheckpointError where that cannot be, or nothing can be written in it."""
+    """Makes the folder. Raises CheckpointError where it cannot be made or written to."""
     try:
         files.make_durable_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is whole: what can be told without reading the tensors' bytes.
+"""Integrity checks of a checkpoint that do not read the tensors' bytes.
 
-Everything here raises CheckpointDamaged for what is missing or wrong, and a plain CheckpointError where that cannot be
-told, because a file cannot be read for the moment.
+Everything here raises CheckpointDamaged for files that are missing or wrong, and a plain CheckpointError where a file
+cannot be read at the moment, which says nothing about damage.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MODEL_FILE = re.compile(r"model.*\.(safetensors|index\.json)\Z")
 
 
 def check_integrity(folder: Path, manifest: Manifest) -> None:
-    """Checks that every file is there with its size, and the digests of headers and of files without tensors.
+    """Checks that every file exists with its size, and the checksums of headers and of files without tensors.
 
-    Raises CheckpointDamaged, naming the first file that is not as it was written.
+    Raises CheckpointDamaged, naming the first file that is missing or corrupted.
     """
     check_name(folder, manifest)
     for entry in manifest.files:
@@ -48,9 +48,9 @@ def check_name(folder: Path, manifest: Manifest) -> None:
 
 
 def foreign_model_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that the manifest does not list, and that other programs would read as the model, or as a part of it.
+    """Files that the manifest does not list but other programs would read as the model or part of it.
 
-    What else somebody has put into a checkpoint, as a callback that saves an adapter there does, harms nobody.
+    Any other extra file, such as an adapter that a callback saves there, is harmless.
     """
     known = {entry.name for entry in manifest.files}
     try:
@@ -81,7 +81,7 @@ def check_file(folder: Path, entry: FileEntry) -> None:
     except OSError as error:
         raise cannot_read(path, error) from error
     if digest != entry.digest:
-        raise CheckpointDamaged(f"{path} differs from its digest")
+        raise CheckpointDamaged(f"{path} does not match its checksum")
 
 
 def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
@@ -95,13 +95,13 @@ def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
     except OSError as error:
         raise cannot_read(path, error) from error
     if bytes_checksum(data) != entry.digest:
-        raise CheckpointDamaged(f"{path}: its header differs from its digest")
+        raise CheckpointDamaged(f"{path}: its header does not match its checksum")
     try:
         header = parse_header(data, entry.size)
     except CheckpointDamaged as error:
         raise CheckpointDamaged(f"{path}: {error}") from error
     if (header.step, header.save) != (manifest.step, manifest.save):
-        raise CheckpointDamaged(f"{path} belongs to another save, of step {header.step}")
+        raise CheckpointDamaged(f"{path} was written by another save, of step {header.step}")
     return header
 
 
@@ -117,11 +117,11 @@ def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     except OSError as error:
         raise cannot_read(path, error) from error
     if bytes_checksum(data) != entry.digest:
-        raise CheckpointDamaged(f"{path} differs from its digest")
+        raise CheckpointDamaged(f"{path} does not match its checksum")
     try:
         sections = json.loads(data)["sections"]
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} cannot be understood: {error!r}") from error
+        raise CheckpointDamaged(f"{path} is malformed: {error!r}") from error
     if not isinstance(sections, dict):
-        raise CheckpointDamaged(f"{path} cannot be understood")
+        raise CheckpointDamaged(f"{path} is malformed")
     return sections

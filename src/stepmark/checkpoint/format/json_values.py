@@ -125,7 +125,7 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     try:
         return _decode(value, tensor)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
-        raise CheckpointDamaged(f"a stored value cannot be understood: {error!r}") from error
+        raise CheckpointDamaged(f"a stored value is malformed: {error!r}") from error
 
 
 def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
@@ -187,7 +187,7 @@ def _torch_dtype(name: str) -> Any:
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     if not isinstance(name, str):
-        raise TypeError(f"{name!r} is no element type")
+        raise TypeError(f"{name!r} is not a dtype")
     try:
         return np.dtype(name)
     except (TypeError, ValueError, SyntaxError) as error:
@@ -197,8 +197,7 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 def _unknown(dtype: str, package: str) -> CheckpointError:
     """The error for an element type of another version of a package: the checkpoint is as it was written."""
     return CheckpointError(
-        f"a stored value is of element type {dtype[:80]}, which is unknown here; use a newer Stepmark, and a {package} "
-        "that has it"
+        f"a stored value has the unknown dtype {dtype[:80]}; use a newer Stepmark and a {package} that has it"
     )
 
 

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint holds, with a digest of every file, and of itself."""
+"""`manifest.json`: what a checkpoint holds, with the checksum of every file and of itself."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ _FILE_NAME = re.compile(r"[^/\\\0]+(/[^/\\\0]+)*\Z")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file. `digest` covers all of it; of a tensor file, the header, which is `header` bytes long and holds the
-    digests of the data. `writers` are (rank, end) of the data's consecutive parts, as they were written."""
+    """A file of a checkpoint.
+
+    `digest` is the checksum of all of it; of a tensor file, of its header, which is `header` bytes long and holds the
+    checksums of the data. `writers` are (rank, end) of the consecutive parts of the data by the rank that wrote them.
+    """
 
     name: str
     size: int
@@ -51,7 +54,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A global tensor, and which piece of it lies in which file (an index into the manifest's files)."""
+    """A global tensor, and which shard of it is in which file (an index into the manifest's files)."""
 
     dtype: str
     shape: Shape
@@ -60,7 +63,22 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See docs/checkpoint-format.md. `tensors` is by group, then by name; `metadata` and `metrics` are encoded."""
+    """The contents of `manifest.json`; docs/checkpoint-format.md documents every field.
+
+    Args:
+        step: The training step that was saved.
+        save: The identity of the save. Every tensor file carries it too.
+        time: Seconds since the Unix epoch.
+        software: Versions by package name.
+        world_size: Number of ranks that saved.
+        mesh: Sizes of the mesh by axis name.
+        model_only: Whether only modules were saved, so that no run can resume from it.
+        sections: Kinds of the state's sections by name.
+        files: All files but the manifest itself, with sizes in bytes and checksums.
+        tensors: Tensors by group, then by name: dtype, global shape, and the shards with their files.
+        metadata: Encoded plain values that the caller added.
+        metrics: Encoded metrics by name.
+    """
 
     step: int
     save: str
@@ -144,16 +162,23 @@ def _tensor_to_json(tensor: TensorEntry) -> list[Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The checked manifest of a checkpoint.
+    """Reads and verifies the manifest of a checkpoint.
 
-    Raises CheckpointDamaged where it is missing, differs from its digest or makes no sense, and CheckpointError for a
-    newer version or an element type unknown to this one, or where it cannot be read for the moment.
+    Args:
+        folder: The checkpoint's folder.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointDamaged: It is missing, malformed, or does not match its checksum.
+        CheckpointError: It has a newer format version or an unknown dtype, or cannot be read at the moment.
     """
     path = folder / MANIFEST
     try:
         return parse_manifest(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileIncomplete(f"{path} is missing; the folder is not a whole checkpoint") from error
+        raise FileIncomplete(f"{path} is missing; the folder is not a complete checkpoint") from error
     except OSError as error:
         raise cannot_read(path, error) from error
     except CheckpointError as error:
@@ -162,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def save_of(folder: Path) -> str | None:
     """The name of the save that the checkpoint is of; None where its manifest cannot be read. A live run that saves a
-    step anew gives its folder's name to another save, in one step: who reads meanwhile has parts of both."""
+    step again replaces the folder atomically, so a concurrent reader may have read parts of both saves."""
     try:
         return read_manifest(folder).save
     except CheckpointError:
@@ -173,14 +198,14 @@ def parse_manifest(data: bytes) -> Manifest:
     """The manifest in these bytes; raises as `read_manifest` does."""
     match = _DIGEST_FIELD.search(data)
     if match is None:
-        raise CheckpointDamaged("it does not end with its digest")
+        raise CheckpointDamaged("it does not end with its checksum")
     blank = data[: match.start(1)] + _BLANK.encode() + data[match.end(1) :]
     if bytes_checksum(blank) != match[1].decode():
-        raise CheckpointDamaged("it differs from its digest")
+        raise CheckpointDamaged("it does not match its checksum")
     try:
         return _from_json(json.loads(data))
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"it cannot be understood: {error!r}") from error
+        raise CheckpointDamaged(f"it is malformed: {error!r}") from error
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:
@@ -227,7 +252,7 @@ def _file_from_json(entry: dict[str, Any]) -> FileEntry:
     if not isinstance(name, str) or not _FILE_NAME.match(name) or {".", ".."} & set(name.split("/")):
         raise ValueError(f"{str(name)[:80]!r} is not a file name inside the checkpoint")
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{32}", digest):
-        raise ValueError(f"{name!r} has no digest")
+        raise ValueError(f"{name!r} has no checksum")
     (size,) = natural_numbers([entry["size"]])
     if "header" not in entry:
         return FileEntry(name, size, digest)
@@ -243,11 +268,8 @@ def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorE
     shape = natural_numbers(raw_shape)
     if dtype not in DTYPES:
         if not isinstance(dtype, str):
-            raise ValueError(f"{dtype!r} is no element type")
-        raise CheckpointError(
-            f"the checkpoint has a tensor of element type {dtype[:80]!r}, which this Stepmark does not know; use a "
-            "newer Stepmark"
-        )
+            raise ValueError(f"{dtype!r} is not a dtype")
+        raise CheckpointError(f"the checkpoint has a tensor of unknown dtype {dtype[:80]!r}; use a newer Stepmark")
     whole = [place, [0] * len(shape), list(shape)]
     pieces = []
     for raw in [whole] if type(place) is int else place:
@@ -256,8 +278,8 @@ def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorE
         start, stop = natural_numbers(raw[3:]) if len(raw) > 3 else (0, box.numel)
         piece = Piece(box, start, stop)
         if not piece.within(shape) or piece.numel * item_size(dtype) > files[index].size:
-            raise ValueError("a piece does not fit its tensor, or its file")
+            raise ValueError("a shard does not fit its tensor or its file")
         pieces.append((index, piece))
     if sum(piece.numel for _, piece in pieces) != math.prod(shape):
-        raise ValueError("pieces do not make up their tensor")
+        raise ValueError("the shards do not cover their tensor")
     return TensorEntry(dtype, shape, tuple(pieces))

@@ -1,12 +1,12 @@
-"""The header of a safetensors file: what we write, and the strict reading of what we wrote.
+"""The header of a safetensors file: how it is written, and the strict parser of what was written.
 
 A file is 8 bytes with the header's length (little endian), the header (JSON, padded with spaces so that the data begins
 at a multiple of 4096 bytes), and the data: the tensors one after the other, without gaps, those with larger elements
 first. In the header's `__metadata__`:
 
 - `format`, `DCP_VERSION`, `DCP_SHARDING_INFO`: what transformers and torch.distributed.checkpoint look for;
-- `stepmark`: JSON with the step, the identity of the save, the digests of every tensor's cells, and for a tensor that
-  is only a part of a global one its piece.
+- `stepmark`: JSON with the step, the identity of the save, the checksums of every tensor's checksum blocks,
+  and for a shard of a global tensor its place in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST_HEADER = 100_000_000  # safetensors refuses a longer one
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a file: a piece of the global tensor `name` at bytes [begin, end) of the data."""
+    """One tensor of a file: a shard of the global tensor `name` at bytes [begin, end) of the data."""
 
     name: str
     dtype: str
@@ -41,13 +41,13 @@ class StoredTensor(NamedTuple):
         return self.begin + self.piece.numel * item_size(self.dtype)
 
     def checksum_blocks(self) -> list[tuple[int, int]]:
-        """The byte ranges of the data region that have a digest each."""
+        """The byte ranges of the data region that have one checksum each."""
         return checksum_blocks(self.begin, self.end)
 
 
 @dataclass(frozen=True)
 class Header:
-    """A file's header; `size` is where the data begins. Digests are by tensor name, one for each of its cells."""
+    """A file's header; `size` is where the data begins. Checksums are by tensor name, one for each checksum block."""
 
     size: int
     step: int
@@ -67,7 +67,7 @@ class Header:
 
 
 def order(tensors: Sequence[tuple[str, str, Shape, Piece]]) -> tuple[StoredTensor, ...]:
-    """Lays (name, dtype, global shape, piece) out one after the other, larger elements first."""
+    """Lays out (name, dtype, global shape, shard) one after the other, larger elements first."""
     stored, begin = [], 0
     sizes = {dtype: item_size(dtype) for dtype in {tensor[1] for tensor in tensors}}
     for name, dtype, shape, piece in sorted(tensors, key=lambda tensor: -sizes[tensor[1]]):
@@ -77,7 +77,7 @@ def order(tensors: Sequence[tuple[str, str, Shape, Piece]]) -> tuple[StoredTenso
 
 
 def header_size(tensors: Sequence[StoredTensor], save: str) -> int:
-    """The size of the header with these tensors, in whole pages, whatever the step and the digests."""
+    """The size of the header with these tensors, a multiple of PAGE, for any step and checksums."""
     blank = {tensor.name: ["0" * BLOCK_CHECKSUM_LENGTH] * len(tensor.checksum_blocks()) for tensor in tensors}
     size = 8 + len(_render(tensors, 0, save, blank))
     return (size + PAGE - 1) // PAGE * PAGE
@@ -115,12 +115,12 @@ def _piece_to_json(tensor: StoredTensor) -> dict[str, Any]:
 def parse_header(data: bytes, file_size: int) -> Header:
     """The header in the file's first bytes. `data` begins at the file's start and holds at least the header.
 
-    Raises CheckpointDamaged for a header that we cannot have written, or that does not fit the file's size.
+    Raises CheckpointDamaged for a malformed header, or one that does not fit the file's size.
     """
     try:
         return _parse(data, file_size)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
-        raise CheckpointDamaged(f"its header cannot be understood: {error}") from error
+        raise CheckpointDamaged(f"its header is malformed: {error}") from error
 
 
 def header_length(prefix: bytes, file_size: int) -> int:
@@ -133,12 +133,25 @@ def header_length(prefix: bytes, file_size: int) -> int:
     return length + 8
 
 
-def _parse(data: bytes, file_size: int) -> Header:
+def read_entries(data: bytes, file_size: int) -> tuple[int, dict[str, Any]]:
+    """Where the data of any safetensors file begin, and the entries of its header.
+
+    Raises CheckpointDamaged or ValueError where `data`, the file's first bytes, is not a complete header.
+    """
     size = header_length(data[:8], file_size)
-    raw = json.loads(data[8:size])
+    entries = json.loads(data[8:size])
+    if not isinstance(entries, dict):
+        raise ValueError("the header is not a dict")
+    return size, entries
+
+
+def _parse(data: bytes, file_size: int) -> Header:
+    size, raw = read_entries(data, file_size)
     own = json.loads(raw.pop("__metadata__")["stepmark"])
     if own["version"] != 1 or own["cell"] != CHECKSUM_BLOCK:
-        raise ValueError(f"version {own['version']!r} with cells of {own['cell']!r} bytes is unknown to this reader")
+        raise ValueError(
+            f"version {own['version']!r} with checksum blocks of {own['cell']!r} bytes is unknown to this reader"
+        )
     tensors = []
     for name, entry in raw.items():
         tensors.append(_parse_tensor(name, entry, own["pieces"].get(name)))
@@ -169,7 +182,7 @@ def _parse_tensor(name: str, entry: dict[str, Any], piece_entry: dict[str, Any] 
         if "range" in piece_entry:
             piece = Piece(piece.box, *natural_numbers(piece_entry["range"]))
     if not piece.within(shape) or piece.shape != stored_shape:
-        raise ValueError(f"tensor {name!r} has a piece that does not fit its shape")
+        raise ValueError(f"tensor {name!r} has a shard that does not fit its shape")
     tensor = StoredTensor(name, dtype, shape, piece, begin)
     if tensor.end != end:
         raise ValueError(f"tensor {name!r} has {end - begin} bytes, and its shape needs {tensor.end - begin}")
@@ -177,13 +190,13 @@ def _parse_tensor(name: str, entry: dict[str, Any], piece_entry: dict[str, Any] 
 
 
 def natural_numbers(value: Any) -> Shape:
-    """A list of integers that are not negative, as a tuple. Raises ValueError for anything else."""
+    """A list of non-negative integers as a tuple. Raises ValueError for anything else."""
     if not isinstance(value, list) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in value):
-        raise ValueError(f"{str(value)[:80]} is not a list of natural numbers")
+        raise ValueError(f"{str(value)[:80]} is not a list of non-negative integers")
     return tuple(value)
 
 
 def _split_digests(text: Any, count: int) -> list[str]:
     if not isinstance(text, str) or len(text) != count * BLOCK_CHECKSUM_LENGTH:
-        raise ValueError("a tensor's digests do not fit its size")
+        raise ValueError("a tensor's checksums do not fit its size")
     return [text[i : i + BLOCK_CHECKSUM_LENGTH] for i in range(0, len(text), BLOCK_CHECKSUM_LENGTH)]

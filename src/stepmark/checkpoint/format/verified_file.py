@@ -1,4 +1,4 @@
-"""A tensor file that gives no byte away before it has been checked."""
+"""A tensor file whose bytes are verified before they are returned."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from stepmark.errors import CheckpointDamaged
 from stepmark.filesystem.page_cache import PageCacheEviction
 from stepmark.sharding.layout import Piece
 
-BLOCK = (
-    2 * CHECKSUM_BLOCK
-)  # bytes that one read takes at most, but for the cells at its ends: they stay in the processor's cache
+BLOCK = 2 * CHECKSUM_BLOCK  # bytes of one read, without the checksum blocks at its ends: they fit the processor's cache
 
 _buffers = threading.local()
 
@@ -27,9 +25,9 @@ class VerifiedFile:
     """A tensor file of a checkpoint. May be read from several threads."""
 
     def __init__(self, folder: Path, manifest: Manifest, entry: FileEntry, *, passing: bool = False) -> None:
-        """`passing`: what is read will not be read again on this node, and need not stay in the page cache.
+        """`passing`: what is read is not needed again on this node and is dropped from the page cache.
 
-        Raises CheckpointDamaged where it is not there in full, or its header is not as it was written."""
+        Raises CheckpointDamaged where it is incomplete or its header is corrupted."""
         self.path = folder / entry.name
         self.header: Header = read_header(folder, manifest, entry)
         self._entry = entry
@@ -37,10 +35,10 @@ class VerifiedFile:
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
 
     def tensor(self, name: str, dtype: str, piece: Piece) -> StoredTensor:
-        """Where a piece is. Raises CheckpointDamaged where the header does not say what the manifest says."""
+        """The place of a shard. Raises CheckpointDamaged where header and manifest disagree."""
         found = self._tensors.get(name)
         if found is None or (found.dtype, found.piece) != (dtype, piece):
-            raise CheckpointDamaged(f"{self.path}: the manifest and the header of the file disagree about {name!r}")
+            raise CheckpointDamaged(f"{self.path}: the manifest and the file's header disagree about {name!r}")
         return found
 
     def read(self, tensor: StoredTensor, begin: int, end: int) -> memoryview:
@@ -48,34 +46,34 @@ class VerifiedFile:
 
         Raises CheckpointDamaged, naming file, tensor, bytes and writer.
         """
-        cells = covering_blocks(tensor.begin, tensor.end, begin, end)
-        low, high = cells[0][1], cells[-1][2]
+        blocks = covering_blocks(tensor.begin, tensor.end, begin, end)
+        low, high = blocks[0][1], blocks[-1][2]
         data = reading_memory(high - low)[: high - low]
-        self._read(tensor, cells, data)
+        self._read(tensor, blocks, data)
         return data[begin - low : end - low]
 
     def read_into(self, memory: memoryview, tensor: StoredTensor, begin: int, end: int) -> None:
         """The same bytes, into `memory`, where they may be before they are checked. Raises as `read` does."""
-        cells = covering_blocks(tensor.begin, tensor.end, begin, end)
-        if (cells[0][1], cells[-1][2]) == (begin, end):
-            self._read(tensor, cells, memory)
+        blocks = covering_blocks(tensor.begin, tensor.end, begin, end)
+        if (blocks[0][1], blocks[-1][2]) == (begin, end):
+            self._read(tensor, blocks, memory)
         else:
             memory[:] = self.read(tensor, begin, end)
 
-    def _read(self, tensor: StoredTensor, cells: Sequence[tuple[int, int, int]], data: memoryview) -> None:
-        start, low, high = self.header.size, cells[0][1], cells[-1][2]
+    def _read(self, tensor: StoredTensor, blocks: Sequence[tuple[int, int, int]], data: memoryview) -> None:
+        start, low, high = self.header.size, blocks[0][1], blocks[-1][2]
         read_block(self.path, data, start + low)
         if self._passing is not None:
             self._passing.has_read(start + low, start + high)
-        for number, first, last in cells:
+        for number, first, last in blocks:
             if block_checksum(data[first - low : last - low]) != self.header.digests[tensor.name][number]:
                 raise CheckpointDamaged(
-                    f"{self.path}: tensor {tensor.name!r} differs from its digest in bytes {start + first} to "
+                    f"{self.path}: tensor {tensor.name!r} does not match its checksum in bytes {start + first} to "
                     f"{start + last} of the file, written by rank {self._entry.writer_of(first)}"
                 )
 
     def close(self) -> None:
-        """Nothing more will be read."""
+        """Call when nothing more will be read."""
         if self._passing is not None:
             self._passing.close()
 

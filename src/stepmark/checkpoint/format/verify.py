@@ -1,4 +1,4 @@
-"""Reads every byte of a checkpoint and says what is wrong with it. Needs neither torch nor a device."""
+"""Reads every byte of a checkpoint and reports what is corrupted. Needs neither torch nor a device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from stepmark.checkpoint.format.tensor_file import Header
 from stepmark.checkpoint.format.verified_file import BLOCK, reading_memory
 from stepmark.errors import CheckpointDamaged, CheckpointNotFound
 
-Cell = tuple[int, int, str, str]  # first byte, last + 1, tensor, digest
+_ChecksumBlock = tuple[int, int, str, str]  # first byte, last + 1, tensor, checksum
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """Something that is not as it was written. `rank` wrote the damaged bytes; `tensor` is in them."""
+    """A corruption that was found. `rank` wrote the damaged bytes, which belong to `tensor`."""
 
     file: str
     problem: str
@@ -36,7 +36,7 @@ class Corruption:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was found in one checkpoint; `size` is how many bytes its files should have together."""
+    """The result for one checkpoint; `size` is the total size in bytes that its files should have."""
 
     path: Path
     step: int | None
@@ -45,8 +45,8 @@ class VerifyReport:
 
 
 def verify(folder: Path, *, threads: int = 4) -> VerifyReport:
-    """Checks the checkpoint in `folder`; one that a live run has saved anew meanwhile, from the beginning. Raises
-    CheckpointError where a file cannot be read for the moment, so that nothing can be said of it."""
+    """Checks the checkpoint in `folder`; starts over where a live run saves the step again meanwhile. Raises
+    CheckpointError where a file cannot be read at the moment."""
     while True:
         save = save_of(folder)
         report = _verify(folder, threads)
@@ -92,26 +92,26 @@ def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPo
     header = read_header(folder, manifest, entry)
     yield from _compare(manifest, number, header)
 
-    def check(cells: list[Cell]) -> list[Corruption]:
-        low, high = header.size + cells[0][0], header.size + cells[-1][1]
+    def check(run: list[_ChecksumBlock]) -> list[Corruption]:
+        low, high = header.size + run[0][0], header.size + run[-1][1]
         data = read_past_cache(folder / entry.name, reading_memory(high - low), low, high)
-        origin = cells[0][0]
-        bad = [cell for cell in cells if block_checksum(data[cell[0] - origin : cell[1] - origin]) != cell[3]]
-        return [_fault(entry, header, cell) for cell in bad]
+        origin = run[0][0]
+        bad = [block for block in run if block_checksum(data[block[0] - origin : block[1] - origin]) != block[3]]
+        return [_fault(entry, header, block) for block in bad]
 
     for found in pool.map(check, _blocks(header)):
         yield from found
 
 
-def _fault(entry: FileEntry, header: Header, cell: Cell) -> Corruption:
-    begin, end, tensor, _ = cell
-    problem = f"bytes {header.size + begin} to {header.size + end} differ from their digest"
+def _fault(entry: FileEntry, header: Header, block: _ChecksumBlock) -> Corruption:
+    begin, end, tensor, _ = block
+    problem = f"bytes {header.size + begin} to {header.size + end} do not match their checksum"
     return Corruption(entry.name, problem, tensor, entry.writer_of(begin))
 
 
-def _blocks(header: Header) -> Iterator[list[Cell]]:
-    """The file's cells in runs of at most BLOCK bytes."""
-    run: list[Cell] = []
+def _blocks(header: Header) -> Iterator[list[_ChecksumBlock]]:
+    """The file's checksum blocks, in runs of at most BLOCK bytes."""
+    run: list[_ChecksumBlock] = []
     for tensor in header.tensors:
         for (begin, end), digest in zip(tensor.checksum_blocks(), header.digests[tensor.name], strict=True):
             if run and end - run[0][0] > BLOCK:
@@ -134,7 +134,7 @@ def _compare(manifest: Manifest, number: int, header: Header) -> Iterator[Corrup
     }
     there = {(tensor.name, tensor.dtype, tensor.shape, tensor.piece) for tensor in header.tensors}
     for tensor, *_ in sorted(listed ^ there, key=lambda item: item[0]):
-        yield Corruption(name, "the manifest and the header of the file disagree about it", tensor)
+        yield Corruption(name, "the manifest and the file's header disagree about it", tensor)
 
 
 def _short(error: CheckpointDamaged, path: Path) -> str:

@@ -1,5 +1,6 @@
-"""Live tensors that share memory, as an average does that begins as the model itself: what the checkpoint has for each
-may differ, and one memory cannot hold both."""
+"""Finds live tensors that share memory, such as an average that starts as the model itself, but have different values
+in the checkpoint. Equal values are found by reading: checksum blocks lie on the file's grid, so that equal tensors at
+different places of a file have different checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _ALIGNED = 64  # bytes, a multiple of the size of every element
 
 @dataclass(frozen=True)
 class _Place:
-    """Bytes [begin, end) of a memory, which the target of this index fills, in whole or in part."""
+    """Bytes [begin, end) of a memory that the target of this index fills, at least in part."""
 
     memory: str
     begin: int
@@ -26,8 +27,8 @@ class _Place:
 
 
 def sharing(targets: Sequence[ReadTarget]) -> Iterator[tuple[ReadTarget, ReadTarget]]:
-    """Pairs of targets that are, or may be, filled in the same memory; of more that are in just the same, the first
-    with each of the others."""
+    """Pairs of targets that are or may be in the same memory; of several in exactly the same memory, the first with
+    each of the others."""
     places = [place for index, target in enumerate(targets) for place in _places(index, target)]
     near: list[_Place] = []
     seen: set[tuple[int, int]] = set()
@@ -77,7 +78,7 @@ def _places(index: int, target: ReadTarget) -> Iterator[_Place]:
 
 
 def _extent(live: Tensor) -> tuple[str, int, int]:
-    """In which memory a tensor is, and from which byte to which. One whose memory is not known is one by itself."""
+    """The memory of a tensor and its byte range. A tensor whose address is unknown counts as separate."""
     reach = sum((length - 1) * stride for length, stride in zip(live.shape, live.stride(), strict=True))
     size = (reach + 1) * live.element_size() if live.numel() else 0
     if live.device.type in ("cpu", "cuda") and size:

@@ -46,14 +46,14 @@ class StateComparison(ReadPlan):
                 raise CheckpointMismatch(self._missing_section(section.name))
             if kind != section.kind and {kind, section.kind} != {"optimizer", "named"}:
                 raise CheckpointMismatch(
-                    f"section {section.name!r} was saved from a {kind} in {self.where}, and is a {section.kind} here"
+                    f"section {section.name!r} was saved from a {kind} in {self.where}, but is a {section.kind} here"
                 )
             self._groups.add(section.group)
             try:
                 self._compare_section(section, state, modules)
             except (LookupError, TypeError, AttributeError, ValueError) as error:
                 raise CheckpointDamaged(
-                    f"{self.where}: the values of section {section.name!r} make no sense: {error!r}"
+                    f"{self.where}: the values of section {section.name!r} are malformed: {error!r}"
                 ) from error
 
     def separate(self, reader: TensorReader) -> None:
@@ -67,7 +67,7 @@ class StateComparison(ReadPlan):
             if own is None:
                 names = " and ".join(f"{target.name!r} of section {target.group!r}" for target in pair)
                 raise CheckpointMismatch(
-                    f"{names} share memory here, and have different values in {self.where}: give each its own tensor"
+                    f"{names} share memory here but have different values in {self.where}: give each its own tensor"
                 )
             assert own.live is not None
             own.shape, own.live = tuple(own.live.shape), None
@@ -92,8 +92,8 @@ class StateComparison(ReadPlan):
     def _missing_section(self, name: str) -> str:
         if self.manifest.model_only:
             return (
-                f"{self.where} holds the model only, and {name!r} was asked for: it can start a new run from its "
-                "weights, not resume one"
+                f"{self.where} holds the model only, and {name!r} was requested: a new run can start from its "
+                "weights, but no run can resume from it"
             )
         return f"{self.where} holds no section {name!r}; it has {', '.join(sorted(self.manifest.sections))}"
 
@@ -126,7 +126,7 @@ class StateComparison(ReadPlan):
             extra[name] = {TAG: "tensor", "v": name}
         for name in extra.keys() - section.values["extra"].keys():
             raise CheckpointMismatch(
-                f"{self.where} has an extra state {name!r} of section {section.name!r}, and the module here has none"
+                f"{self.where} has an extra state {name!r} of section {section.name!r}, but the module here has none"
             )
         tensors = {name: self.tensors_in(section.group, encoded) for name, encoded in extra.items()}
 
@@ -157,8 +157,8 @@ class StateComparison(ReadPlan):
     def _compare_nested(self, section: Section, state: Mapping[str, Any]) -> None:
         if not isinstance(state, MutableMapping) and not isinstance(section.value, dict | list | Tensor | Shard):
             raise UsageError(
-                f"section {section.name!r} is a {type(section.value).__name__}, which cannot be changed, and neither "
-                f"can the {type(state).__name__} that holds it: give the state as a dict"
+                f"section {section.name!r} is a {type(section.value).__name__}, which is immutable, and so is "
+                f"the {type(state).__name__} that holds it: pass the state as a dict"
             )
         encoded = self._values[section.name]["value"]
         names = set(tensor_names(encoded))

@@ -30,8 +30,8 @@ class OptimizerComparison:
     """The comparison of one optimizer with the checkpoint. `saved` is its values in state.json; `names` those of all
     parameters by identity."""
 
-    def __init__(self, wanted: ReadPlan, section: Section, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
-        self._wanted = wanted
+    def __init__(self, plan: ReadPlan, section: Section, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        self._plan = plan
         self._section = section
         self._saved = saved
         self._names = names
@@ -50,7 +50,7 @@ class OptimizerComparison:
                     self._on_device.update(map(id, group["params"]))
         else:
             state, groups = section.value.named_state(), section.value.named_groups()
-        stored = _by_parameter(self._wanted.stored(section.group), state)
+        stored = _by_parameter(self._plan.stored(section.group), state)
         live = _by_parameter(section.entries, state)
         self._check_class()
         if live and not stored:
@@ -58,14 +58,14 @@ class OptimizerComparison:
         for name in state:
             if name not in saved["members"]:
                 raise CheckpointMismatch(
-                    f"{self._wanted.where} has no state of parameter {name!r} in section {section.name!r}"
+                    f"{self._plan.where} has no state of parameter {name!r} in section {section.name!r}"
                 )
             nested = saved["state"].get(name, {})
             if name in parameters:
                 self._compare_torch(stored.get(name, {}), nested, live.get(name, {}), parameters[name])
             else:
                 self._compare_named(name, stored.get(name, {}), nested, live.get(name, {}))
-        self._wanted.finishers.append(self._clear)
+        self._plan.finishers.append(self._clear)
         self._compare_groups(groups)
         if section.kind == "optimizer":
             self._compare_others()
@@ -74,7 +74,7 @@ class OptimizerComparison:
         was, now = self._saved.get("class"), self._section.values.get("class")
         if was is not None and now is not None and was != now and not self._section.entries:
             raise CheckpointMismatch(
-                f"section {self._section.name!r} was saved from {was} in {self._wanted.where}, and is {now} here"
+                f"section {self._section.name!r} was saved from {was} in {self._plan.where}, but is {now} here"
             )
 
     def _check_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
@@ -84,7 +84,7 @@ class OptimizerComparison:
         unknown = sorted({key for group in groups for key in group} - known - {"params", "initial_lr"})
         if unknown:
             raise CheckpointMismatch(
-                f"section {self._section.name!r} has no state in {self._wanted.where}, and was saved from an optimizer "
+                f"section {self._section.name!r} has no state in {self._plan.where}, and was saved from an optimizer "
                 f"without {', '.join(unknown)}, which the one here has; resume with the one it was saved from"
             )
 
@@ -98,7 +98,7 @@ class OptimizerComparison:
             if unused and key != MASTER:
                 self._blank.append((parameter, entry))
             else:
-                self._wanted.want(self._section.group, name, entry.tensor, entry.layout, entry.dtype)
+                self._plan.want(self._section.group, name, entry.tensor, entry.layout, entry.dtype)
 
     @torch.no_grad()
     def _clear(self) -> None:
@@ -106,7 +106,7 @@ class OptimizerComparison:
         forget = getattr(self._section.value, "forget_state", None)
         if not self._blank or (forget is not None and forget(list(dict(self._blank)))):
             return
-        used = {id(target.live) for target in self._wanted.targets if target.live is not None}
+        used = {id(target.live) for target in self._plan.targets if target.live is not None}
         tensors: dict[int, list[Entry]] = {}
         for _, entry in self._blank:
             if id(entry.tensor) not in used or entry.layout != Layout.whole(entry.layout.shape):
@@ -114,12 +114,12 @@ class OptimizerComparison:
         for entries in tensors.values():
             tensor = entries[0].tensor.detach()
             on_host = tensor.device.type == "cpu"
-            host = (tensor if on_host else self._wanted.runtime.to_host([tensor])[0]).contiguous()
+            host = (tensor if on_host else self._plan.runtime.to_host([tensor])[0]).contiguous()
             for part in (part for entry in entries for part in entry.layout.parts):
                 for _, view in block_views(host, part, 0, part.piece.numel):
                     view.zero_()
             if not on_host:
-                self._wanted.runtime.write(entries[0].tensor, host)
+                self._plan.runtime.write(entries[0].tensor, host)
             elif host.data_ptr() != tensor.data_ptr():
                 tensor.copy_(host)
 
@@ -127,45 +127,45 @@ class OptimizerComparison:
         self, stored: Mapping[str, str], nested: Mapping[str, Any], live: Mapping[str, str], parameter: Tensor
     ) -> None:
         """As `_compare_named`, of an optimizer whose state may be made and removed."""
-        section, wanted = self._section, self._wanted
+        section, plan = self._section, self._plan
         in_values = _names_in(nested)
         direct = {key: name for key, name in stored.items() if name not in in_values}
         fresh: dict[str, ReadTarget] = {}
         for key, name in direct.items():
             if key in live:
                 entry = section.entries[name]
-                wanted.want(section.group, name, entry.tensor, entry.layout, entry.dtype)
+                plan.want(section.group, name, entry.tensor, entry.layout, entry.dtype)
                 continue
             layout = layout_of(parameter)
-            fits = layout is not None and wanted.manifest.tensors[section.group][name].shape == layout.shape
+            fits = layout is not None and plan.manifest.tensors[section.group][name].shape == layout.shape
             shape = tuple(parameter.shape) if fits else None
-            fresh[key] = wanted.want_new(section.group, name, layout if fits else None, shape)
+            fresh[key] = plan.want_new(section.group, name, layout if fits else None, shape)
             if key != "step" or id(parameter) in self._on_device:
-                fresh[key].place = partial(_placed, wanted.runtime, parameter)
-        tensors = {name: wanted.want_new(section.group, name) for name in in_values}
+                fresh[key].place = partial(_placed, plan.runtime, parameter)
+        tensors = {name: plan.want_new(section.group, name) for name in in_values}
         for target in tensors.values():
-            target.place = partial(_placed, wanted.runtime, parameter)
-        wanted.finishers.append(partial(_set_state, section.value, parameter, set(direct), fresh, nested, tensors))
+            target.place = partial(_placed, plan.runtime, parameter)
+        plan.finishers.append(partial(_set_state, section.value, parameter, set(direct), fresh, nested, tensors))
 
     def _compare_groups(self, groups: list[dict[str, Any]]) -> None:
-        section, saved, wanted = self._section, self._saved, self._wanted
+        section, saved, plan = self._section, self._saved, self._plan
         order = []
         for index, group in enumerate(groups):
             indices = {saved["members"][name] for name in group.get("params", ())} or {index}
             if len(indices) != 1 or str(min(indices)) not in saved["groups"]:
                 raise CheckpointMismatch(
-                    f"section {section.name!r}: the parameters of group {index} are in several groups in {wanted.where}"
+                    f"section {section.name!r}: the parameters of group {index} are in several groups in {plan.where}"
                 )
             order.append(str(indices.pop()))
         tensors: dict[str, ReadTarget] = {}
         for key in dict.fromkeys(order):
-            tensors.update(wanted.tensors_in(section.group, saved["groups"][key]))
-        wanted.expected.update((section.group, name) for name in section.entries if name.startswith("param_groups/"))
+            tensors.update(plan.tensors_in(section.group, saved["groups"][key]))
+        plan.expected.update((section.group, name) for name in section.entries if name.startswith("param_groups/"))
 
         def load() -> None:
             loaded = [decode(saved["groups"][key], lambda name: tensors[name].host) for key in order]
             if not all(isinstance(group, dict) for group in loaded):
-                raise CheckpointDamaged(f"{wanted.where}: the groups of section {section.name!r} make no sense")
+                raise CheckpointDamaged(f"{plan.where}: the groups of section {section.name!r} are malformed")
             if section.kind == "named":
                 named = [{**new, "params": group.get("params", [])} for new, group in zip(loaded, groups, strict=True)]
                 section.value.load_named_groups(named)
@@ -174,21 +174,21 @@ class OptimizerComparison:
             for group, new in zip(section.value.param_groups, loaded, strict=True):
                 for key, value in new.items():
                     if key not in _OWN:
-                        _set_hyperparameter(group, key, value, wanted.runtime, shared)
+                        _set_hyperparameter(group, key, value, plan.runtime, shared)
 
-        wanted.finishers.append(load)
+        plan.finishers.append(load)
 
     def _compare_others(self) -> None:
         """State under keys that are no parameters, and members that the optimizer's own state_dict() has."""
-        wanted, optimizer = self._wanted, self._section.value
+        plan, optimizer = self._plan, self._section.value
         keys, members = self._saved.get("keys"), self._saved.get("own")
         encoded = [keys, members]
-        tensors = wanted.tensors_in(self._section.group, encoded)
+        tensors = plan.tensors_in(self._section.group, encoded)
 
         def load() -> None:
             decoded = decode(encoded, lambda name: tensors[name].host)
             if not all(isinstance(value, dict | None) for value in decoded):
-                raise CheckpointDamaged(f"{wanted.where}: the values of section {self._section.name!r} make no sense")
+                raise CheckpointDamaged(f"{plan.where}: the values of section {self._section.name!r} are malformed")
             if keys is not None or "keys" in self._section.values:
                 for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
                     del optimizer.state[key]
@@ -196,7 +196,7 @@ class OptimizerComparison:
             if members is not None:
                 _load_members(optimizer, decoded[1])
 
-        wanted.finishers.append(load)
+        plan.finishers.append(load)
 
 
 def _load_members(optimizer: torch.optim.Optimizer, members: Mapping[str, Any]) -> None:

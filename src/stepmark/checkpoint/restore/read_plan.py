@@ -1,4 +1,4 @@
-"""What restoring has to read, and what it sets afterwards."""
+"""What to read from a checkpoint, and what to set afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Names = set[tuple[str, str]]
 
 
 class ReadPlan:
-    """The tensors wanted of one checkpoint, by group and name, and the functions to call once they are read."""
+    """The tensors to read from one checkpoint, and the functions to call once they are read."""
 
     def __init__(self, manifest: Manifest, runtime: Runtime, where: str) -> None:
         self.manifest = manifest
@@ -40,7 +40,7 @@ class ReadPlan:
     def want(self, group: str, name: str, live: Tensor | None, layout: Layout, dtype: str) -> ReadTarget:
         """A tensor to be read into `live`, or where that is None into a new one.
 
-        Raises CheckpointMismatch where the checkpoint has it not, or as another.
+        Raises CheckpointMismatch where the checkpoint does not have it, or has another shape or dtype.
         """
         target = ReadTarget(group, name, layout, dtype, live)
         check_entry(self.manifest.tensors.get(group, {}).get(name), target, self.where)
@@ -49,13 +49,13 @@ class ReadPlan:
         return target
 
     def want_new(self, group: str, name: str, layout: Layout | None = None, shape: Shape | None = None) -> ReadTarget:
-        """A tensor to be read into a new one: whole, or what `layout` says into one of `shape`, if that is given.
+        """A tensor to be read into a new one: the complete tensor, or the slices of `layout` into one of `shape`.
 
-        Raises CheckpointMismatch where the checkpoint has it not.
+        Raises CheckpointMismatch where the checkpoint does not have it.
         """
         entry = self.manifest.tensors.get(group, {}).get(name)
         if entry is None:
-            raise CheckpointMismatch(f"{self.where} has no tensor {name!r}, which its values refer to")
+            raise CheckpointMismatch(f"{self.where} has no tensor {name!r}, but its stored values refer to it")
         target = self.want(group, name, None, layout or Layout.whole(entry.shape), entry.dtype)
         target.shape = shape
         return target

@@ -1,4 +1,4 @@
-"""Restoring: the newest checkpoint that is whole, or the one that was named; all ranks the same."""
+"""Restoring the newest complete checkpoint, or a named one; all ranks restore the same."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class Restorer:
         self._accept = accept
         self._step = -1  # of the checkpoint that was compared last
         self._save: str | None = None  # likewise
-        self.aside: list[tuple[Path, str]] = []  # what was set aside on this rank, and why
+        self.aside: list[tuple[Path, str]] = []  # what was quarantined on this rank, and why
 
     def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
-        """Restores from the first candidate that is whole, and sets those before it aside; None without candidates.
+        """Restores from the first complete candidate and quarantines those before it; None without candidates.
 
-        Raises CheckpointDamaged where none is whole: then all stay where they are.
+        Raises CheckpointDamaged where none is complete; then none is quarantined.
         """
         damaged: list[tuple[Path, str]] = []
         for path in candidates:
@@ -88,13 +88,13 @@ class Restorer:
             damaged.append((path, reason))
         if damaged:
             raise CheckpointDamaged(
-                f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is whole; the newest: "
-                f"{damaged[0][1]}; to begin anew, move them away"
+                f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is complete; the newest: "
+                f"{damaged[0][1]}; to start from scratch, move them away"
             )
         return None
 
     def named(self, path: Path, state: Mapping[str, Any]) -> int:
-        """Restores from this checkpoint; returns its step. Raises CheckpointDamaged where it is not whole.
+        """Restores from this checkpoint; returns its step. Raises CheckpointDamaged where it is not complete.
 
         When it returns, on any rank, no rank reads the checkpoint any more.
         """
@@ -173,7 +173,9 @@ class Restorer:
         if outcome.troubled and error is not None:
             raise error
         for rank, other in enumerate(outcomes):
-            if other.troubled:  # whatever else a rank reports: a checkpoint is set aside only where nothing is in doubt
+            if (
+                other.troubled
+            ):  # whatever else a rank reports: a checkpoint is quarantined only where nothing is in doubt
                 raise CheckpointError(f"rank {rank}: {other.problem}")
         _check_same(outcomes, path)
         reason = self._damage(outcomes, path)
@@ -185,7 +187,9 @@ class Restorer:
             if other.mismatch:
                 raise CheckpointMismatch(f"rank {rank}: {other.problem}")
         for _, name in sorted(frozenset.intersection(*(other.unexpected for other in outcomes))):
-            raise CheckpointMismatch(f"{path} has a tensor {name!r}, which the state to be restored has not")
+            raise CheckpointMismatch(
+                f"unexpected tensor {name!r} in {path}: the state passed to restore() does not contain it"
+            )
         return None
 
     def _damage(self, outcomes: Sequence[RestoreOutcome], path: Path) -> str | None:
@@ -202,8 +206,8 @@ class Restorer:
         )
         if seen is None:
             raise CheckpointError(
-                f"rank {rank}: {reason}, but rank 0 finds all files of {path.name} there: see to it that every node "
-                f"has the same file system at {path.parent}, and try again"
+                f"rank {rank}: {reason}, but rank 0 finds all files of {path.name}: mount "
+                f"the same file system at {path.parent} on every node and try again"
             )
         return seen
 
@@ -215,9 +219,9 @@ class Restorer:
                 aside = quarantine(path).name
                 self.aside.append((path, reason))
             except OSError as error:  # what has been restored is right all the same
-                logger.error("the damaged %s could not be set aside: %s", path, describe_error(error))
+                logger.error("the damaged %s could not be quarantined: %s", path, describe_error(error))
             else:
-                logger.error("set the damaged %s aside as %s; using %s instead", path.name, aside, used.name)
+                logger.error("quarantined the damaged %s as %s; using %s instead", path.name, aside, used.name)
 
 
 def _check_types(values: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
@@ -236,7 +240,7 @@ def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:
         if save != seen[0][1]:
             raise CheckpointError(
                 f"ranks {seen[0][0]} and {rank} see different checkpoints as {path}, of saves {seen[0][1]} and {save}: "
-                "see to it that every rank is given the same path, and every node has the same file system there"
+                "give every rank the same path, and mount the same file system there on every node"
             )
 
 

@@ -1,4 +1,4 @@
-"""Reads pieces of tensors out of a checkpoint's files, in parallel, checking each byte before it is used."""
+"""Reads slices of tensors from a checkpoint's files in parallel, verifying every byte before it is used."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from stepmark.checkpoint.format.shard_reader import byte_blocks, copy_block, ele
 from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Box, Layout, Part, Shape
 from stepmark.sharding.overlap import disjoint, overlaps
-from stepmark.sharding.views import block_views
+from stepmark.sharding.views import block_views, is_row_major
 
 Bytes = NDArray[np.uint8]
 LARGE = 4 << 20  # bytes from which a tensor's memory on the host is a mapping of its own
@@ -34,7 +36,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 class ReadTarget:
     """A tensor to be filled: a live one, or (`live` None) a new one on the host, which `place`, if there is one, takes
     to its device. `host` has the values in the end, of a new tensor where it is. `shape` is that of a new tensor which
-    is not just the one piece that the layout has; what the layout leaves out of it is zero."""
+    is more than the layout's single slice; elements outside the layout are zero."""
 
     group: str
     name: str
@@ -76,7 +78,7 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Ends the threads, and lets go of the files."""
+        """Stops the threads and closes the files."""
         self._pool.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.close()
@@ -84,7 +86,7 @@ class TensorReader:
     def fill(self, targets: Sequence[ReadTarget], runtime: Runtime) -> None:
         """Reads every target and gives live tensors their values, through the runtime where they are not host memory.
 
-        Raises CheckpointDamaged for bytes that are missing or differ from their digest.
+        Raises CheckpointDamaged for bytes that are missing or do not match their checksum.
         """
         together: dict[int, list[ReadTarget]] = {}
         for target in targets:
@@ -134,7 +136,7 @@ class TensorReader:
         return size
 
     def _jobs(self, target: ReadTarget) -> Iterator[Callable[[], None]]:
-        """What fills a target; no two jobs write the same bytes."""
+        """The jobs that fill a target; no two write the same bytes."""
         entry = self.manifest.tensors[target.group][target.name]
         assert target.host is not None
         for part in target.layout.parts:
@@ -142,7 +144,7 @@ class TensorReader:
             yield from self._runs(target, part, entry) if runs else self._boxes(target, part, entry)
 
     def _runs(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
-        """Stored and wanted pieces are runs of elements of the same box: straight copies."""
+        """Stored shards and wanted slices are ranges of the same box: straight copies."""
         assert target.host is not None
         assert isinstance(part.at, int)
         size, position = item_size(entry.dtype), part.piece.start
@@ -165,7 +167,7 @@ class TensorReader:
             raise self._incomplete(target)
 
     def _boxes(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
-        """Any two layouts: the boxes that they have in common, block by block of what is stored."""
+        """Any two layouts: their intersection, block by block of what is stored."""
         found: list[Box] = []
         for index, stored in entry.pieces:
             pairs = overlaps(stored, part.piece)
@@ -179,7 +181,9 @@ class TensorReader:
             raise self._incomplete(target)
 
     def _incomplete(self, target: ReadTarget) -> CheckpointDamaged:
-        return CheckpointDamaged(f"{self.folder}: the pieces of tensor {target.name!r} do not make up what is needed")
+        return CheckpointDamaged(
+            f"{self.folder}: tensor {target.name!r} is incomplete: the stored shards do not cover what is needed"
+        )
 
     def _file(self, index: int) -> VerifiedFile:
         if index not in self._files:
@@ -201,7 +205,7 @@ def _copy_on_host(live: Tensor, runtime: Runtime) -> Tensor:
 
 
 def _in_use(target: ReadTarget) -> bool:
-    """Whether somebody else has the memory that is filled: no byte may get there unchecked."""
+    """Whether the memory that is filled is the live tensor's: only verified bytes may be written there."""
     assert target.host is not None
     live = target.live
     return live is not None and live.device.type == "cpu" and live.data_ptr() == target.host.data_ptr()
@@ -212,7 +216,7 @@ def _read_run(file: VerifiedFile, tensor: StoredTensor, begin: int, end: int, wh
 
 
 def _copy_run(file: VerifiedFile, tensor: StoredTensor, begin: int, end: int, where: Bytes) -> None:
-    # numpy's copy takes one thread; torch's would start a team of its own in each thread of the pool.
+    # numpy copies in this thread; torch would start a thread team in each thread of the pool.
     np.copyto(where, np.frombuffer(file.read(tensor, begin, end), dtype=np.uint8))
 
 
@@ -227,10 +231,10 @@ def _copy_boxes(
 
 
 def check_entry(entry: TensorEntry | None, target: ReadTarget, where: str) -> None:
-    """Raises CheckpointMismatch where the checkpoint's tensor is not the one that is wanted, with both shapes."""
+    """Raises CheckpointMismatch, naming both shapes, where the checkpoint's tensor is not the expected one."""
     wanted = f"{target.dtype} {list(target.layout.shape)}"
     if entry is None:
-        raise CheckpointMismatch(f"{where} has no tensor {target.name!r}, which is {wanted} here")
+        raise CheckpointMismatch(f"{where} has no tensor {target.name!r}; the state here expects {wanted}")
     if (entry.dtype, entry.shape) != (target.dtype, target.layout.shape):
         raise CheckpointMismatch(
             f"tensor {target.name!r} is {entry.dtype} {list(entry.shape)} in {where} and {wanted} here"

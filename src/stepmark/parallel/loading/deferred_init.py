@@ -1,10 +1,10 @@
-"""Making a new model without holding it: each tensor is drawn when it is wanted, to the values it would have had.
+"""Creates a new model without holding it: each tensor is drawn when needed, with the values it would have had.
 
 While a `DeferredInit` is active, a large tensor that a constructor makes on the host is a meta tensor instead, with a
 tape: the in-place operations that would have filled it. A random one also draws, into memory that is dropped at once,
 so that the generator advances as it would have, and the tape notes the generator's state before. Replaying a tape gives
-the tensor's values bit for bit, in any order and as often as wanted. An operation that overwrites the whole tensor
-starts its tape anew, so that what constructors draw, and models then draw again, is replayed once.
+the tensor's values bit for bit, in any order and as often as wanted. An operation that overwrites the complete tensor
+clears its tape, so that what constructors draw and models then draw again is replayed once.
 
 Small tensors are real, and so is what is computed from others: rotary frequencies, causal masks.
 """
@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 from stepmark.errors import UsageError
-from stepmark.parallel.loading.tensor_source import TensorSource, narrow, part_of, passing
+from stepmark.parallel.loading.tensor_source import TensorSource, part_of, passing
 from stepmark.sharding.layout import Layout, Shape
+from stepmark.sharding.views import narrow
 
 SMALL = 32 << 10  # bytes: smaller tensors are not deferred
 
@@ -197,7 +198,7 @@ class DeferredInit(TorchDispatchMode):
             return self._write_out(function, arguments, keywords)
         if any(self._is_deferred(each) for each in (arguments[0], *keywords.values())):
             raise UsageError(
-                f"the model fills its weights with {function}, which cannot be done tensor by tensor; make it outside "
+                f"the model initializes weights with {function}, which cannot be deferred; create it outside "
                 "load_for_parallelism, save it, and load it from there"
             )
         arguments, keywords = tree_map_only(Tensor, self._real, (arguments, keywords))
@@ -247,7 +248,10 @@ class DeferredInit(TorchDispatchMode):
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             if keywords.get("generator") is not None:
-                raise UsageError("the model draws its weights from a generator of its own; make it whole and save it")
+                raise UsageError(
+                    "the model draws its weights from a custom generator; create it outside load_for_parallelism, "
+                    "save it, and load it from there"
+                )
             state = torch.default_generator.get_state()
             reach = 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
             scratch = passing(reach, target.dtype).as_strided(view.size, view.stride)

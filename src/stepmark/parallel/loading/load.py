@@ -1,12 +1,13 @@
-"""Making a model that is larger than a rank's memory: on the meta device, cut, and then filled part by part.
+"""Creates a model that is larger than a rank's memory: on the meta device, sharded, then filled tensor by tensor.
 
-Whatever makes the model, three things happen in this order: it is constructed without values, `parallelize` leaves each
-rank its local parameters, and each of these is filled from its source, one at a time: bytes of a Hugging Face folder
-(source.py), or the draws of a constructor (initialise.py).
+Three steps: the model is constructed without values, `parallelize` leaves each rank its local parameters, and each of
+these is filled from its source, one at a time: from the files of a Hugging Face folder (tensor_source.py), or from what
+a constructor draws (deferred_init.py).
 
-`load_for_parallelism` does so to every transformers model that is made inside it. Constructors are wrapped; of
-`from_pretrained` only the part that reads the files is replaced, so that all else about it, the configuration and the
-generation configuration for example, is transformers' own.
+`load_for_parallelism` applies them to every transformers model that is created inside it. Constructors are wrapped. Of
+`from_pretrained`, only the part that reads the files is replaced; the rest, such as the generation configuration, is
+done by transformers. A contract test,
+tests/parallel/loading/test_transformers_contract.py, lists which names of transformers this needs.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from stepmark.sharding.layout import Layout, layout_of
 if TYPE_CHECKING:
     from stepmark.runtime.mesh import Mesh
 
-Cut = Callable[[nn.Module], object]
+ShardModel = Callable[[nn.Module], object]
 
 
 @dataclass(frozen=True)
 class Maker:
-    """How models are made: `cut` leaves a model on the meta device its local parameters; they end on the runtime's
-    device. Tensors of less than `small` bytes are held while a new model is drawn."""
+    """How models are created: `shard` shards a model that is on the meta device; `runtime` has the device on which its
+    parameters end. Tensors of less than `small` bytes are held while a new model is drawn."""
 
-    cut: Cut
+    shard: ShardModel
     runtime: Runtime
     small: int = SMALL
 
     def new(self, construct: Callable[[], Any], dtype: torch.dtype | None = None) -> Any:
         """The model that `construct` makes, its values those that it would have drawn alone, then taken to `dtype`.
 
-        The generator's state afterwards is the one after the whole construction.
+        The generator's state afterwards is the one after the complete construction.
         """
         deferral = DeferredInit(self.small)
         with deferral:
@@ -56,26 +57,26 @@ class Maker:
         return model
 
     def complete(self, model: nn.Module, deferral: DeferredInit, dtype: torch.dtype | None = None) -> None:
-        """Cuts and fills a model that was constructed under `deferral`."""
+        """Shards and fills a model that was constructed under `deferral`."""
         sources = deferral.settle(model)
         if dtype is not None:
             model.to(dtype)
-        self.cut(model)
+        self.shard(model)
         fill(model, sources, self.runtime)
 
     def loaded(self, model: Any, files: list[Path], config: Any) -> None:
-        """Cuts and fills a model that `from_pretrained` has constructed on the meta device. `config` is what
+        """Shards and fills a model that `from_pretrained` has constructed on the meta device. `config` is what
         transformers knows of this loading: dtypes, names that differ."""
         sources = prepare(model, open_files(files), config)
-        self.cut(model)
+        self.shard(model)
         fill(model, sources, self.runtime)
 
 
 def fill(model: nn.Module, sources: Mapping[str, TensorSource], runtime: Runtime) -> None:
     """Gives every parameter on the meta device its values, and takes the buffers to the device.
 
-    A parameter's source has its name, or one of its names where it is tied. Parameters stay the objects they are;
-    places that their layout does not mention are 0. Raises CheckpointMismatch, before anything is read, where a source
+    A parameter's source has its name, or one of its names where it is tied. Parameters keep their identity;
+    elements outside their layout are 0. Raises CheckpointMismatch, before anything is read, where a source
     is missing or of another shape.
     """
     names: dict[int, list[str]] = {}
@@ -99,7 +100,9 @@ def fill(model: nn.Module, sources: Mapping[str, TensorSource], runtime: Runtime
 def _source(names: list[str], layout: Layout, sources: Mapping[str, TensorSource]) -> TensorSource:
     name = next((name for name in names if name in sources), None)
     if name is None:
-        raise CheckpointMismatch(f"parameter {names[0]!r} has no values: nothing of that name was made or stored")
+        raise CheckpointMismatch(
+            f"parameter {names[0]!r} has no values: no tensor of that name was initialized or stored"
+        )
     if sources[name].shape != layout.shape:
         raise CheckpointMismatch(f"parameter {name!r} is {list(sources[name].shape)} and {list(layout.shape)} here")
     return sources[name]
@@ -109,11 +112,22 @@ def _source(names: list[str], layout: Layout, sources: Mapping[str, TensorSource
 def load_for_parallelism(
     mesh: Mesh, *, sequence_parallel: bool = False, parallelize_embedding: bool = True, plan: Any = None
 ) -> Iterator[None]:
-    """Inside, transformers models are made for this rank of the mesh: parallelized, and on its device.
+    """Context in which transformers models are created for this rank of the mesh: parallelized and on its device.
 
-    `from_pretrained` of a folder reads only the rank's own bytes; `from_config` and constructors draw the very values
-    of the whole model, tensor by tensor. The arguments are those of `parallelize`. Errors name the file and the tensor,
-    before anything is read: CheckpointNotFound, CheckpointDamaged, CheckpointMismatch, UsageError.
+    `from_pretrained` of a folder reads only this rank's shards. `from_config` and constructors draw the same values as
+    for the complete model, tensor by tensor. No rank ever holds the complete model.
+
+    Args:
+        mesh: The mesh; its tensor parallel axis shards the model.
+        sequence_parallel: As for `parallelize`. Default: False.
+        parallelize_embedding: Whether embedding, output layer and loss are sharded along the vocabulary. Default: True.
+        plan: A tensor parallel plan in place of the model's own. Default: None.
+
+    Raises:
+        CheckpointNotFound: The folder has no safetensors files.
+        CheckpointDamaged: A file is missing, truncated or malformed. The error names the file and the tensor.
+        CheckpointMismatch: The folder's tensors and the model's differ in names or shapes.
+        UsageError: The model cannot be created or loaded in shards.
     """
     with making(maker(mesh, sequence_parallel, parallelize_embedding, plan)):
         yield
@@ -137,8 +151,8 @@ def load_model(make: Maker, folder: str | Path, *, model_class: Any = None, **op
 
 
 def new_model(make: Maker, config: Any, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
-    """A new model of a configuration, its values those of the whole model for the generator's state, taken to `dtype`
-    once they are drawn."""
+    """A new model of a configuration, with the values that the complete model would draw, converted to `dtype` after
+    drawing."""
     if model_class is None:
         from transformers import AutoModelForCausalLM as model_class
     return make.new(lambda: model_class.from_config(config), dtype)
@@ -146,7 +160,7 @@ def new_model(make: Maker, config: Any, *, model_class: Any = None, dtype: torch
 
 @contextmanager
 def making(make: Maker) -> Iterator[None]:
-    """While it lasts, transformers models are made by `make`."""
+    """Context in which transformers models are created by `make`."""
     from transformers import PreTrainedModel
 
     busy = _Busy()
@@ -164,7 +178,7 @@ def making(make: Maker) -> Iterator[None]:
 
 @dataclass
 class _Busy:
-    """Whether a model is being made: the models it is made of are no models of their own."""
+    """Whether a model is being created: models inside it are not created separately."""
 
     now: bool = False
 
@@ -205,7 +219,7 @@ def _constructor(owner: type, make: Maker, busy: _Busy) -> Callable[..., None]:
 
 
 def _watching(original: Any, make: Maker, busy: _Busy, patches: ExitStack) -> Callable[..., None]:
-    """Classes that come into being meanwhile: transformers imports the files of its models when they are used."""
+    """Wraps classes that are defined meanwhile: transformers imports its models' modules lazily."""
 
     def prepare_class(owner: type, **options: Any) -> None:
         original.__get__(None, owner)(**options)

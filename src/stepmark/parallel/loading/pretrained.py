@@ -47,7 +47,7 @@ def _rename(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Tensor
         if converter is not None:
             raise UsageError(
                 f"{tensor.path}: tensor {name!r} has to be converted for {type(model).__name__}, and cannot be loaded "
-                "in parts; load the model whole and save it with save_original_format=False"
+                "in parts; load the complete model and save it with save_original_format=False"
             )
         if target in named:
             raise CheckpointMismatch(f"{tensor.path}: {name!r} and {named[target].name!r} are both {target!r}")
@@ -98,17 +98,17 @@ def _check(
     report = LoadStateDictInfo(set(missing), set(named) - set(wanted), set(), [], {}, set())
     model._adjust_missing_and_unexpected_keys(report)
     who = type(model).__name__
-    absent = sorted(missing)  # also those that transformers would draw anew
+    absent = sorted(missing)  # also those that transformers would initialize
     if absent:
         raise CheckpointMismatch(
-            f"{at} lacks tensor {absent[0]!r} of {who}{_more(absent)}; name a whole model's folder"
+            f"{at} lacks tensor {absent[0]!r} of {who}{_more(absent)}; give the folder of a complete model"
         )
     surplus = sorted(report.unexpected_keys)
     if surplus:
         tensor = named[surplus[0]]
         raise CheckpointMismatch(
-            f"{tensor.path} has tensor {tensor.name!r}, which {who} has not{_more(surplus)}; load it as the class that "
-            "its config.json names"
+            f"{tensor.path} has tensor {tensor.name!r}, which {who} does not have{_more(surplus)}; load it with "
+            "the class that its config.json names"
         )
     for name in set(named) - set(wanted):
         del named[name]

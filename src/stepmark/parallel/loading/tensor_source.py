@@ -1,4 +1,4 @@
-"""Where the values of a parameter come from, and cutting a rank's own part out of them.
+"""Sources of a parameter's values, from which a rank reads only its own shard.
 
 A `Source` knows a global tensor's shape and can give any box of it. `StoredTensor` is one in a safetensors file, of
 which only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because their
@@ -20,24 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stepmark.checkpoint.format.dtypes import DTYPES, torch_dtype
+from stepmark.checkpoint.format.tensor_file import header_length, natural_numbers, read_entries
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
 from stepmark.sharding.layout import Box, Layout, Part, Shape
+from stepmark.sharding.views import narrow
 
 BUFFER = 8 << 20
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 
 
 class TensorSource(Protocol):
@@ -50,20 +40,10 @@ class TensorSource(Protocol):
         """Writes the parts of `layout` into `local`, on the host, converted to its dtype; the rest stays."""
 
 
-@dataclass
-class Reads:
-    """How much has been asked of the files so far, in bytes."""
-
-    count: int = 0
-
-
-READS = Reads()
-
-
 def passing(numel: int, dtype: torch.dtype) -> Tensor:
     """A tensor of zeros, in one dim, for a short time: its memory goes back to the system when it is dropped.
 
-    The C library would keep large pieces, and among smaller ones that stay they would soon add up to a model's size.
+    malloc would keep large blocks, which fragment and soon add up to the model's size.
     """
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
@@ -77,13 +57,6 @@ def part_of(local: Tensor, part: Part) -> Tensor:
     if isinstance(part.at, int):
         return local.view(-1)[part.at : part.at + part.piece.numel].view(lengths)
     return narrow(local, Box(part.at, lengths))
-
-
-def narrow(tensor: Tensor, box: Box) -> Tensor:
-    """The view of the elements in a box."""
-    for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
 
 
 @dataclass(frozen=True)
@@ -131,7 +104,6 @@ class SafetensorsSource:
 
     def _read(self, descriptor: int, memory: memoryview, offset: int) -> None:
         done = 0
-        READS.count += len(memory)
         while done < len(memory):
             try:
                 got = os.preadv(descriptor, [memory[done:]], offset + done)
@@ -166,7 +138,7 @@ def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
     split = len(shape)
     while split > 0 and box.lengths[split - 1 :] == shape[split - 1 :]:
         split -= 1
-    split = max(split - 1, 0)  # this dim is cut, those behind it are whole
+    split = max(split - 1, 0)  # this dim is sharded, the dims after it are complete
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     numel = math.prod(box.lengths[split:])
@@ -177,8 +149,8 @@ def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
 def open_folder(folder: Path) -> dict[str, SafetensorsSource]:
     """The tensors of a Hugging Face folder: one safetensors file, or several and their index.
 
-    Reads headers only. Raises CheckpointNotFound where there are none, CheckpointDamaged where a file is missing, cut
-    short or not of the format, or where it and the index differ.
+    Reads headers only. Raises CheckpointNotFound where there are none, CheckpointDamaged where a file is missing,
+    truncated or malformed, or disagrees with the index.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -189,11 +161,11 @@ def open_folder(folder: Path) -> dict[str, SafetensorsSource]:
         places: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({folder / str(file) for file in places.values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"{index} is no index of safetensors files; fetch the folder again") from error
+        raise CheckpointDamaged(f"{index} is not an index of safetensors files; download the folder again") from error
     found = open_files(files)
     for name, file in places.items():
         if name not in found or found[name].path != folder / file:
-            raise CheckpointDamaged(f"{folder / file} has no tensor {name!r}, which {index.name} says it has")
+            raise CheckpointDamaged(f"{folder / file} has no tensor {name!r}, although {index.name} lists it there")
     return found
 
 
@@ -212,7 +184,7 @@ def open_files(files: Sequence[Path]) -> dict[str, SafetensorsSource]:
 
 def _nothing_in(folder: Path) -> str:
     old = sorted([*folder.glob("*.bin"), *folder.glob("*.bin.index.json")])
-    what = f"only {old[0].name}, which is a pickle and cannot be read in parts" if old else "no model"
+    what = f"only {old[0].name}, a pickle, which cannot be read in parts" if old else "no model"
     advice = "save it again with save_pretrained, which writes safetensors" if old else "name a folder with safetensors"
     return f"{folder} has {what}: neither {SINGLE} nor {INDEX}; {advice}"
 
@@ -221,18 +193,18 @@ def _read_header(path: Path) -> list[SafetensorsSource]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-                raise CheckpointDamaged(f"{path} is damaged or no safetensors file: its header is cut off")
-            header: Any = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            found = [_entry(path, name, entry, 8 + length) for name, entry in header.items()]
+            prefix = file.read(8)
+            begin, header = read_entries(prefix + file.read(header_length(prefix, size) - 8), size)
+        header.pop("__metadata__", None)
+        found = [_entry(path, name, entry, begin) for name, entry in header.items()]
     except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path} is missing, though {INDEX} names it") from error
+        raise CheckpointDamaged(f"{path} is missing, but {INDEX} names it; download the folder again") from error
     except OSError as error:
         raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"{path} is damaged or no safetensors file: its header makes no sense") from error
+    except (ValueError, LookupError, TypeError, AttributeError, CheckpointDamaged) as error:
+        raise CheckpointDamaged(
+            f"{path} is damaged or not a safetensors file: its header is invalid: {error}"
+        ) from error
     for tensor in found:
         if tensor.begin + tensor.nbytes > size:
             raise CheckpointDamaged(f"{path} ends at byte {size}, before the end of tensor {tensor.name!r}")
@@ -240,12 +212,11 @@ def _read_header(path: Path) -> list[SafetensorsSource]:
 
 
 def _entry(path: Path, name: str, entry: Any, origin: int) -> SafetensorsSource:
-    begin, end = entry["data_offsets"]
-    if entry["dtype"] not in _DTYPES:
-        raise CheckpointMismatch(f"{path}: tensor {name!r} is {entry['dtype']}, which cannot be loaded")
-    tensor = SafetensorsSource(path, name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), origin + begin)
-    if begin < 0 or tensor.nbytes != end - begin:
-        raise CheckpointDamaged(
-            f"{path}: tensor {name!r} of {list(tensor.shape)} does not fill its {end - begin} bytes"
-        )
+    if entry["dtype"] not in DTYPES:
+        raise CheckpointMismatch(f"{path}: tensor {name!r} has dtype {entry['dtype']}, which cannot be loaded")
+    begin, end = natural_numbers(entry["data_offsets"])
+    shape = natural_numbers(entry["shape"])
+    tensor = SafetensorsSource(path, name, torch_dtype(entry["dtype"]), shape, origin + begin)
+    if tensor.nbytes != end - begin:
+        raise ValueError(f"tensor {name!r} of shape {list(shape)} does not fill its {end - begin} bytes")
     return tensor
