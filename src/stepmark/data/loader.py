@@ -134,7 +134,8 @@ class DataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to a saved position; the next iteration starts there. Batch size, world size and accumulation may
-        differ from those of the loader that saved it. Raises CheckpointMismatch for other data, another seed or another order."""
+        differ from those of the loader that saved it. Raises CheckpointMismatch for other data, another seed or another
+        order."""
         expected = self.state_dict()
         for name in ("dataset_size", "seed", "order"):
             if state.get(name) != expected[name]:
