@@ -1,4 +1,4 @@
-"""What a loader yields: the micro-batches of one optimizer step."""
+"""A loader's output: the micro-batches of one optimizer step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Samples → one batch, its sequences padded to lengths that are stated.
+"""Samples → one batch, with sequences padded to stated lengths.
 
-A batch has one length for all its sequences, which are `input_ids` and what goes with it. Labels are padded with -100,
-ids with the pad id, everything else with 0.
+A batch has one length for all its sequences: `input_ids` and the features that belong to them. Labels are padded with
+-100, ids with the pad id, everything else with 0.
 """
 
 from __future__ import annotations
@@ -56,10 +56,13 @@ class Padding:
 
 @dataclass(frozen=True)
 class PadTo:
-    """A `data_collator` that pads sequences to one stated length, or to the smallest of a few that fits, so that a lazy
-    device sees few shapes. `collate_fn` makes the batch that is padded; by default samples are stacked.
+    """A `data_collator` that pads sequences to stated lengths, so that a lazy device sees few shapes.
 
         Trainer(…, data_collator=PadTo([64, 128]))
+
+    Args:
+        lengths: one length in tokens, or several, of which the smallest that fits is used.
+        collate_fn: makes the batch that is padded; default: samples are stacked.
     """
 
     lengths: int | Sequence[int]
@@ -71,8 +74,8 @@ def collate(samples: Sequence[Any], indices: Sequence[int], padding: Padding, le
     else to the stated length that fits, else to the longest of the batch. Strings and None are left out, and `label` is
     renamed `labels`, as in transformers' default collator. Other samples are stacked as PyTorch stacks them.
 
-    `indices` are the samples' numbers, for messages. Raises DataError where a sample is longer than all stated lengths,
-    UsageError where lengths differ and must not.
+    `indices` are the samples' numbers, for messages. Raises DataError if a sample is longer than all stated lengths,
+    UsageError if lengths differ where shapes are fixed.
     """
     if not isinstance(samples[0], Mapping):
         return default_collate(list(samples))
@@ -99,7 +102,7 @@ def collate(samples: Sequence[Any], indices: Sequence[int], padding: Padding, le
 
 
 def pad_collated(inputs: Any, indices: Sequence[int], padding: Padding, length: int | None = None) -> Any:
-    """What a user's collator made, as a plain dict where it is a mapping, its sequences [rows, L, …] padded as in
+    """The output of a user's collator, as a plain dict if it is a mapping, with its sequences [rows, L, …] padded as in
     `collate`. Raises DataError where L is longer than all stated lengths."""
     if not isinstance(inputs, Mapping):
         return inputs

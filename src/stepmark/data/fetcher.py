@@ -27,8 +27,8 @@ CollateFn = Callable[[list[Any]], Any]
 class MicroTask:
     """What to fetch: the samples of the first `rows` rows, then `filler` rows that repeat the last of `indices`.
 
-    `indices` names one sample even where `rows` is 0. `key` is what random numbers are drawn from: seed, epoch and the
-    place in the epoch. `length` is the length of sequences where all ranks must agree on it.
+    `indices` names one sample even where `rows` is 0. `key` seeds random numbers: seed, epoch and position
+    in the epoch. `length` is the length of sequences if all ranks must agree on it.
     """
 
     indices: tuple[int, ...]
@@ -40,7 +40,7 @@ class MicroTask:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What went wrong in a worker, in a form that travels to the process that waits for it."""
+    """A worker's error, in a form that can be sent to the waiting process."""
 
     error: StepmarkError
     trace: str
@@ -63,7 +63,7 @@ class Fetcher(Dataset[MicroBatch]):
         self._draws_nothing = collate_fn is None and isinstance(dataset, PackedBlocks)
 
     def fetch(self, task: MicroTask) -> MicroBatch:
-        """The micro-batch, under generators of its own. Raises DataError where dataset or collator fail."""
+        """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
         with nullcontext() if self._draws_nothing else drawing_from(task.key):
             try:
                 return self._labelled(self._collate(self._samples(task), task), task)

@@ -1,7 +1,7 @@
 """The DataLoader, whose position can be saved: every sample once an epoch, on any mesh, also after resuming.
 
-`order.py` decides which samples a micro-batch has, `fetching.py` makes it, in this process or in PyTorch's workers;
-here the two meet, and the position that the consumer has reached is kept.
+`order.py` decides which samples are in a micro-batch, and `fetcher.py` makes it, in this process or in PyTorch's
+workers. The loader combines the two and keeps the position that the consumer has reached.
 """
 
 from __future__ import annotations
@@ -28,20 +28,36 @@ ORDERS = {True: "shuffled-1", False: "sequential-1"}
 
 
 class DataLoader:
-    """Batches of a dataset that has a length and gives sample i; one `StepBatch` for each optimizer step.
+    """Batches of a map-style dataset, one `StepBatch` for each optimizer step, with a position that can be saved.
 
     A step takes `batch_size * world_size * accumulation` samples, the same ones on every mesh for which that product is
-    the same. Iterating runs from the current position to the end of its epoch; iterating again takes the next epoch.
+    the same. Iterating runs from the current position to the end of its epoch; iterating again starts the next epoch.
     The order is a function of (seed, epoch), and so is every number that a collator draws from Python's, numpy's or
-    PyTorch's CPU generator, whatever `num_workers` is; the caller's generators are left as they are.
+    PyTorch's CPU generator, whatever `num_workers` is; the caller's generators are restored.
 
-    The last step of an epoch may have fewer samples (with `drop_last` they are left out). With `fixed_shape`, and where
-    this rank has no sample in it, micro-batches keep all rows: see `MicroBatch`. `pad_to` states one length for all
-    sequences, or a few of which the smallest that fits is taken; with `fixed_shape` and several ranks all take the
-    same, for which every sample is read once at the start. `pad_token_id` pads `input_ids`. `causal_shift` says how
-    targets are counted: see `count_targets`.
+    Args:
+        dataset: has `__len__` and `__getitem__`.
+        batch_size: samples of a micro-batch of one rank.
+        rank: this rank's data parallel coordinate, from 0 (default).
+        world_size: data parallel ranks, default 1.
+        accumulation: micro-batches of a step, default 1.
+        seed: of the order and of what collators draw, at least 0 (default).
+        shuffle: a random order in every epoch (default), or the dataset's own.
+        drop_last: leave out the last step of an epoch if it has fewer samples; default False.
+        collate_fn: makes a batch of a list of samples; default: `stepmark.data.collate.collate`.
+        num_workers: worker processes, default 0: the calling process fetches.
+        fixed_shape: fill incomplete micro-batches with rows that are not in the loss, as lazy devices need; see
+            `MicroBatch`. Default False: only a rank without samples in a step gets such rows.
+        pad_to: one length in tokens for all sequences, or several, of which the smallest that fits is used. With
+            `fixed_shape` and several ranks, all ranks use the same one, for which every sample is read once at the
+            start. Default None: the longest sequence of the batch.
+        pad_token_id: pads `input_ids`, default 0.
+        labels: how the model's loss uses labels, `MicroBatchLoss(model).labels`; default: an argument `labels`, of
+            which -100 is ignored.
 
-    Raises UsageError for arguments that do not fit, DataError for a dataset without a single step.
+    Raises:
+        UsageError: arguments that contradict each other, or a dataset without `__len__` or `__getitem__`.
+        DataError: the dataset has not enough samples for one step.
     """
 
     def __init__(
@@ -92,7 +108,7 @@ class DataLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in a whole epoch."""
+        """Steps of a complete epoch."""
         return self._epoch.steps()
 
     def __len__(self) -> int:
@@ -104,8 +120,8 @@ class DataLoader:
             yield step
 
     def ahead(self) -> Iterator[StepBatch]:
-        """The steps from the current position to the end of its epoch, leaving the position as it is: for who fetches
-        ahead of a consumer, and gives each step's `state` to `load_state_dict` when the consumer takes it."""
+        """The steps from the current position to the end of its epoch, without moving the position: for prefetchers,
+        which pass each step's `state` to `load_state_dict` when the consumer takes the step."""
         start = self._position
         micro_batches = self._fetch(self._tasks(start))
         for _, samples, after in self._epoch.walk(start):
@@ -113,12 +129,13 @@ class DataLoader:
             yield StepBatch(mine, samples, after.epoch + after.samples / self._epoch.size, self._state(after))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position that the consumer has reached, in plain values: what workers fetched ahead is not in it."""
+        """The position that the consumer has reached, as plain values; prefetched steps are not included."""
         return self._state(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a position; the next iteration begins there. Batch size, world size and accumulation may differ from
-        those of the loader that saved it. Raises CheckpointMismatch for other data, another seed or another order."""
+        """Moves to a saved position; the next iteration starts there. Batch size, world size and accumulation may
+        differ from those of the loader that saved it. Raises CheckpointMismatch for other data, another seed or another
+        order."""
         expected = self.state_dict()
         for name in ("dataset_size", "seed", "order"):
             if state.get(name) != expected[name]:
@@ -129,8 +146,8 @@ class DataLoader:
         position = Position(int(state["epoch"]), int(state["samples"]))
         if position.epoch < 0 or not 0 <= position.samples <= self._epoch.size:
             raise CheckpointMismatch(
-                f"data position: epoch {position.epoch}, samples {position.samples} is not within a dataset of"
-                f" {self._epoch.size} samples; the saved state is damaged"
+                f"data position: epoch {position.epoch}, samples {position.samples} is outside a dataset of"
+                f" {self._epoch.size} samples; the saved state is corrupted"
             )
         self._position = position
 
@@ -166,7 +183,7 @@ class DataLoader:
                 )
 
     def _measured_lengths(self) -> np.ndarray | None:
-        """The length of every sample, where ranks have to agree on one of several; measured once."""
+        """The length of every sample, measured once; None where ranks need not agree on a length."""
         if len(self._padding.lengths) < 2 or not self.fixed_shape or self.layout.world_size == 1:
             return None
         if self._lengths is None:
@@ -180,8 +197,8 @@ class DataLoader:
         return self._lengths
 
     def _common_length(self, lengths: np.ndarray | None, indices: np.ndarray) -> int | None:
-        """The stated length that fits the samples of all ranks; None where each may choose, or where none fits, which
-        is said when the batch is made."""
+        """The stated length that fits the samples of all ranks; None where ranks may choose separately, or where none
+        fits, which raises when the batch is made."""
         return None if lengths is None else self._padding.fit(int(lengths[indices].max()))
 
     def _fetch(self, tasks: Iterator[MicroTask]) -> Iterator[MicroBatch]:
@@ -207,7 +224,7 @@ class DataLoader:
             yield from _checked(results)
         finally:
             results._shutdown_workers()
-            for worker in workers:  # those that did not hear that it is over, and SIGTERM they do not heed
+            for worker in workers:  # that did not end, and ignores SIGTERM
                 if worker.is_alive():
                     worker.kill()
 
@@ -224,7 +241,7 @@ class DataLoader:
 
 
 class _Once(torch.utils.data.Sampler[MicroTask]):
-    """Tasks as the sampler that PyTorch's loader wants, for one pass."""
+    """Tasks as a sampler for PyTorch's loader, for one pass."""
 
     def __init__(self, tasks: Iterator[MicroTask]) -> None:
         self._tasks = tasks
@@ -251,9 +268,9 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
 
 
 def _outlive_signals(_: int) -> None:
-    """In a worker: signals that a launcher sends to all processes of a job, often several, reach it too, and its rank
-    still needs it to finish a step. It ends when the rank says so, or is gone."""
-    signal.set_wakeup_fd(-1)  # it is the rank's, who would hear a signal that is not for it
+    """In a worker: ignores the signals that a launcher sends to all processes of a job, because the rank still needs it
+    to finish a step. A worker ends when its rank ends it, or has exited."""
+    signal.set_wakeup_fd(-1)  # shared with the rank, which would see the worker's signals as its own
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,7 +1,8 @@
 """Batches on the device, moved there ahead of the steps that use them.
 
-The calling thread fetches batches on the host, so that what a collator does never runs beside the model; one background
-thread moves them, some steps ahead. The loader's position follows what the consumer has taken, not what lies ready.
+The calling thread fetches batches on the host, so that a collator never runs concurrently with the model; one
+background thread moves them, some steps ahead. The loader's position is that of the consumer; prefetched steps do not
+move it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from stepmark.runtime.base import Runtime
 class DevicePrefetcher:
     """The steps of a loader from its position to the end of the epoch, their inputs on the runtime's device.
 
-    Up to `lookahead` steps lie ready on the device beside the one that is in use. On a CPU there is nothing to move, so
-    nothing is fetched ahead. An error in fetching or moving a step is raised when the consumer reaches that step.
+    Up to `lookahead` steps wait on the device beside the current one. On a CPU there is nothing to move, so nothing is
+    prefetched. An error in fetching or moving a step is raised when the consumer reaches that step.
     """
 
     def __init__(self, loader: DataLoader, runtime: Runtime, lookahead: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""`stepmark.evaluate`: loss and metrics of a model, or of a checkpoint, over exactly the samples there are."""
+"""`stepmark.evaluate`: loss and metrics of a model or a checkpoint, over every sample exactly once."""
 
 from __future__ import annotations
 
@@ -37,16 +37,34 @@ def evaluate(
     num_workers: int = 0,
     metric_key_prefix: str = "eval",
 ) -> dict[str, float]:
-    """Loss, perplexity of a causal language model, `compute_metrics(EvalPrediction)`, and speed, under names that begin
-    with the prefix. Collective: every rank calls it, and gets the same.
+    """Evaluates a model, or a checkpoint. Collective: every rank calls it, and gets the same result, which does not
+    depend on `batch_size` or the number of ranks.
 
-    `model` is a module, which is moved to the device and otherwise left as it is, or the folder of a checkpoint (of any
-    mesh) or Hugging Face model. `dataset` has a length and gives sample i; a dict of them adds its names to the prefix.
-    `mesh` is the ranks' (default: all of them, on `device`, data parallel). What comes out does not depend on
-    `batch_size` or the number of ranks. With `bf16` under autocast, with `label_smoothing_factor` and
-    `compute_loss_func` the loss is the one that the Trainer's fields of these names ask for.
+    Args:
+        model: a module, which is moved to the device and otherwise unchanged, or the folder of a checkpoint (of any
+            mesh) or of a Hugging Face model.
+        dataset: has `__len__` and `__getitem__`; or a dict of such, whose names are added to the prefix.
+        mesh: the ranks; default: all of them, data parallel, on `device`.
+        device: `auto` (default), `xla`, `cuda`, `neuron` or `cpu`; ignored with `mesh`.
+        batch_size: samples of a batch of one rank, default 8.
+        bf16: run under bfloat16 autocast; default False.
+        label_smoothing_factor: from 0 (default) to 1, as in training.
+        data_collator: makes a batch of a list of samples, or `PadTo`; default: samples are stacked.
+        compute_loss_func: the loss in place of the model's own; see `MicroBatchLoss`.
+        compute_metrics: `compute_metrics(EvalPrediction) -> dict` of numbers; called if the dataset has labels.
+        preprocess_logits_for_metrics: `(logits, labels) -> tensor`, applied before predictions leave the device.
+        pad_token_id: pads `input_ids`, default 0.
+        num_workers: worker processes for data, default 0.
+        metric_key_prefix: default `eval`.
 
-    Raises DataError for an empty set, MetricsError for a function that gives no numbers, and CheckpointError.
+    Returns:
+        Loss (mean over all targets), perplexity of causal language models, the numbers of `compute_metrics`, seconds
+        and speed, under names that start with the prefix and "_".
+
+    Raises:
+        DataError: an empty set.
+        MetricsError: `compute_metrics` returned values that are not numbers.
+        CheckpointError: the checkpoint cannot be read.
     """
     mesh = mesh or Mesh.create(device=device)
     model = _on_device(model, mesh)
@@ -92,8 +110,7 @@ def _on_device(model: nn.Module | str | Path, mesh: Mesh) -> nn.Module:
 
 
 def named_sets(dataset: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Each evaluation set with the prefix of its metrics; one, or a dict of several. Raises DataError for an empty
-    one."""
+    """Each evaluation set with the prefix of its metrics. Raises DataError for an empty set."""
     sets = dataset.items() if isinstance(dataset, Mapping) else [(None, dataset)]
     for name, each in sets:
         if not len(each):

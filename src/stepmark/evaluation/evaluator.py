@@ -1,4 +1,4 @@
-"""Evaluation over exactly the samples there are, in batches of one shape, on every device and any number of ranks."""
+"""Evaluation over every sample exactly once, in batches of one shape, on any device and any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ HELD_BATCHES = 16  # whose losses wait on the device before they are fetched, an
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over `tokens` target tokens of `samples` samples (None where there are no such tokens), seconds taken,
-    and where they were asked for, predictions and labels of all samples in their order, as numpy arrays."""
+    """The result of an evaluation.
+
+    `loss` is the mean over `tokens` targets of `samples` samples, None without targets. `predictions` and `labels` are
+    numpy arrays of all samples in their order, if they were gathered; tuples of arrays if the model has several.
+    """
 
     loss: float | None
     tokens: int
@@ -44,9 +47,18 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Runs `model` over a loader without touching training: module modes come back as they were, no generator is drawn
-    from, and on a lazy device there is one graph, always of the same shapes. `replicas` neighbouring ranks see the same
-    samples: those of a tensor parallel group."""
+    """Runs a model over a loader without affecting training: module modes are restored, no generator advances, and a
+    lazy device runs one graph, always of the same shapes.
+
+    Args:
+        model: on the runtime's device.
+        loss: calls the model and weights its loss; the same as in training.
+        runtime: the device.
+        host: all ranks, for sums and predictions.
+        autocast_dtype: bfloat16 for autocast; default None: the parameters' own type.
+        preprocess_logits: `(logits, labels) -> tensor`, applied on the device; only its result is gathered.
+        replicas: neighboring ranks that have the same samples, those of a tensor parallel group; default 1.
+    """
 
     model: nn.Module
     loss: MicroBatchLoss
@@ -64,8 +76,13 @@ class Evaluator:
         before_batch: Callable[[], Any] = lambda: None,
         after_batch: Callable[[], Any] = lambda: None,
     ) -> Evaluation:
-        """Collective; all ranks have the same number of batches. With `gather`, predictions and labels are kept, on the
-        host. What `before_batch` raises on all ranks ends it."""
+        """Evaluates. Collective: all ranks have the same number of batches.
+
+        Args:
+            loader: the samples, on the host; iterated from its position to the end of the epoch.
+            gather: also collect predictions and labels of all samples, in host memory.
+            before_batch, after_batch: called on the host around each batch. An error that `before_batch` raises on all
+                ranks ends the evaluation."""
         started = time.perf_counter()
         pending: list[Tensor] = []
         sums = [0.0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, batches with a loss
@@ -151,12 +168,12 @@ class Evaluator:
 
     def _from_all(self, value: Any) -> list[Any]:
         """The value of one rank of each group that sees the same samples."""
-        tells = self.host.rank % self.replicas == 0
-        return self.host.all_gather(value if tells else None)[:: self.replicas]
+        reports = self.host.rank % self.replicas == 0
+        return self.host.all_gather(value if reports else None)[:: self.replicas]
 
     def _gather(self, kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. A few batches go
-        at a time, so that what is on its way stays small."""
+        at a time, so that little memory is in transit."""
         in_order: list[tuple[Any, Any]] = []
         for first in range(0, len(kept), HELD_BATCHES):
             by_rank = self._from_all(kept[first : first + HELD_BATCHES])
@@ -164,21 +181,21 @@ class Evaluator:
         return concatenate([pair[0] for pair in in_order]), concatenate([pair[1] for pair in in_order])
 
 
-def concatenate(pieces: list[Any]) -> Any:
+def concatenate(arrays: list[Any]) -> Any:
     """Joins arrays (or tuples of arrays) along the first dim; where other dims differ, shorter ones get -100."""
-    present = [piece for piece in pieces if piece is not None]
+    present = [array for array in arrays if array is not None]
     if not present:
         return None
     if isinstance(present[0], tuple):
-        return tuple(concatenate([piece[index] for piece in present]) for index in range(len(present[0])))
-    widest = tuple(max(sizes) for sizes in zip(*(piece.shape[1:] for piece in present), strict=True))
+        return tuple(concatenate([array[index] for array in present]) for index in range(len(present[0])))
+    widest = tuple(max(sizes) for sizes in zip(*(array.shape[1:] for array in present), strict=True))
     filled = [
         np.pad(
-            piece,
-            [(0, 0), *((0, wide - size) for wide, size in zip(widest, piece.shape[1:], strict=True))],
+            array,
+            [(0, 0), *((0, wide - size) for wide, size in zip(widest, array.shape[1:], strict=True))],
             constant_values=-100,
         )
-        for piece in present
+        for array in present
     ]
     return np.concatenate(filled)
 

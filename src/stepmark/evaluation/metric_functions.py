@@ -1,4 +1,4 @@
-"""Functions of the user's own that a command line names as `module:function`."""
+"""Custom functions that a command line names as `module:function`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def load_metrics(name: str, flag: str) -> MetricsFunctions:
 
 
 def load_function(name: str, flag: str) -> Callable[..., Any]:
-    """The function `module:function`; the module is looked for in the folder of the call first. What it raises comes
-    as MetricsError that names it.
+    """The function `module:function`; the module is searched for in the current folder first. Errors of the
+    function are raised as MetricsError with its name.
 
     Raises UsageError, which names `flag`, where there is none.
     """
@@ -47,7 +47,7 @@ def load_function(name: str, flag: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is not None and module_name.startswith(error.name):
             raise UsageError(
-                f"{flag}: there is no module {module_name!r}; call from the folder it is in, or install it"
+                f"{flag}: no module {module_name!r} was found; run the command in its folder, or install it"
             ) from error
         raise UsageError(f"{flag}: {module_name} cannot be imported: {error}") from error
     except Exception as error:  # whatever the user's module does when it is imported
@@ -55,10 +55,10 @@ def load_function(name: str, flag: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UsageError(f"{flag}: {module_name} has no function {attribute!r}")
-    return _telling(function, name)
+    return _with_errors_named(function, name)
 
 
-def _telling(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _with_errors_named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""What an evaluation is told as, in the run and beside it: loss, perplexity, the user's metrics, speed."""
+"""The metrics of an evaluation, in the run and in a watcher: loss, perplexity, the user's metrics, speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def summarize(
     """All numbers of an evaluation, under names that begin with `prefix` and "_".
 
     `causal`: the loss is one of a causal language model, so that its exponential is the perplexity. The user's
-    function is called where predictions were gathered. Raises MetricsError where it gives no numbers.
+    function is called if predictions were gathered and the dataset has labels, as in transformers. Raises MetricsError
+    if its values are not numbers.
     """
     found: dict[str, float] = {}
     if evaluation.loss is not None:

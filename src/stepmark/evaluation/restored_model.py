@@ -1,4 +1,4 @@
-"""Models with the weights of a checkpoint, whatever mesh wrote it, or of any Hugging Face folder."""
+"""Models with the weights of a checkpoint, written on any mesh, or of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelReader:
     def read(self, folder: Path) -> nn.Module:
         """The model in a folder, on the device, in the types it was saved in.
 
-        Raises CheckpointNotFound, CheckpointDamaged, and CheckpointMismatch where it is no model of transformers'.
+        Raises CheckpointNotFound, CheckpointDamaged, and CheckpointMismatch if it is not a transformers model.
         """
         if not (folder / MANIFEST).is_file():
             return self._pretrained(folder)
@@ -57,7 +57,7 @@ class ModelReader:
         key = (config.to_dict(), dtypes)
         if self._made is None or self._made[0] != key:
             model = _construct(folder, manifest, config)
-            _take_dtypes(model, dtypes)
+            _set_dtypes(model, dtypes)
             place_module(model, self._runtime)
             self._made = key, model
         return self._made[1]
@@ -88,13 +88,13 @@ class ModelReader:
 def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runtime) -> None:
     """Gives a model the weights of a checkpoint, in place; each byte is checked before it is used.
 
-    Raises CheckpointMismatch, before anything is changed, where it is of another model, and CheckpointDamaged.
+    Raises CheckpointMismatch, before anything is changed, if it belongs to another model, and CheckpointDamaged.
     """
     state = {MODEL: model}
     restoration = StateComparison(manifest, read_values(folder, manifest), runtime, str(folder))
     restoration.compare(state, describe(state))
     for _, name in sorted(restoration.unexpected()):
-        raise CheckpointMismatch(f"{folder} has a tensor {name!r}, which its model, as {CONFIG} describes it, has not")
+        raise CheckpointMismatch(f"{folder} has a tensor {name!r}, which is not in the model that {CONFIG} describes")
     try:
         with TensorReader(folder, manifest) as reader:
             reader.fill(restoration.targets, runtime)
@@ -116,7 +116,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder))
     except Exception as error:  # parsers' and transformers' own
         line = str(error).strip().split("\n")[0]
-        raise CheckpointMismatch(f"{folder / CONFIG} describes no model of transformers': {line}") from error
+        raise CheckpointMismatch(f"{folder / CONFIG} does not describe a transformers model: {line}") from error
     return config
 
 
@@ -130,7 +130,7 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig) -> nn
     owner: Any = getattr(transformers, name, None) if name else None
     if name and owner is None:
         raise CheckpointMismatch(
-            f"{folder} holds a {name}, which is no model of transformers'; restore it into your own model with "
+            f"{folder} holds a {name}, which is not a transformers model; restore it into your own model with "
             "Checkpointer.restore, and call stepmark.evaluate"
         )
     with torch.random.fork_rng(devices=[]):
@@ -139,7 +139,7 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig) -> nn
     return model
 
 
-def _take_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+def _set_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
     """Every parameter and buffer in the type it was saved in."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():

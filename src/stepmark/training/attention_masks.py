@@ -1,9 +1,9 @@
-"""Attention masks on lazy devices, without looking at values.
+"""Attention masks on lazy devices, without reading values.
 
-transformers chooses between attention masks by their values: whether any token is padded, whether positions tell of
-several sequences in a row. On a lazy device each such look cuts the graph and waits; and where ranks see different
-values, their graphs differ, and the first collective hangs. So there the choice is made by what the batch holds, not by
-what is in it: always a mask where an attention mask is given, always separate sequences where positions are given.
+transformers chooses between attention masks by their values: whether any token is padded, whether positions restart
+within a row. On a lazy device each such read ends the graph and waits; and if ranks read different values, their graphs
+differ, and the first collective hangs. So there the choice depends on which inputs a batch has, not on their values: a
+mask whenever an attention mask is given, separate sequences whenever positions are given.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def masks_by_shape(inputs: Mapping[str, Any]) -> Iterator[None]:
 
 @functools.cache
 def _patch_transformers() -> None:
-    """Replaces transformers' look at positions; tensors of other devices are treated as before."""
+    """Replaces the function of transformers that reads positions; tensors on other devices are unaffected."""
     from transformers import masking_utils
 
     find_packed = masking_utils.find_packed_sequence_indices
