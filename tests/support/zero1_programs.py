@@ -1,4 +1,4 @@
-"""What ranks run to test ZeRO-1 in a loop of one's own."""
+"""Programs for ranks: ZeRO-1 in a custom loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 6
 
 
 class Net(nn.Module):
-    """Shapes that divide by nothing, and a scalar."""
+    """Parameters of odd shapes, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def refused(name: str) -> str:
 
 
 class Sign(torch.optim.Optimizer):
-    """A user's own, elementwise."""
+    """A custom elementwise optimizer."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -126,7 +126,7 @@ class Sign(torch.optim.Optimizer):
 
 
 class RowNorm(Sign):
-    """A user's own that looks at a parameter's whole norm."""
+    """A custom optimizer that needs the norm of a complete parameter."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -137,7 +137,7 @@ class RowNorm(Sign):
 
 
 class Lamb(Sign):
-    """Known by its name to look at whole parameters."""
+    """Rejected by its name, as it needs complete parameters."""
 
 
 def save(folder: str, sharded: bool, dtype: str) -> dict[str, Any]:
