@@ -14,7 +14,6 @@ import pytest
 from tests.support.devices import HAS_XLA, has_cuda
 from tests.support.parameter_ids import parameter_id
 from tests.support.ranks import EAGER_MODULES, Ranks
-from tests.support.worker_turns import turn
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,16 +32,9 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return parameter_id(val)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test marked `alone` has the machine to itself when pytest-xdist runs the others side by side."""
-    with turn(alone=item.get_closest_marker("alone") is not None):
-        return (yield)
-
-
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Ranks that may use any device; torch_xla is imported where it is installed, and started in the ranks alone."""
+    """Ranks for any device. torch_xla is imported in their parent if it is installed, but only started in the ranks."""
     started = Ranks(*EAGER_MODULES, *(["torch_xla"] if HAS_XLA else []))
     yield started
     started.close()

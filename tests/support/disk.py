@@ -1,6 +1,6 @@
-"""What a disk may hold after a machine has crashed: all that was synced, and of the rest as much as chance wants.
+"""The contents of a disk after a power failure: everything that was synced, and a random part of the rest.
 
-A model of a file system. It hears of every change, in order, from `Faults` (faults.py): a file's bytes are safe once
+A model of a file system. `Faults` (faults.py) reports every change to it, in order: a file's bytes are safe once
 the file is synced, a folder's entries once the folder is; entries that are not become so in the order they were made.
 """
 
@@ -49,7 +49,7 @@ class Disk:
         handler(*arguments)
 
     def image(self, target: Path, generator: random.Random, *, worst: bool) -> None:
-        """Builds what the disk holds now in `target`. `worst`: nothing that was not synced is there."""
+        """Writes the disk's contents to `target`. `worst`: only what was synced."""
         self._build(self.top, self.root, target, generator, worst)
 
     def _folder(self, path: str) -> Folder:
@@ -93,7 +93,7 @@ class Disk:
 
     def _sync(self, path: str, data: bytes) -> None:
         folder, name = self._parent(path)
-        if name not in folder.live:  # somebody else has made it
+        if name not in folder.live:  # made by another process
             self._create(path)
         node = folder.live[name]
         assert isinstance(node, File)

@@ -1,4 +1,4 @@
-"""Evaluations in ranks, told by plain values, and the plain loop over the samples that they have to agree with."""
+"""Programs for ranks that evaluate, and the plain loop over the samples that they must agree with."""
 
 from __future__ import annotations
 

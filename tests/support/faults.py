@@ -1,6 +1,6 @@
-"""Makes the k-th call of a process that changes the file system fail, at the engine's one door to it.
+"""Makes the k-th call of a process that changes the file system fail, in the module that makes all of them.
 
-`Faults` takes the place of `os` in stepmark.filesystem.files: the calls are the real ones of the real save.
+`Faults` replaces `os` in stepmark.filesystem.files, so a real save makes the calls.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Faults:
         self._lock = threading.RLock()
 
     def install(self) -> None:
-        """From now on, for this process."""
+        """Installs itself in this process for good."""
         files.os = self  # type: ignore[assignment]
         self._real_exchange = files._renameat2
         files._renameat2 = self._renameat2
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)  # what changes nothing
+        return getattr(os, name)  # calls that change nothing
 
     @property
     def reached(self) -> bool:
@@ -151,7 +151,7 @@ class Faults:
 
 
 def read_journal(path: Path) -> Iterator[tuple[Any, ...]]:
-    """The changes that were noted."""
+    """The changes in the journal."""
     if not path.exists():
         return
     with path.open("rb") as journal:

@@ -48,7 +48,7 @@ def read_file(folder: Path, manifest: dict[str, Any], file: dict[str, Any]) -> d
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         assert begin == position, "there is a gap"
-        check_cells(data[first:], begin, end, own["cell"], own["digests"][name])
+        check_blocks(data[first:], begin, end, own["cell"], own["digests"][name])
         array = np.frombuffer(data[first + begin : first + end], dtype="<" + NUMPY[entry["dtype"]])
         tensors[name] = array.reshape(entry["shape"])
         sizes += [array.itemsize]
@@ -59,10 +59,10 @@ def read_file(folder: Path, manifest: dict[str, Any], file: dict[str, Any]) -> d
     return tensors
 
 
-def check_cells(data: bytes, begin: int, end: int, cell: int, digests: str) -> None:
-    cuts = sorted({begin, end, *(at for at in range(0, end, cell) if begin < at)})
-    cells = list(itertools.pairwise(cuts))
-    assert digests == "".join(xxhash.xxh3_64_hexdigest(data[low:high]) for low, high in cells), "a cell is damaged"
+def check_blocks(data: bytes, begin: int, end: int, size: int, checksums: str) -> None:
+    cuts = sorted({begin, end, *(at for at in range(0, end, size) if begin < at)})
+    found = "".join(xxhash.xxh3_64_hexdigest(data[low:high]) for low, high in itertools.pairwise(cuts))
+    assert checksums == found, "a checksum block is corrupted"
 
 
 def check_pieces(pieces: dict[str, Any], sharding: dict[str, Any], tensors: dict[str, Any]) -> None:

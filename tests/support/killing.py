@@ -1,6 +1,6 @@
-"""A supervised run of two ranks that is killed at a moment drawn at random. Runs in a process of the zygote's.
+"""A supervised run of two ranks that is killed at a random moment. It runs in a child of the zygote.
 
-The supervisor is the real one; only the way it starts ranks is another: they are forked, which saves the imports.
+The supervisor is the real one, except that it forks its ranks, which saves the imports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPTIONS: dict[str, Any] = {}
 
 
 class ForkedRank:
-    """What the supervisor uses of subprocess.Popen."""
+    """The part of subprocess.Popen that the supervisor uses."""
 
     def __init__(
         self, command: list[str], env: Mapping[str, str], pass_fds: tuple[int, ...], start_new_session: bool
@@ -48,10 +48,10 @@ def _be_rank(env: Mapping[str, str], start_new_session: bool) -> None:
             signal.signal(number, signal.SIG_DFL)
         os.environ.update(env)
         supervisor.follow_supervisor()
-        from tests.support import programs as cells
+        from tests.support import programs
         from tests.support.zygote import leave_group
 
-        cells.train(_OPTIONS)
+        programs.train(_OPTIONS)
         leave_group()
         code = 0
     finally:
@@ -61,7 +61,7 @@ def _be_rank(env: Mapping[str, str], start_new_session: bool) -> None:
 
 def supervise_and_kill(options: dict[str, Any], seed: int, longest: float) -> dict[str, Any]:
     """Trains, and kills rank 0, rank 1, both, or the supervisor: within `longest` seconds of the first new step, or in
-    one of three cases while a save is being written. Returns the exit code, where the supervisor lives. Every kill adds
+    one of three cases while a save is being written. Returns the exit code if the supervisor survives. Every kill adds
     a line to the file `kills` in the output folder."""
     _OPTIONS.update(options)
     started: list[ForkedRank] = []
@@ -71,7 +71,7 @@ def supervise_and_kill(options: dict[str, Any], seed: int, longest: float) -> di
         return started[-1]
 
     supervisor.subprocess.Popen = start  # type: ignore[attr-defined]
-    supervisor.GRACE_SECONDS = 1.0  # the rank that is left waits for the other in vain
+    supervisor.GRACE_SECONDS = 1.0  # the surviving rank would wait for the other one
     chance = random.Random(seed)
     killer = threading.Thread(target=_kill, args=(started, Path(options["output_dir"]), chance, longest), daemon=True)
     killer.start()

@@ -1,4 +1,4 @@
-"""Checkpoints of models on meshes, saved, restored and looked into; told by plain values."""
+"""Programs for ranks that save and restore models on meshes, and checksums of what is in their checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ STEPS = 2
 
 
 def save(folder: str, options: dict[str, Any]) -> dict[str, int]:
-    """Trains a few steps on the mesh of `options` (see models.training) and saves; files and pieces of it."""
+    """Trains a few steps on the mesh of `options` (see models.training) and saves; returns the number of files, and of
+    the shards of the tensor that has most."""
     context = start(options.get("device", "cpu"))
     step, batches = training(context, options, build(**options["model"]))
     for number in range(STEPS):
@@ -56,8 +57,8 @@ def _save(folder: Path, context: Any, step: Any) -> None:
         checkpointer.save(1, state, files=step.model.config.save_pretrained).result()
 
 
-def digests(checkpoint: Path) -> dict[str, str]:
-    """Each global tensor's dtype and shape, and a digest of its bytes in order, wherever its pieces are."""
+def checksums(checkpoint: Path) -> dict[str, str]:
+    """Each global tensor's dtype and shape, and the checksum of its bytes in row-major order, whatever its shards."""
     manifest = read_manifest(checkpoint)
     found = {}
     for group, tensors in manifest.tensors.items():

@@ -1,4 +1,4 @@
-"""Trainer runs on meshes, told by plain values."""
+"""Programs for ranks: Trainer runs on meshes that return plain values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_trainer(options: dict[str, Any]) -> Trainer:
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """Losses, evaluations, and the whole model's output for some tokens, read from the folder it was saved to."""
+    """Losses, evaluations, and the logits of the saved model."""
     trainer = make_trainer(options)
     trainer.train()
     metrics = trainer.evaluate()
@@ -79,8 +79,8 @@ def refused(options: dict[str, Any]) -> str:
     return ""
 
 
-def given_cut(folder: str) -> list[str]:
-    """What a Trainer says of a model that was cut otherwise than its arguments say; and it takes one cut alike."""
+def given_parallelized(folder: str) -> list[str]:
+    """The errors of Trainers whose arguments differ from the model's parallelization, and one whose arguments match."""
     model = parallelize(build("llama"), Mesh.create(tensor_parallel_size=2, device="cpu"))
     found = []
     for size, sequence in ((1, False), (2, True), (2, False)):

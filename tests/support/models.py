@@ -1,4 +1,4 @@
-"""Small transformers models for tests of parallelism, and what their training gives on a mesh."""
+"""Small transformers models for tests of parallelism, and their training on a mesh."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
-    """`kind` is gpt2, llama or qwen3. Two layers, 4 heads (2 key/value heads), a vocabulary of 67 that divides by
-    nothing."""
+    """`kind` is gpt2, llama or qwen3. Two layers, 4 heads (2 key/value heads), a vocabulary of 67, which is
+    prime."""
     if kind == "gpt2":
         drop = changes.pop("dropout", 0.0)
         drops = {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop}
@@ -38,8 +38,8 @@ def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
 
 
 def build(kind: str, **changes: Any) -> Any:
-    """The model of that configuration, always with the same weights; norms and biases are not the ones and zeros that
-    would hide mistakes."""
+    """The model of that configuration, always with the same weights. Norms and biases are not just ones and zeros,
+    which would hide mistakes."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(configuration(kind, **changes))
     with torch.no_grad():
@@ -49,7 +49,7 @@ def build(kind: str, **changes: Any) -> Any:
     return model
 
 
-MODELS: list[Any] = []  # made before replica threads start: they share the generator that draws weights
+MODELS: list[Any] = []  # made before the replica threads start, which share one random generator
 
 
 def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
@@ -122,11 +122,11 @@ def state_bytes(options: dict[str, Any]) -> int:
 
 
 def in_replica_threads(replicas: int, options: list[dict[str, Any]]) -> list[list[list[list[float]]]]:
-    """The same in replica threads; by rank, then by cell."""
+    """The same in replica threads; by rank, then by case."""
     from stepmark.runtime.replica_threads import run_replicas
 
     results = []
     for each in options:
         MODELS.extend(build(**each["model"]) for _ in range(replicas))
         results.append(run_replicas(lambda context, each=each: train_on(context, each), replicas))
-    return [[cell[rank] for cell in results] for rank in range(replicas)]
+    return [[case[rank] for case in results] for rank in range(replicas)]

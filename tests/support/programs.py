@@ -1,4 +1,4 @@
-"""What ranks run in tests: small real training runs, told by plain values."""
+"""Programs for ranks: small training runs that return plain values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY, LENGTH = 67, 16
 
 
 class Blocks(torch.utils.data.Dataset):
-    """Random tokens of one length; with `ragged`, some of the labels do not count."""
+    """Random tokens of one length; with `ragged`, some labels are ignored."""
 
     def __init__(self, samples: int, seed: int = 0, ragged: bool = True) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -112,7 +112,7 @@ class CountGraphs(TrainerCallback):
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """Trains the tiny model and tells what happened. `options` are TrainingArguments and, beside them: samples,
+    """Trains the tiny model and returns its losses, weights and counters. `options` are TrainingArguments and samples,
     eval_samples, eval_sets (the names of several), ragged, dropout, model_seed (a list: one a rank), kill_at,
     kill_ranks, kill_at_event, signal_at (what SignalAt is made with), noise (draw random numbers from every generator
     between steps), counted (count graphs after every step)."""
@@ -148,7 +148,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     trainer.train()
     return {
         **logged(Path(args.output_dir)),
-        "weights": digest(trainer),
+        "weights": checksum(trainer),
         "counters": counters(trainer),
         "graphs": count.graphs,
         "rates": count.rates,
@@ -178,7 +178,7 @@ class DrawRandomNumbers(TrainerCallback):
 
 
 def logged(folder: Path) -> dict[str, Any]:
-    """The last training log and evaluation of each step, as the contract counts them."""
+    """The last training log and evaluation of each step: those of a resumed run replace the earlier ones."""
     lines = read_metrics(folder)
     return {
         "losses": {line["step"]: [line["loss"], line["grad_norm"]] for line in lines if "loss" in line},
@@ -187,8 +187,8 @@ def logged(folder: Path) -> dict[str, Any]:
     }
 
 
-def digest(trainer: Trainer) -> str:
-    """Of all weights, bit for bit."""
+def checksum(trainer: Trainer) -> str:
+    """Of every bit of the weights."""
     hashed = xxhash.xxh3_128()
     for tensor in trainer.context.runtime.to_host(list(trainer.model.state_dict().values())):
         hashed.update(np.asarray(tensor.contiguous().reshape(-1).view(torch.uint8)))
@@ -246,7 +246,7 @@ def step_losses(context: Any, options: dict[str, Any]) -> list[list[float]]:
     return found
 
 
-MODELS: list[Any] = []  # made before the replica threads start: they share the generator that draws weights
+MODELS: list[Any] = []  # made before the replica threads start, which share one random generator
 
 
 def alone(device: str, options: dict[str, Any]) -> list[list[float]]:

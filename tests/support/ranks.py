@@ -17,21 +17,21 @@ EAGER_MODULES = ("torch", "transformers", "stepmark.trainer.trainer", "stepmark.
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: each rank's exit code (None: ended at the deadline), result and output."""
+    """Each rank's exit code (None: killed at the deadline), result and output."""
 
     codes: list[int | None]
     results: list[Any]
     logs: list[str]
 
     def check(self) -> list[Any]:
-        """The results, where all ranks ended well."""
+        """The results; fails if a rank did."""
         for rank, code in enumerate(self.codes):
-            assert code == 0, f"rank {rank} ended with {code}:\n{self.logs[rank]}"
+            assert code == 0, f"rank {rank} exited with {code}:\n{self.logs[rank]}"
         return self.results
 
 
 class Ranks:
-    """A zygote and the jobs given to it, one at a time."""
+    """Runs jobs in a zygote, one at a time."""
 
     def __init__(self, *modules: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PJRT_DEVICE": "CPU"}
@@ -80,7 +80,7 @@ class Ranks:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("null\n")  # a process that a test forked may hold the pipe open
+        self._process.stdin.write("null\n")  # closing alone may not do: a forked process may hold the pipe open
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(timeout=30)

@@ -1,4 +1,4 @@
-"""Real saves and restores of two ranks, in which a call fails; and whether what is left is right."""
+"""Real saves and restores of two ranks in which a call fails, and checks of the checkpoints that remain."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from .faults import Faults, read_journal
 
 RANKS = 2
 TIMEOUT = 4.0  # seconds a phase may last: room for a busy machine
-DEADLINE = 60.0  # seconds after which a point is taken to hang
+DEADLINE = 60.0  # seconds after which a point counts as hanging
 State = dict[str, Any]
 
 
 class PairGroup(HostGroup):
-    """Two ranks that talk through a socket."""
+    """Two ranks connected by a socket."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         super().__init__(rank, RANKS)
@@ -160,8 +160,8 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class Point:
-    """The fault `kind` at call number `at` of rank `rank`. `alone`: the other rank is left to find out by itself; else
-    it is ended, as a launcher would."""
+    """The fault `kind` at call number `at` of rank `rank`. `alone`: the other rank has to find out by itself; else
+    it is killed, as by a launcher."""
 
     scenario: str
     kind: str
@@ -171,7 +171,7 @@ class Point:
 
 
 def run_point(point: Point, prepared: Path, folder: Path) -> tuple[bool, str]:
-    """Whether the process came to that call, and what was wrong afterwards ("" for nothing)."""
+    """Whether the process reached that call, and the problem afterwards ("" for none)."""
     logging.disable(logging.CRITICAL)
     scenario = SCENARIOS[point.scenario]
     world, journal = folder / "world", folder / "journal"
@@ -216,7 +216,7 @@ def check(scenario: Scenario, folder: Path, committed: bool) -> None:
     for path in checkpoints(folder):
         damaged = scenario.name == "aside" and path.name == "checkpoint-2"
         faults = verify(path).faults
-        assert damaged or not faults, f"{path} is not whole: {faults}"
+        assert damaged or not faults, f"{path} is corrupted: {faults}"
     new = (scenario.step, scenario.step + 100)
     with checkpointer(folder) as own:
         state = state_of(0)
@@ -238,7 +238,7 @@ def check(scenario: Scenario, folder: Path, committed: bool) -> None:
 
 
 def _run_ranks(point: Point, scenario: Scenario, run: Path, journal: Path | None, folder: Path) -> list[str]:
-    """How each rank ended: good, error: …, killed (by the fault), ended (by the launcher), or what is wrong."""
+    """How each rank ended: good, error: …, killed (by the fault), ended (by the launcher), or the problem."""
     pair = socket.socketpair()
     pipes, processes = [], []
     for rank in range(RANKS):
@@ -301,7 +301,7 @@ def _collect(point: Point, processes: list[int], pipes: list[int]) -> list[str]:
 
 
 def prepare_all(folder: Path, names: list[str]) -> None:
-    """Makes the folders that the scenarios begin with, in a process of its own."""
+    """Makes the folders that the scenarios begin with, in a separate process."""
     process = os.fork()
     if not process:
         try:
@@ -316,7 +316,7 @@ def prepare_all(folder: Path, names: list[str]) -> None:
 
 
 def run_points(points: Iterator[Point], folder: Path, at_once: int = 4) -> Iterator[tuple[Point, bool, str]]:
-    """Runs the points, each in a process of its own, and says of each what `run_point` does."""
+    """Runs the points, each in a separate process; yields the results of `run_point`."""
     running: dict[int, tuple[Point, int, Path]] = {}
     count, more = 0, True
     while more or running:

@@ -40,7 +40,7 @@ class ComputeAt(TrainerCallback):
 
 
 def compile_late(folder: str) -> list[dict[str, Any]]:
-    """Ten steps of one sample each, one of them long, and a callback that computes at step 8; what was told of it."""
+    """Ten steps of one sample each, one of them long, and a callback that computes at step 8; the logged events."""
     args = TrainingArguments(
         output_dir=folder,
         device="xla",

@@ -1,4 +1,4 @@
-"""A run to be watched, and functions that watchers evaluate with."""
+"""A run for watchers, and the functions that they evaluate with."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def train(recipe: str, ahead: int, flags: dict[str, str]) -> dict[int, float]:
 
 
 def evaluated(run: Path) -> int:
-    """The last step that a watcher has told of."""
+    """The last step that a watcher has reported."""
     return max((line["step"] for line in read_evaluations(run) if "step" in line), default=0)
 
 
 def weights(recipe: str, flags: dict[str, str]) -> str:
-    """Trains the recipe and tells the digest of the weights that it leaves."""
+    """Trains the recipe; the checksum of the final weights."""
     import xxhash
 
     train(recipe, 0, flags)
@@ -60,7 +60,7 @@ def wait_for(condition: Any) -> None:
 
 
 def newest(run: Path) -> int:
-    """The last step that is saved, 0 before the first."""
+    """The last saved step, 0 before the first."""
     found = checkpoints(run)
     return (step_of(found[0]) or 0) if found else 0
 

@@ -1,4 +1,4 @@
-"""What ranks run to test ZeRO-1 in a loop of one's own."""
+"""Programs for ranks: ZeRO-1 in a custom loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 6
 
 
 class Net(nn.Module):
-    """Shapes that divide by nothing, and a scalar."""
+    """Parameters of odd shapes, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A warm parent that forks ranks: importing torch, transformers and torch_xla once instead of once a rank.
+"""A parent that forks ranks, so that torch, transformers and torch_xla are imported once instead of in every rank.
 
-It reads one job a line from standard input (null: no more), forks `nproc` children that call `function(*arguments)`,
-and answers one line with their exit codes and results. A child's output goes to `<folder>/rank-<r>.log`.
+It reads one job per line from standard input (null: the end), forks `nproc` children that call `function(*arguments)`,
+and writes one line with their exit codes and results. A child's output goes to `<folder>/rank-<r>.log`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait(children: list[int], deadline: float) -> list[int | None]:
-    """Exit codes (negative for a signal); None for a child that was ended at the deadline. When one child fails, the
-    others get five more seconds."""
+    """Exit codes (negative for a signal); None for a child that was killed at the deadline. When one fails, the
+    others have five more seconds."""
     codes: dict[int, int | None] = {}
     while len(codes) < len(children):
         for child in children:

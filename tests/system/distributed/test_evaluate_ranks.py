@@ -11,7 +11,7 @@ import pytest
 from tests.support import evaluation_programs
 from tests.support.ranks import Ranks
 
-CASES = "tests.support.evaluation_programs"
+PROGRAMS = "tests.support.evaluation_programs"
 COUNTS = [1, 7, 13]
 PROVE = pytest.mark.prove
 XLA = pytest.mark.xla
@@ -37,7 +37,7 @@ def case(device: str, nproc: int, tp: int, *marks: Any) -> Any:
     ],
 )
 def test_metrics_are_those_of_a_plain_loop(ranks: Ranks, tmp_path: Path, device: str, nproc: int, tp: int) -> None:
-    results = ranks.run(f"{CASES}:evaluated", device, str(tmp_path), COUNTS, tp, nproc=nproc).check()
+    results = ranks.run(f"{PROGRAMS}:evaluated", device, str(tmp_path), COUNTS, tp, nproc=nproc).check()
     for count, of_ranks in zip(COUNTS, zip(*results, strict=True), strict=True):
         expected = evaluation_programs.plain_loop(count)
         for found in [way for rank in of_ranks for way in rank]:
@@ -58,9 +58,9 @@ def test_metrics_are_those_of_a_plain_loop(ranks: Ranks, tmp_path: Path, device:
 def test_a_checkpoint_of_any_mesh_is_evaluated_on_one_rank(
     ranks: Ranks, tmp_path: Path, device: str, nproc: int, options: dict[str, Any]
 ) -> None:
-    (in_run, *_) = ranks.run(f"{CASES}:train_and_save", device, str(tmp_path), options, nproc=nproc).check()
+    (in_run, *_) = ranks.run(f"{PROGRAMS}:train_and_save", device, str(tmp_path), options, nproc=nproc).check()
     for step in (2, 4):
-        (beside,) = ranks.run(f"{CASES}:evaluate_checkpoint", "cpu", str(tmp_path / f"checkpoint-{step}")).check()
+        (beside,) = ranks.run(f"{PROGRAMS}:evaluate_checkpoint", "cpu", str(tmp_path / f"checkpoint-{step}")).check()
         tolerance = 1e-2 if "dtype" in options else 1e-5  # sums in bfloat16 depend on how they are divided
         assert beside == pytest.approx(in_run[str(step)], rel=tolerance)
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_any_mesh_is_evaluated_on_one_rank(
 def test_metrics_and_predictions_after_every_step_change_nothing(
     ranks: Ranks, tmp_path: Path, device: str, nproc: int, tp: int
 ) -> None:
-    name = f"{CASES}:losses_and_graphs"
+    name = f"{PROGRAMS}:losses_and_graphs"
     quiet = ranks.run(name, device, str(tmp_path / "quiet"), False, tp, nproc=nproc).check()[0]
     busy = ranks.run(name, device, str(tmp_path / "busy"), True, tp, nproc=nproc).check()[0]
     assert busy["losses"] == quiet["losses"]
@@ -89,7 +89,7 @@ def test_metrics_and_predictions_after_every_step_change_nothing(
 
 @pytest.mark.xla
 def test_a_lazy_device_compiles_one_graph_for_all_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
-    (in_run,) = ranks.run(f"{CASES}:train_and_save", "cpu", str(tmp_path), {"max_steps": 6}).check()
-    (found,) = ranks.run(f"{CASES}:several_checkpoints", "xla", str(tmp_path), [2, 4, 6]).check()
+    (in_run,) = ranks.run(f"{PROGRAMS}:train_and_save", "cpu", str(tmp_path), {"max_steps": 6}).check()
+    (found,) = ranks.run(f"{PROGRAMS}:several_checkpoints", "xla", str(tmp_path), [2, 4, 6]).check()
     assert [loss for loss, _ in found] == pytest.approx([in_run["2"], in_run["4"], in_run["6"]], rel=1e-5)
     assert [compiled for _, compiled in found] == [found[0][1]] * 3

@@ -9,13 +9,13 @@ import pytest
 from stepmark.runtime.replica_threads import replica_environment
 from tests.support.ranks import Ranks
 
-CASES = "tests.system.distributed.parallel_programs:"
+PROGRAMS = "tests.system.distributed.parallel_programs:"
 
 
 @pytest.mark.parametrize("options", [{}, {"parallelize_embedding": False}, {"sequence_parallel": True}])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_logits_are_complete_where_they_are_used(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
-    for found in ranks.run(CASES + "logits", {"kind": kind}, options, nproc=2).check():
+    for found in ranks.run(PROGRAMS + "logits", {"kind": kind}, options, nproc=2).check():
         assert found["evaluation"] < 1e-5
         assert found["training"] < 1e-5
         assert found["loss"] < 1e-5
@@ -24,7 +24,7 @@ def test_logits_are_complete_where_they_are_used(ranks: Ranks, kind: str, option
 
 
 def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
-    assert ranks.run(CASES + "shapes_on_meta", {"kind": "gpt2"}, nproc=2).check() == [True, True]
+    assert ranks.run(PROGRAMS + "shapes_on_meta", {"kind": "gpt2"}, nproc=2).check() == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
     ],
 )
 def test_unsupported_requests_fail(ranks: Ranks, model: dict[str, Any], options: dict[str, Any], words: str) -> None:
-    for message in ranks.run(CASES + "refusal", model, options, nproc=2).check():
+    for message in ranks.run(PROGRAMS + "refusal", model, options, nproc=2).check():
         assert words in message
         assert "\n" not in message
 
 
 def test_dropout_agrees_where_activations_do(ranks: Ranks) -> None:
-    one, other = ranks.run(CASES + "dropped", {"kind": "gpt2", "dropout": 0.5}, {}, nproc=2).check()
+    one, other = ranks.run(PROGRAMS + "dropped", {"kind": "gpt2", "dropout": 0.5}, {}, nproc=2).check()
     for place in one:
         assert (one[place] == other[place]) == (place != "probabilities"), place
     assert one["attention 0"] != one["attention 1"]
@@ -66,7 +66,7 @@ def test_dropout_agrees_where_activations_do(ranks: Ranks) -> None:
 
 def test_dropout_differs_along_a_sharded_sequence(ranks: Ranks) -> None:
     options = {"sequence_parallel": True}
-    one, other = ranks.run(CASES + "dropped", {"kind": "gpt2", "dropout": 0.5}, options, nproc=2).check()
+    one, other = ranks.run(PROGRAMS + "dropped", {"kind": "gpt2", "dropout": 0.5}, options, nproc=2).check()
     for place in one:
         assert (one[place] == other[place]) == (place == "embedding"), place
 
@@ -74,7 +74,7 @@ def test_dropout_differs_along_a_sharded_sequence(ranks: Ranks) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_recomputation_draws_the_same_numbers(ranks: Ranks, sequence: bool) -> None:
     arguments: list[Any] = [{"kind": "gpt2", "dropout": 0.5}, {"sequence_parallel": sequence}]
-    for found in ranks.run(CASES + "dropped_checkpointed", *arguments, nproc=2).check():
+    for found in ranks.run(PROGRAMS + "dropped_checkpointed", *arguments, nproc=2).check():
         assert found["difference"] < 1e-6
 
 
@@ -84,7 +84,7 @@ def test_the_graphs_of_all_ranks_are_one(ranks: Ranks) -> None:
     is the other way round. Beside that: the cut and the gather at the ends, the embedding's sum, the loss's maximum
     and sum. Dropout's seeds compile nothing."""
     model = {"kind": "gpt2", "dropout": 0.1}
-    (found,) = ranks.run(CASES + "graph", 2, model, environment=replica_environment(2)).check()
+    (found,) = ranks.run(PROGRAMS + "graph", 2, model, environment=replica_environment(2)).check()
     assert found[0] == found[1]
     assert {kind: found[0][kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")} == {
         "all-gather": 4 + 4 + 2,

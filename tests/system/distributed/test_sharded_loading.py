@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.parallel.loading.test_load import CONFIGS
 from tests.support.ranks import Ranks
 
-CASES = "tests.system.distributed.loading_programs"
+PROGRAMS = "tests.system.distributed.loading_programs"
 
 
 @pytest.mark.parametrize("how", ["new", "folder"])
@@ -25,7 +25,7 @@ def test_a_mesh_starts_from_the_whole_models_bits(
     model = AutoModelForCausalLM.from_config(CONFIGS[family](tie_word_embeddings=family == "gpt2"))
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     options: dict[str, Any] = {"tp": 2, "parallelize_embedding": embedding}
-    for found in ranks.run(f"{CASES}:compare", str(tmp_path), how, options, nproc=2).check():
+    for found in ranks.run(f"{PROGRAMS}:compare", str(tmp_path), how, options, nproc=2).check():
         assert found["different"] == []
         assert found["devices"] == ["cpu"]
         assert found["cut"] > 0
@@ -36,7 +36,7 @@ def test_a_mesh_starts_from_the_whole_models_bits(
 @pytest.mark.xla
 def test_parameters_end_on_the_device(ranks: Ranks, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(CONFIGS["gpt2"]()).save_pretrained(tmp_path)
-    for found in ranks.run(f"{CASES}:compare", str(tmp_path), "folder", {"tp": 2}, "xla", nproc=2).check():
+    for found in ranks.run(f"{PROGRAMS}:compare", str(tmp_path), "folder", {"tp": 2}, "xla", nproc=2).check():
         assert found["different"] == []
         assert found["devices"] == ["xla"]
         assert found["loss"] == pytest.approx(found["whole_loss"], rel=1e-4)
@@ -64,7 +64,7 @@ def large_folder(folder: Path, layers: int) -> None:
 @pytest.mark.parametrize("layers", [3, pytest.param(15, marks=pytest.mark.prove)])
 def test_bytes_read_and_memory_held(ranks: Ranks, tmp_path: Path, how: str, layers: int) -> None:
     large_folder(tmp_path, layers)
-    for found in ranks.run(f"{CASES}:measure", str(tmp_path), how, 2, nproc=2).check():
+    for found in ranks.run(f"{PROGRAMS}:measure", str(tmp_path), how, 2, nproc=2).check():
         assert found["peak"] <= found["shard"] + found["largest"] + (256 << 20 if layers > 3 else 64 << 20)
         if how == "folder":
             assert found["asked"] - found["replicated"] <= (found["whole"] - found["replicated"]) * (0.5 + 0.05)

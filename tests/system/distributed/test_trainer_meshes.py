@@ -71,7 +71,9 @@ def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path, alone: dict
 
 
 def test_a_model_that_was_cut_is_taken_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
-    for first, second, third in ranks.run("tests.support.mesh_programs:given_cut", str(tmp_path), nproc=2).check():
+    for first, second, third in ranks.run(
+        "tests.support.mesh_programs:given_parallelized", str(tmp_path), nproc=2
+    ).check():
         assert first.startswith("tensor_parallel_size: is 1, but the model was made with 2")
         assert second.startswith("sequence_parallel: is True, but the model was made with False")
         assert third == "trained"

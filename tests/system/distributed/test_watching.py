@@ -22,7 +22,7 @@ from tests.support.ranks import ROOT, Outcome, Ranks
 from tests.support.recipes import write_recipe
 from tests.support.watching_programs import newest, wait_for
 
-CASES = "tests.support.watching_programs"
+PROGRAMS = "tests.support.watching_programs"
 FIELDS: dict[str, Any] = {
     "save_steps": 5,
     "save_total_limit": 2,
@@ -40,7 +40,7 @@ def running(ranks: Ranks, recipe: Path, ahead: int, nproc: int = 1) -> Iterator[
     outcomes: list[Outcome] = []
 
     def work() -> None:
-        outcomes.append(ranks.run(f"{CASES}:train", str(recipe), ahead, {}, nproc=nproc, timeout=500))
+        outcomes.append(ranks.run(f"{PROGRAMS}:train", str(recipe), ahead, {}, nproc=nproc, timeout=500))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -80,7 +80,7 @@ def test_a_watcher_beside_a_run(ranks: Ranks, tmp_path: Path) -> None:
     """Its first evaluation takes so long that retention comes by: what it reads stays, and what comes next is gone."""
     recipe, folder = write_recipe(tmp_path, max_steps=40, **FIELDS), tmp_path / "out"
     with running(ranks, recipe, 100) as outcomes:
-        arguments = ["--watch", "--evaluator", f"{CASES}:slow_first", "--device", "cpu", "--interval", "0.1"]
+        arguments = ["--watch", "--evaluator", f"{PROGRAMS}:slow_first", "--device", "cpu", "--interval", "0.1"]
         assert call(["evaluate", str(folder), *arguments]) == 0
     (in_run,) = outcomes[0].check()
     lines = check(folder, in_run, list(range(5, 45, 5)))
@@ -103,7 +103,7 @@ def watcher(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 def test_two_watchers_of_a_run_on_two_lazy_ranks_one_of_them_killed(ranks: Ranks, tmp_path: Path) -> None:
     fields = {**FIELDS, "device": "xla", "per_device_train_batch_size": 1}
     recipe, folder = write_recipe(tmp_path, max_steps=100, **fields), tmp_path / "out"
-    arguments = ["--evaluator", f"{CASES}:slow", "--interval", "0.2"]
+    arguments = ["--evaluator", f"{PROGRAMS}:slow", "--interval", "0.2"]
     with running(ranks, recipe, 25, nproc=2) as outcomes:
         first = watcher(folder, *arguments)
         second = watcher(folder, *arguments)
@@ -126,7 +126,7 @@ def test_a_run_without_improvement_is_stopped_and_can_be_resumed(ranks: Ranks, t
     fields = {**FIELDS, "eval_strategy": None, "eval_steps": None, "per_device_train_batch_size": 4 // nproc}
     recipe, folder = write_recipe(tmp_path, max_steps=120, **fields), tmp_path / "out"
     with running(ranks, recipe, 5, nproc=nproc) as outcomes:
-        arguments = ["--evaluator", f"{CASES}:peak", "--metric", "score", "--interval", "0.1", "--device", "cpu"]
+        arguments = ["--evaluator", f"{PROGRAMS}:peak", "--metric", "score", "--interval", "0.1", "--device", "cpu"]
         assert call(["evaluate", str(folder), "--watch", "--patience", "2", *arguments]) == 0
     outcomes[0].check()
     status = json.loads((folder / "status.json").read_text())
@@ -136,9 +136,9 @@ def test_a_run_without_improvement_is_stopped_and_can_be_resumed(ranks: Ranks, t
     assert newest(folder) == status["step"]
     assert os.readlink(folder / "best") == "checkpoint-10"
     resumed = {"resume_from_checkpoint": "true", "max_steps": "120"}
-    left = ranks.run(f"{CASES}:weights", str(recipe), resumed, nproc=nproc).check()
+    left = ranks.run(f"{PROGRAMS}:weights", str(recipe), resumed, nproc=nproc).check()
     assert json.loads((folder / "status.json").read_text()) | {"time": 0} == {
         "state": "done", "step": 120, "time": 0, "reason": None
     }  # fmt: skip
-    whole = ranks.run(f"{CASES}:weights", str(recipe), {"output_dir": str(tmp_path / "whole")}, nproc=nproc).check()
+    whole = ranks.run(f"{PROGRAMS}:weights", str(recipe), {"output_dir": str(tmp_path / "whole")}, nproc=nproc).check()
     assert left == whole

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stepmark.interchange.consolidate import ConsolidationListener, consolidate
-from tests.support.mesh_checkpoints import STEPS, digests
+from tests.support.mesh_checkpoints import STEPS, checksums
 from tests.support.ranks import Ranks
 from tests.system.parity.test_tensor_parallel import MODELS
 
-CASES = "tests.support.mesh_checkpoints:"
+PROGRAMS = "tests.support.mesh_checkpoints:"
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp1": (1, {}),
@@ -30,7 +30,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 def save(ranks: Ranks, folder: Path, mesh: str, model: dict[str, Any], **more: Any) -> dict[str, int]:
     """Saves under the mesh's name."""
     nproc, options = MESHES[mesh]
-    found = ranks.run(CASES + "save", str(folder / mesh), {**options, "model": model, **more}, nproc=nproc)
+    found = ranks.run(PROGRAMS + "save", str(folder / mesh), {**options, "model": model, **more}, nproc=nproc)
     return found.check()[0]
 
 
@@ -38,16 +38,16 @@ def check_pairs(
     ranks: Ranks, folder: Path, sources: list[str], targets: list[str], tolerance: float = 1e-5, **options: Any
 ) -> None:
     """Every checkpoint restored on every mesh and saved there again is the same, and training goes on alike."""
-    stored = {source: digests(folder / source / "checkpoint-1") for source in sources}
+    stored = {source: checksums(folder / source / "checkpoint-1") for source in sources}
     expected: list[Any] = []
     for target in targets:
         nproc, mesh = MESHES[target]
         again = folder / "again" / target
         arguments = [[str(folder / source) for source in sources], str(again), {**mesh, **options}]
-        found = ranks.run(CASES + "restore", *arguments, nproc=nproc, timeout=900).check()
+        found = ranks.run(PROGRAMS + "restore", *arguments, nproc=nproc, timeout=900).check()
         assert all(each == found[0] for each in found)
         for number, source in enumerate(sources):
-            assert digests(again / source / "checkpoint-1") == stored[source], (source, target)
+            assert checksums(again / source / "checkpoint-1") == stored[source], (source, target)
             assert len(found[0][number]) == STEPS
             for ours, theirs in zip(found[0][number], (expected or found[0])[number], strict=True):
                 assert ours == pytest.approx(theirs, rel=tolerance), (source, target)
@@ -112,7 +112,7 @@ def test_consolidated_it_is_the_whole_model(ranks: Ranks, tmp_path: Path, name: 
     save(ranks, tmp_path, "dp1", model)
     nproc, options = MESHES[mesh]
     arguments = [[str(tmp_path / "dp1")], str(tmp_path / mesh), {**options, "model": model}]
-    ranks.run(CASES + "restore", *arguments, nproc=nproc).check()
+    ranks.run(PROGRAMS + "restore", *arguments, nproc=nproc).check()
     consolidate(tmp_path / mesh / "dp1", tmp_path / "out", "safetensors", 20_000, SILENT)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "dp1" / "checkpoint-1").state_dict()
