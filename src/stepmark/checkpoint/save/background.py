@@ -27,11 +27,11 @@ logger = logging.getLogger("stepmark")
 class Background:
     """The threads of one rank, at most one of which writes a save."""
 
-    def __init__(self, rank: int, size: int, timeout: float, keeper: CheckpointCleaner) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, cleaner: CheckpointCleaner) -> None:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._keeper = keeper
+        self._cleaner = cleaner
         self._flying: SaveHandle | None = None
         self._aftermaths: list[SaveHandle] = []  # deletions of old checkpoints, until somebody has heard how they ended
         self._reading: set[SaveHandle] = set()  # saves whose threads read the staging memory
@@ -143,7 +143,7 @@ class Background:
         phases = self.phases(f"deleting old checkpoints after step {handle.step}", saving.board, handle)
         try:
             phases.enter("deleting")
-            self._keeper.after(newest, saving.save)
+            self._cleaner.after(newest, saving.save)
             phases.leave()
             handle.succeed(newest)
         except OSError as error:
