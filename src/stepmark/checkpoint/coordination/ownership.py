@@ -60,7 +60,7 @@ class RunOwnership:
         return self._owner.lost()
 
     def release(self) -> None:
-        """Ends this rank's part of the claim, on rank 0 all of it. The next owner removes what cannot be removed now."""
+        """Ends this rank's part of the claim, on rank 0 all of it. The next owner removes what remains."""
         try:
             self._owner.release(whole=self._meeting.rank == 0)
         except OSError as error:  # all that was saved is safe
