@@ -1,4 +1,4 @@
-"""The engine as a training loop sees it: save, restore, wait."""
+"""The checkpoint engine's interface to a training loop: save, restore, wait."""
 
 from __future__ import annotations
 
@@ -59,23 +59,38 @@ from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 
 logger = logging.getLogger("stepmark")
 
-MAX_FILE_SIZE = 5_000_000_000  # bytes, as transformers cuts its files
-_APART = 1800.0  # seconds by which ranks may come to their first call, as torch has it
-_MARGIN = 60.0  # seconds by which a collective's own deadline is later than that of the meeting that names the ranks
+MAX_FILE_SIZE = 5_000_000_000  # bytes, as in transformers
+_APART = 1800.0  # seconds between the first and the last rank at the first collective, as in torch
+_MARGIN = 60.0  # seconds by which torch's deadline is later than that of TimedGroup, which names the late ranks
 
 
 class Checkpointer:
-    """Saves and restores a training state in `folder`, as `checkpoint-<step>` folders that are whole or not there.
+    """Saves and restores a training state in `folder`, as complete `checkpoint-<step>` folders.
 
-    All ranks of `group` (default: all of the run) call `save`, `restore`, `latest` and `close` together. A state is a
-    dict of sections: modules, optimizers, objects with `state_dict` and `load_state_dict`, or nested dicts and lists of
-    tensors and plain values. `keep_last` and `keep` say which checkpoints stay; without either, all do. `async_save`:
-    `save` returns once the state is copied, and writing goes on behind. `save_timeout`, in seconds, is the deadline of
-    every phase; a process that cannot end by itself once it has passed is ended. A save waits for the one before it.
-    `mesh`, axis to size, is noted in the manifest.
-    `max_file_size`, in bytes, is where files of tensors are cut; `threads` read and write at the same time.
+    All ranks of `group` call `save`, `restore`, `latest` and `close` together. A state is a dict of sections: modules,
+    optimizers, objects with `state_dict` and `load_state_dict`, or nested dicts and lists of tensors and plain values.
 
-    Threads that call it at the same time wait for each other. A process that is forked from this one cannot use it.
+    Threads that call it concurrently wait for each other. A process that is forked from this one cannot use it.
+
+    Args:
+        folder: The run's folder, which all ranks see. It is created if it does not exist.
+        keep_last: How many checkpoints to keep, the newest; at least 1. None (default) for no such limit.
+        keep: Further retention policies. What any policy wants stays; without a policy every checkpoint does.
+        group: The ranks that save together. Default: all ranks of the run.
+        runtime: The device runtime. Default: that of the first tensor that is not on the CPU.
+        async_save: Whether `save` returns once the state is copied, and writes in the background. Default: True.
+        save_timeout: Seconds that each phase of a save or restore may take. A process that cannot end by itself after
+            this deadline is terminated. Default: 1800.
+        mesh: The size of each mesh axis, for the manifest. Default: `{"dp": <world size>}`.
+        max_file_size: Bytes of tensors per file; a larger tensor gets a separate file. Default: 5 GB.
+        threads: Threads that write concurrently; twice as many read. Default: 2.
+
+    Attributes:
+        folder: The absolute path of the run's folder.
+        set_aside: The damaged checkpoints that the last `restore` quarantined, each with the reason; on rank 0.
+
+    Raises:
+        UsageError: An argument is invalid.
     """
 
     def __init__(
@@ -99,7 +114,7 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         longest = max(save_timeout, CLAIMING, _APART) + _MARGIN
         self._group = group or HostGroup.of_processes(timedelta(seconds=longest))
-        self._meeting = TimedGroup(self._group, save_timeout)
+        self._timed_group = TimedGroup(self._group, save_timeout)
         self._runtime = runtime
         self._async = async_save
         self._timeout = save_timeout
@@ -107,16 +122,16 @@ class Checkpointer:
         self._max_file_size = max_file_size
         self._threads = threads
         policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
-        keeper = CheckpointCleaner(self.folder, policies)
-        self._background = Background(self._group.rank, self._group.size, save_timeout, keeper)
+        cleaner = CheckpointCleaner(self.folder, policies)
+        self._background = Background(self._group.rank, self._group.size, save_timeout, cleaner)
         self._memory = StagingMemory()
-        self._member: RunOwnership | None = None
+        self._ownership: RunOwnership | None = None
         self._planner: SavePlanner | None = None
         self._calls = CallGuard()
-        self._clock = TimestampSource()
+        self._timestamps = TimestampSource()
         self._finalizer: Finalize | None = None
         self._count = 0
-        self.set_aside: list[tuple[Path, str]] = []  # what the last restore took for damaged, and why; on rank 0
+        self.set_aside: list[tuple[Path, str]] = []
 
     # Saving
 
@@ -132,12 +147,25 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         block: bool | None = None,
     ) -> SaveHandle:
-        """Saves the state as `checkpoint-<step>`; returns once training may go on, or with `block` once it is durable.
+        """Saves the state as `checkpoint-<step>`; collective. Waits for the save before.
 
-        `files` adds files of its own to the folder it is given; rank 0 calls it, at once. `metadata`, plain values, can
-        be read without the state; `metrics` serve `KeepBest`. `model_only` saves the modules and nothing else. A
-        process that only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`) computes placeholders: there nothing is
-        written, and the handle says done. Raises CheckpointError, also for the save before, if it failed.
+        Args:
+            step: The step, from 0 on, the same on all ranks.
+            state: The sections to save, by name.
+            files: Called at once on rank 0 with a folder to which it may add files.
+            metadata: Plain values that can be read without the state.
+            metrics: Values for `KeepBest`, by name.
+            model_only: Whether to save only the modules. Default: False.
+            block: Whether to return only once the checkpoint is durable. Default: not `async_save`.
+
+        Returns:
+            A handle whose `result()` waits until the checkpoint is durable. Where the process only extracts graphs
+            (`NEURON_EXTRACT_GRAPHS_ONLY`) nothing is written, and the handle is done at once.
+
+        Raises:
+            UsageError: The state cannot be saved, or the ranks save different steps.
+            CheckpointBusy: Another live run owns the folder.
+            CheckpointError: This save, or the one before, has failed on any rank.
         """
         if extracting_graphs():
             self._runtime_of(_tensors_of(state)).step_boundary(wait=True)  # so that the graphs are those of a real run
@@ -145,11 +173,11 @@ class Checkpointer:
             skipped = SaveHandle(step)
             skipped.succeed(checkpoint_path(self.folder, step))
             return skipped
-        member = self._join()
-        name = self._next_name(member)
+        ownership = self._join()
+        name = self._next_name(ownership)
         temporary = temporary_path(self.folder, step, name)
         handle = SaveHandle(step)
-        phases = self._background.phases(f"save of step {step}", member.board(name), handle)
+        phases = self._background.phases(f"save of step {step}", ownership.board(name), handle)
         write_files = files if self._group.rank == 0 else None
         begun = None
         try:
@@ -173,9 +201,9 @@ class Checkpointer:
             self.wait()
         return handle
 
-    def _next_name(self, member: RunOwnership) -> str:
+    def _next_name(self, ownership: RunOwnership) -> str:
         self._count += 1
-        return f"{member.identity}-{self._count:06d}"
+        return f"{ownership.identity}-{self._count:06d}"
 
     def _agree(
         self,
@@ -205,7 +233,7 @@ class Checkpointer:
         checksums = request.tables.checksums() if request is not None else {}
         described = describe_error(problem) if problem is not None else None
         report = RankReport(step, described, checksums, self._memory.size, free_host_memory())
-        reports = agree(self._meeting, phases.board, report, problem)
+        reports = agree(self._timed_group, phases.board, report, problem)
         assert request is not None
         return request, reports
 
@@ -214,7 +242,7 @@ class Checkpointer:
     ) -> tuple[SaveOperation, memoryview]:
         """Plans what this rank writes, and copies it."""
         assert self._planner is not None
-        assert self._member is not None
+        assert self._ownership is not None
         phases.enter("planning")
         plan, values = self._planner.plan(request, reports, phases.board)
         extents, size = extents_of(plan, self._group.rank)
@@ -225,7 +253,7 @@ class Checkpointer:
         entries = request.entries()
         runtime = self._runtime_of([entry.tensor for entry in entries.values()])
         if self._background.reads_memory:
-            self._memory.release()  # whoever reads it keeps it
+            self._memory.release()  # the thread that still reads it keeps it
         memory = self._memory.take(size, pinned=runtime.device.type == "cuda")
         phases.enter("copying")
         runtime.step_boundary(wait=True)
@@ -245,27 +273,27 @@ class Checkpointer:
                 values=values_to_bytes(values) if self._group.rank == 0 else b"",
                 extra=request.extra,
                 manifest=request.manifest(self._group.size, self._mesh, kinds),
-                lost=self._member.lost,
-                clock=self._clock,
+                lost=self._ownership.lost,
+                clock=self._timestamps,
             ),
         )
         return operation, memory.numpy().data
 
     def _check_memory(self, plan: SavePlan, reports: Sequence[RankReport]) -> None:
-        """Raises CheckpointError where this node has no room for the copies of its ranks; on all of them."""
-        assert self._member is not None
-        nodes, sizes = self._member.nodes, staging_sizes(plan)
+        """Raises CheckpointError, on all ranks of this node, where their copies do not fit into its memory."""
+        assert self._ownership is not None
+        nodes, sizes = self._ownership.nodes, staging_sizes(plan)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]]
         needs = [max(0, sizes[rank] - reports[rank].held) for rank in ranks]
         check_host_memory(needs, [reports[rank].free for rank in ranks])
 
     def check(self) -> None:
-        """Raises the error of a save that has failed since the last call. It costs nothing: call it often."""
+        """Raises the error of a save that has failed since the last call. It is cheap, and does not wait."""
         self._background.check()
 
     @one_at_a_time
     def wait(self) -> None:
-        """Returns when no save is on its way. Raises the error of one that failed."""
+        """Waits until no save is in progress. Raises the error of one that has failed."""
         self._background.wait()
 
     # Restoring
@@ -274,34 +302,46 @@ class Checkpointer:
     def restore(
         self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None, *, accept: Accept | None = None
     ) -> int | None:
-        """Gives the state the values of a checkpoint, in place; returns its step.
+        """Gives the state the values of a checkpoint, in place; collective.
 
-        `checkpoint`: a step, a path, or None for the newest that is whole (None is returned where there is none at
-        all). The checkpoint may hold more sections than the state. `accept(path, manifest)` may refuse one by raising,
-        before it is compared with the state. Raises CheckpointMismatch before anything is changed where it is of
-        another model, CheckpointDamaged where it is not whole, and CheckpointNotFound. Damage in the bytes of a tensor
-        is only found while they are read: what was read before has its new values then, so restore another checkpoint,
-        or make the state anew. How an optimizer computes (`foreach`, `fused`, `capturable`) stays as it is here.
+        How an optimizer computes (`foreach`, `fused`, `capturable`) stays as it is in the live one.
+
+        Args:
+            state: The sections to restore, by name. The checkpoint may hold more.
+            checkpoint: A step or a path. None (default) for the newest complete checkpoint of the folder.
+            accept: Called with the path and the manifest before anything is compared; raises to refuse the checkpoint.
+
+        Returns:
+            The step; None where `checkpoint` is None and the folder has no checkpoint.
+
+        Raises:
+            CheckpointNotFound: The checkpoint does not exist.
+            CheckpointMismatch: It was saved from another model; nothing is changed.
+            CheckpointDamaged: It is incomplete or corrupted. Corrupted bytes of a tensor are only found while they are
+                read, when other tensors may have their new values: restore another checkpoint, or rebuild the state.
+            CheckpointBusy: Another live run owns the folder.
         """
-        member = self._join()
+        ownership = self._join()
         handle = SaveHandle(-1)
-        phases = self._background.phases("restore", member.board(self._next_name(member)), handle)
+        phases = self._background.phases("restore", ownership.board(self._next_name(ownership)), handle)
         try:
-            self._all_can_go_on("restoring", phases.board)
+            self._check_all_ranks("restoring", phases.board)
             phases.enter("looking")
             tensors = _tensors_of(state)
-            threads, alone = 2 * self._threads, member.alone_on_node()
-            loader = Restorer(self._meeting, phases, self._runtime_of(tensors), threads, alone, accept, self._clock)
+            threads, alone = 2 * self._threads, ownership.alone_on_node()
+            restorer = Restorer(
+                self._timed_group, phases, self._runtime_of(tensors), threads, alone, accept, self._timestamps
+            )
             if checkpoint is None:
-                candidates = self._meeting.ask_first(
+                candidates = self._timed_group.ask_first(
                     lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board
                 )
-                path = loader.newest(candidates, state)
-                self.set_aside = loader.aside
+                path = restorer.newest(candidates, state)
+                self.set_aside = restorer.aside
                 return None if path is None else step_of(path)
-            path = self._named(checkpoint)
-            with self._kept(path):
-                return loader.named(path, state)
+            path = self._resolve(checkpoint)
+            with self._lease_on(path):
+                return restorer.named(path, state)
         except CheckpointTimeout as error:
             handle.fail(error)
             raise
@@ -312,22 +352,22 @@ class Checkpointer:
             phases.stop()
             self._background.leave(phases.board, None, handle)
 
-    def _all_can_go_on(self, what: str, board: StatusStore) -> None:
-        """Raises the error of a save before, on all ranks if any has one."""
+    def _check_all_ranks(self, what: str, board: StatusStore) -> None:
+        """Raises the error of an earlier save, on all ranks if any has one."""
         problem: Exception | None = None
         try:
             board.open()
             self.wait()
         except Exception as error:
             problem = error
-        told = self._meeting.all_gather(None if problem is None else describe_error(problem), what, board)
+        problems = self._timed_group.all_gather(None if problem is None else describe_error(problem), what, board)
         if problem is not None:
             raise problem
-        for rank, other in enumerate(told):
+        for rank, other in enumerate(problems):
             if other is not None:
                 raise CheckpointError(f"rank {rank}: {other}")
 
-    def _named(self, checkpoint: str | Path | int) -> Path:
+    def _resolve(self, checkpoint: str | Path | int) -> Path:
         path = resolve_link(Path(checkpoint)) if isinstance(checkpoint, str | Path) else self._path_of(checkpoint)
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
@@ -341,15 +381,19 @@ class Checkpointer:
         except TypeError:
             raise UsageError(f"checkpoint: {step!r} is neither a step nor a path") from None
 
-    def _kept(self, path: Path) -> AbstractContextManager[object]:
-        """Keeps another run, which may be alive, from deleting the checkpoint while the ranks read it."""
+    def _lease_on(self, path: Path) -> AbstractContextManager[object]:
+        """A lease on a checkpoint of another run, so that this run, if it is alive, does not delete it meanwhile."""
         own = path.resolve().parent == self.folder.resolve()
         return nullcontext() if own or self._group.rank != 0 else reading(path, "restore")
 
     @one_at_a_time
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole, as far as can be told without reading the tensors; None without any."""
-        found = self._meeting.ask_first(self._newest, "looking for checkpoints")
+        """Finds the newest complete checkpoint, without reading tensors; collective.
+
+        Returns:
+            Its path; None where there is none.
+        """
+        found = self._timed_group.ask_first(self._newest, "looking for checkpoints")
         assert found is None or isinstance(found, Path)
         return found
 
@@ -364,35 +408,54 @@ class Checkpointer:
         return None
 
     def manifest(self, checkpoint: str | Path | int) -> Manifest:
-        """What a checkpoint holds. Raises CheckpointNotFound or CheckpointDamaged."""
-        return read_manifest(self._named(checkpoint))
+        """Reads the manifest of a checkpoint.
+
+        Args:
+            checkpoint: A step or a path.
+
+        Returns:
+            The manifest, which lists tensors and files.
+
+        Raises:
+            CheckpointNotFound: The checkpoint does not exist.
+            CheckpointDamaged: Its manifest is missing or corrupted.
+        """
+        return read_manifest(self._resolve(checkpoint))
 
     def metadata(self, checkpoint: str | Path | int) -> dict[str, Any]:
-        """The plain values that were saved with it as `metadata`."""
+        """Returns the plain values that were saved as `metadata` with a checkpoint, a step or a path."""
         return dict(decode_plain(self.manifest(checkpoint).metadata))
 
-    # Coming and going
+    # Claiming and releasing the folder
 
     @one_at_a_time
     def claim(self) -> None:
-        """Takes the folder for this run. `save` and `restore` do it as well; collective.
+        """Claims the folder for this run, as `save` and `restore` do; collective.
 
-        Raises CheckpointBusy where another live run has it, and CheckpointError where it cannot be written to.
+        Where a run on another machine may still own it, this waits up to a minute to see whether that run is alive.
+
+        Raises:
+            CheckpointBusy: Another live run owns the folder.
+            CheckpointError: The folder cannot be written to.
         """
         self._join()
 
     def _join(self) -> RunOwnership:
-        if self._member is None:
-            self._member = RunOwnership.join(self.folder, self._meeting, self._timeout)
-            self._planner = SavePlanner(self._meeting, self._member.nodes, self._max_file_size)
+        if self._ownership is None:
+            self._ownership = RunOwnership.join(self.folder, self._timed_group, self._timeout)
+            self._planner = SavePlanner(self._timed_group, self._ownership.nodes, self._max_file_size)
             self._calls.bind()
             atexit.register(self._close_at_exit)
             # Processes that multiprocessing has forked call this, and nothing that is registered with atexit.
             self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
-        return self._member
+        return self._ownership
 
     def close(self) -> None:
-        """Waits for the save on its way, and gives the folder back. Raises the error of a save that failed."""
+        """Waits for the save in progress and releases the folder.
+
+        Raises:
+            CheckpointError: A save has failed whose error was not raised yet.
+        """
         atexit.unregister(self._close_at_exit)
         if self._finalizer is not None:
             self._finalizer.cancel()
@@ -406,20 +469,20 @@ class Checkpointer:
             self.wait()
         finally:
             ended = self._background.join()
-            member, self._member = self._member, None
+            ownership, self._ownership = self._ownership, None
             self._memory.release()
-            if member is not None and ended:
-                member.release()
-            elif member is not None:  # the file system is stuck, and so would this be
-                threading.Thread(target=self._release_later, args=(member,), daemon=True).start()
+            if ownership is not None and ended:
+                ownership.release()
+            elif ownership is not None:  # the file system is stuck, and releasing would hang too
+                threading.Thread(target=self._release_later, args=(ownership,), daemon=True).start()
 
-    def _release_later(self, member: RunOwnership) -> None:
+    def _release_later(self, ownership: RunOwnership) -> None:
         while not self._background.join():
             pass
-        member.release()
+        ownership.release()
 
     def _close_at_exit(self) -> None:
-        """A program that never asked how its last save went does not end as if all were well."""
+        """Ends with an error where the last save has failed and the program has not asked for its result."""
         try:
             self.close()
         except Exception as error:
@@ -436,7 +499,7 @@ class Checkpointer:
         except Exception as trouble:
             if error is None:
                 raise
-            logger.error("%s", trouble)  # the error on its way is the one to read
+            logger.error("%s", trouble)  # the error that is being raised comes first
 
     def _runtime_of(self, tensors: Sequence[Tensor]) -> Runtime:
         if self._runtime is None:
@@ -450,11 +513,11 @@ def _tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh as the manifest takes it. Raises UsageError for sizes that are none."""
+    """The mesh in the manifest's form. Raises UsageError for invalid sizes."""
     try:
         checked = {str(axis): operator.index(size) for axis, size in mesh.items()}
     except TypeError:
         checked = {"": 0}
     if min(checked.values(), default=1) < 1:
-        raise UsageError(f"mesh: {dict(mesh)!r} must give each axis a whole number of ranks from 1 on")
+        raise UsageError(f"mesh: {dict(mesh)!r} must give each axis a positive integer number of ranks")
     return checked

@@ -1,4 +1,4 @@
-"""Host memory that a save copies to, or a restore reads into: taken once, touched, and used again."""
+"""Host memory that a save copies to, or a restore reads into: allocated once and reused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepmark.errors import CheckpointError
 
 GROUP_BYTES = 64 << 20  # bytes of tensors that come from a lazy device to the host together
 MACHINE = "machine"  # all of a node's memory, as a limit
-_RESERVE = 64 << 20  # bytes that are left to everything else
+_RESERVE = 64 << 20  # bytes that are left for everything else
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -36,7 +36,7 @@ class StagingMemory:
         return 0 if self._memory is None else self._memory.numel()
 
     def take(self, size: int, *, pinned: bool) -> Tensor:
-        """At least `size` bytes, as a uint8 tensor; the same memory as before where it suffices."""
+        """At least `size` bytes, as a uint8 tensor; the same memory as before where that is large enough."""
         if self._memory is None or self._memory.numel() < size or self._pinned != pinned:
             self._memory = None
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _touched(size)
@@ -49,9 +49,9 @@ class StagingMemory:
 
 
 class BufferPool:
-    """Host memory for tensors on their way to a device: what nobody holds any more is lent again.
+    """Host memory for tensors that are copied to a device: what is not referenced any more is reused.
 
-    A device may still be reading from a tensor that this program has let go of: it holds the tensor then.
+    A device that still reads from a tensor holds a reference to it.
     """
 
     def __init__(self, limit: int) -> None:

@@ -1,6 +1,6 @@
-"""Which checkpoints stay. A policy sees what there is and says what it wants kept; what none wants is deleted.
+"""Retention policies: which checkpoints are kept. What no policy keeps is deleted.
 
-The checkpoint committed last always stays, and nothing is deleted before its successor is committed.
+The checkpoint committed last is always kept, and nothing is deleted before its successor is committed.
 """
 
 from __future__ import annotations
@@ -12,24 +12,42 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint: its step, the time it was saved (seconds since the Unix epoch), and its metrics."""
+    """A complete checkpoint, as policies see it.
+
+    Attributes:
+        step: The step that it was saved at.
+        time: When it was saved, in seconds since the Unix epoch.
+        metrics: The metrics that it was saved with, by name.
+        whole: Whether a run can be resumed from it: False where only the model was saved.
+    """
 
     step: int
     time: float
     metrics: Mapping[str, float]
-    whole: bool = True  # not the model alone: a run can be resumed from it
+    whole: bool = True
 
 
 class Retention(Protocol):
-    """A reason to keep checkpoints."""
+    """A policy that keeps some of the checkpoints; implement `keeps` for a custom one."""
 
     def keeps(self, saved: Sequence[Saved]) -> set[int]:
-        """The steps to keep, of whole checkpoints in the order of their steps."""
+        """Chooses what to keep.
+
+        Args:
+            saved: All complete checkpoints, in the order of their steps.
+
+        Returns:
+            The steps to keep.
+        """
 
 
 @dataclass(frozen=True)
 class KeepLast:
-    """The `count` that were saved last."""
+    """Keeps the checkpoints that were saved last.
+
+    Args:
+        count: How many to keep.
+    """
 
     count: int
 
@@ -40,7 +58,11 @@ class KeepLast:
 
 @dataclass(frozen=True)
 class KeepEvery:
-    """Those whose step is a multiple of `steps`."""
+    """Keeps the checkpoints whose step is a multiple of a number.
+
+    Args:
+        steps: The number of steps.
+    """
 
     steps: int
 
@@ -50,7 +72,11 @@ class KeepEvery:
 
 @dataclass(frozen=True)
 class KeepEachInterval:
-    """The first, and then each that is at least `hours` later than the one kept before it."""
+    """Keeps the first checkpoint, and then the next one after each interval of time.
+
+    Args:
+        hours: The interval, counted from the checkpoint that was kept before.
+    """
 
     hours: float
 
@@ -66,7 +92,13 @@ class KeepEachInterval:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """The `count` best by a metric; of equal ones the first. Those saved without the metric do not count."""
+    """Keeps the best checkpoints by a metric; of equal ones the first. Those without the metric are ignored.
+
+    Args:
+        metric: The name of the metric, as passed to `Checkpointer.save`.
+        greater_is_better: Whether higher values are better. Default: False.
+        count: How many to keep. Default: 1.
+    """
 
     metric: str
     greater_is_better: bool = False
@@ -83,8 +115,10 @@ class KeepBest:
 
 
 def superfluous(saved: Sequence[Saved], policies: Sequence[Retention], newest: int) -> list[int]:
-    """The steps that no policy keeps, in order; none where there is no policy. `newest` was committed last, and stays,
-    as do the highest step and the highest that a run can be resumed from."""
+    """The steps that no policy keeps, in order; none where there is no policy.
+
+    `newest` was committed last and is kept, as are the highest step and the highest that a run can be resumed from.
+    """
     if not policies or not saved:
         return []
     ordered = sorted(saved, key=lambda checkpoint: checkpoint.step)

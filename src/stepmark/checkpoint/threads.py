@@ -1,4 +1,4 @@
-"""Plain threads for work that may still go on while the interpreter ends, when executors take none any more."""
+"""Plain threads, for work that may continue while the interpreter exits, when executors accept no more tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
     """`[function(item) for item in items]`, with this thread and `threads - 1` others.
 
-    After an error no item is begun any more; the first error is raised when all that have begun have ended.
+    After an error no further item is started; the first error is raised once all that were started have ended.
     """
     todo = list(enumerate(items))[::-1]
     results: dict[int, Result] = {}
@@ -47,7 +47,7 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threa
 
 
 def ends_within(seconds: float, function: Callable[[], None]) -> bool:
-    """Calls the function, and waits so long for it at most; whether it has ended. It may go on in its own thread."""
+    """Calls the function and waits at most so long; returns whether it has ended. It may continue in its thread."""
     thread = threading.Thread(target=function, name="stepmark-aside", daemon=True)
     try:
         thread.start()

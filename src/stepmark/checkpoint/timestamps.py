@@ -1,4 +1,4 @@
-"""The time that a checkpoint is of: the machine's, but after that of every one that the run has saved or restored."""
+"""Timestamps of checkpoints: the machine's time, but later than that of every checkpoint the run saved or restored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 
 class TimestampSource:
-    """Tells the time, in seconds since the Unix epoch. Where the machine's clock (`wall`) is set back, it goes on from
-    where it was, by `steady`: retention tells from the times which checkpoints are the last, and which hours apart."""
+    """Times in seconds since the Unix epoch that only increase. Where the machine's clock (`wall`) is set back, they
+    continue from the last one by `steady`, since retention orders checkpoints by them and measures intervals."""
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
         self._wall = wall
@@ -20,13 +20,13 @@ class TimestampSource:
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """The time; later than any that was told or seen."""
+        """The time, later than any that was returned or seen before."""
         with self._lock:
             self._set(max(self._wall(), self._went_on(), math.nextafter(self._latest, math.inf)))
             return self._latest
 
     def saw(self, time: float) -> None:
-        """A checkpoint is of this time; what is told from now on is later."""
+        """Notes the time of an existing checkpoint; later times are after it."""
         with self._lock:
             if time > self._went_on():
                 self._set(time)

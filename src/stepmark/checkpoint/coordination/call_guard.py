@@ -1,4 +1,4 @@
-"""Who may call the engine: one thread at a time, of one process."""
+"""Serializes calls of the engine: one thread at a time, in one process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from stepmark.errors import UsageError
 
 
 class CallGuard:
-    """The calls of one object. What several threads ask for happens one after the other."""
+    """Serializes the calls of one object by several threads, and refuses those of forked processes."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._process = 0
 
     def bind(self) -> None:
-        """From now on this process alone may call; see `elsewhere`."""
+        """From now on only this process may call; see `elsewhere`."""
         self._process = os.getpid()
 
     def elsewhere(self) -> bool:
-        """Whether this is a process that was forked from the one that may call: it has none of its threads."""
+        """Whether this process was forked from the one that may call, whose threads it does not have."""
         return self._process not in (0, os.getpid())
 
     @contextmanager
@@ -37,8 +37,8 @@ class CallGuard:
         """
         if self.elsewhere():
             raise UsageError(
-                f"this Checkpointer is that of process {self._process}, which process {os.getpid()} was forked from: "
-                "save and restore there, or make another Checkpointer, for another folder"
+                f"this Checkpointer belongs to process {self._process}, from which process {os.getpid()} was forked: "
+                "save and restore there, or create another Checkpointer for another folder"
             )
         with self._lock, torch.inference_mode(False):
             yield
@@ -54,7 +54,7 @@ _R = TypeVar("_R")
 
 
 def one_at_a_time(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
-    """A method that is one of its object's `_calls`."""
+    """Runs a method as one of its object's `_calls`."""
 
     @functools.wraps(method)
     def called(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _R:

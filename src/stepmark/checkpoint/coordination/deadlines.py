@@ -1,4 +1,4 @@
-"""The phases of a save or a restore on one rank: known to the others, and each with a deadline."""
+"""The phases of a save or a restore on one rank, each with a deadline, and visible to the other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepmark.launch.process_exit import print_stacks
 
 
 class PhaseDeadlines:
-    """What this rank is doing. `expired` is told, in another thread, when a phase has not ended in time."""
+    """The phase that this rank is in. `expired` is called in another thread when a phase has missed its deadline."""
 
     def __init__(
         self, what: str, board: StatusStore, timeout: float, expired: Callable[[CheckpointTimeout], None]
@@ -29,7 +29,7 @@ class PhaseDeadlines:
         self._late: CheckpointTimeout | None = None
 
     def enter(self, name: str) -> None:
-        """The phase before has ended, and this one begins. Raises CheckpointTimeout where the last was too long."""
+        """Ends the previous phase and begins this one. Raises CheckpointTimeout where the previous one was late."""
         self.leave()
         self._name = name
         self.deadline = time.monotonic() + self.timeout
@@ -37,7 +37,7 @@ class PhaseDeadlines:
         self.board.enter(name)
 
     def leave(self) -> None:
-        """The last phase has ended. Raises CheckpointTimeout where it was too long."""
+        """Ends the last phase. Raises CheckpointTimeout where it was late."""
         if self._watch is not None:
             watchdog.release(self._watch)
             self._watch = None
@@ -45,7 +45,7 @@ class PhaseDeadlines:
             raise self._late
 
     def stop(self) -> None:
-        """Ends the watch, whatever the phase has come to."""
+        """Stops watching the phase, however it has ended."""
         if self._watch is not None:
             watchdog.release(self._watch)
             self._watch = None
@@ -53,10 +53,11 @@ class PhaseDeadlines:
     def wait(
         self, topic: str, ranks: Collection[int], needs: Sequence[tuple[str, Collection[int]]] = ()
     ) -> dict[int, Any]:
-        """The posts of these ranks under the topic. Raises RankFailed where one has failed, and once this
-        phase should have ended CheckpointTimeout, which names the late ones and what they are doing.
+        """Waits for the posts of these ranks under the topic.
 
-        `needs`: what those ranks wait for themselves, the first first; the one to name may be late there.
+        Raises RankFailed where a rank has failed, and CheckpointTimeout once this phase is late, which names the late
+        ranks and what they are doing. `needs` are the posts that those ranks wait for themselves, in order, since the
+        rank that causes the delay may be late there.
         """
         try:
             return self.board.wait(topic, ranks, self.deadline)

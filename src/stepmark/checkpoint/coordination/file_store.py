@@ -1,8 +1,8 @@
-"""How ranks tell each other, in the background, how far a save is: small files in a folder that all of them see.
+"""The ranks' progress in a save, exchanged in the background: small files in a folder that all of them see.
 
-No collective is used there, because one that a rank never joins says neither who is missing nor ends in time. A rank
-posts its result of a phase under a topic; who needs it looks until it is there, a rank has reported a failure, or the
-deadline has passed. What a rank is doing is posted as well, so that an error can say what a late one was doing.
+A collective that a rank never joins neither names that rank nor ends in time. Here a rank posts the result of a phase
+under a topic. Ranks that need the result poll until it is there, a rank has reported a failure, or the deadline has
+passed. Each rank also posts its phase, so that an error can say what a late rank was doing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _FAILED = "failed"
 _PHASE = "phase"
 _DONE = "done"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
-_SIGN_EVERY = 1.0  # seconds; a change in the folder also makes network file systems look again
-_SILENT = 3.0  # seconds without a sign, from which on an error says so
-_PATIENCE = 1.0  # seconds that telling may hold up what it tells of
-_FEW = 4  # posts that are looked for one by one; the whole folder is looked at where it is more, and once a sign
+_POST_EVERY = 1.0  # seconds; a change in the folder also makes network file systems refresh their caches
+_SILENT = 3.0  # seconds without a post, from which on an error says so
+_PATIENCE = 1.0  # seconds that posting the phase may delay it
+_FEW = 4  # posts that are looked up one by one; for more, and from time to time, the folder is listed
 _SHOWN = 8  # ranks that an error names
 
 
 class RankFailed(CheckpointError):
-    """Another rank has reported that it cannot go on."""
+    """Another rank has reported that it cannot continue."""
 
 
 class StatusStore:
@@ -45,8 +45,7 @@ class StatusStore:
         self._phase = ""
 
     def open(self) -> None:
-        """Makes the folder; every rank may. Raises CheckpointError where the run's own folder, which it lies in, is
-        gone."""
+        """Creates the folder, on any rank. Raises CheckpointError where the run's own folder, its parent, is gone."""
         if not self.folder.parent.is_dir():
             raise CheckpointError(
                 f"{self.folder.parent} is gone: the folder was removed, or another run has taken it over"
@@ -54,40 +53,40 @@ class StatusStore:
         files.make_folder(self.folder)
 
     def enter(self, phase: str) -> None:
-        """Tells the others what this rank is doing from now on."""
+        """Posts the phase that this rank is in from now on."""
         self._phase = phase
         self.try_to_post(_PHASE, phase)
 
     def post(self, topic: str, value: Any = None) -> None:
-        """Makes a value known under a topic."""
+        """Posts a value under a topic."""
         files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
 
     def try_to_post(self, topic: str, value: Any = None) -> None:
-        """The same. Where it cannot be written, as on a full disk, or not soon, the others will see the deadline at
-        worst."""
+        """Posts a value, and only logs where that fails, as on a full disk, or takes long: the other ranks then wait
+        until the deadline."""
 
         def post() -> None:
             try:
                 self.post(topic, value)
             except OSError as error:
-                logger.warning("cannot tell the other ranks of %r in %s: %s", topic, self.folder, error.strerror)
+                logger.warning("cannot post %r for the other ranks in %s: %s", topic, self.folder, error.strerror)
 
         if not ends_within(_PATIENCE, post):
-            logger.warning("telling the other ranks of %r in %s takes long", topic, self.folder)
+            logger.warning("posting %r for the other ranks in %s takes long", topic, self.folder)
 
     def fail(self, reason: str) -> None:
-        """Tells the others that this rank cannot go on."""
+        """Reports to the other ranks that this one cannot continue."""
         self.try_to_post(_FAILED, reason)
 
     def leave(self) -> None:
-        """Tells that this rank reads here no more."""
+        """Reports that this rank does not read here any more."""
         self.try_to_post(_DONE)
 
     def close(self, ranks: Collection[int], deadline: float) -> bool:
         """Removes the posts when these ranks have left; they stay where one has not by the deadline. Returns whether
         they are gone."""
         try:
-            self.wait(_DONE, ranks, deadline, heed_failures=False)
+            self.wait(_DONE, ranks, deadline, raise_failures=False)
         except (CheckpointTimeout, OSError) as error:
             logger.warning("not all ranks have ended a save: %s", error)
             return False
@@ -103,7 +102,7 @@ class StatusStore:
         return json.loads((self.folder / f"{topic}.{rank}").read_bytes())
 
     def wait(
-        self, topic: str, ranks: Collection[int], deadline: float, *, heed_failures: bool = True
+        self, topic: str, ranks: Collection[int], deadline: float, *, raise_failures: bool = True
     ) -> dict[int, Any]:
         """The posts of these ranks under the topic; `deadline` is in seconds of time.monotonic().
 
@@ -113,13 +112,13 @@ class StatusStore:
         pause, signed, first = _SHORTEST_PAUSE, time.monotonic(), True
         wanted = {f"{topic}.{rank}": rank for rank in ranks}
         while True:
-            due = time.monotonic() - signed > _SIGN_EVERY
+            due = time.monotonic() - signed > _POST_EVERY
             if due or first or len(wanted) > _FEW:  # it is large, and every rank looks
                 present = set(os.listdir(self.folder))
             else:
                 present = {name for name in wanted if (self.folder / name).exists()}
             first = False
-            if heed_failures:
+            if raise_failures:
                 self._raise_failure(present)
             if wanted.keys() <= present:
                 return {rank: self.read(topic, rank) for rank in ranks}

@@ -1,11 +1,11 @@
-"""Leases: who is reading a checkpoint that a live run may want to delete.
+"""Leases: which checkpoints are being read, so that a live run does not delete them.
 
-A reader makes a file `.stepmark/lease.checkpoint-N.<label>.<random id>` beside the checkpoints, whose heartbeat tells
-that it lives. Retention leaves a checkpoint alone while there is such a file; the lease of a reader that died expires,
-at once on the same machine, else when it has been silent for STALE seconds.
+A reader makes a file `.stepmark/lease.checkpoint-N.<label>.<random id>` beside the checkpoints, with a
+heartbeat. Retention does not delete a checkpoint while there is such a file. The lease of a reader that died expires:
+at once on the same machine, else when its heartbeat has not changed for STALE seconds.
 
-A reader makes its file first and looks for the checkpoint then; retention renames the checkpoint away first and looks
-for leases then, and gives the name back where it finds one. So one of the two sees the other, whatever the timing.
+A reader creates its file before it looks for the checkpoint; retention renames the checkpoint before it looks for
+leases, and undoes the renaming where it finds one. So one of the two sees the other, whatever the timing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Lease:
     """A promise that the checkpoint is not deleted, until `release`, or until this process dies."""
 
     def __init__(self, checkpoint: Path, label: str) -> None:
-        """`label`, without dots, says what for. Raises OSError where the run's folder cannot be written to."""
+        """`label`, without dots, is the purpose. Raises OSError where the run's folder cannot be written to."""
         assert "." not in label
         root = checkpoint.parent / COORDINATION
         files.make_folder(root)
@@ -36,7 +36,7 @@ class Lease:
         hidden = root / f".{name}"
         self._heartbeat = Heartbeat(hidden)
         self.path = root / name
-        files.rename(hidden, self.path)  # with its content and its lock, so that nobody takes it for a dead one
+        files.rename(hidden, self.path)  # with its content and its lock, so that it is never considered dead
         self._heartbeat.start(self.path)
 
     @classmethod
@@ -49,27 +49,27 @@ class Lease:
         return None
 
     def release(self) -> None:
-        """Gives the checkpoint free."""
+        """Ends the lease."""
         self._heartbeat.stop()
         try:
             files.remove_file(self.path)
-        except OSError as error:  # it is silent from now on, which says the same a little later
+        except OSError as error:  # its heartbeat has stopped, so it expires
             logger.warning("cannot remove %s: %s", self.path, error.strerror)
 
 
 @contextmanager
 def reading(checkpoint: Path, label: str) -> Iterator[bool]:
-    """Keeps a checkpoint of a live run from deletion meanwhile; whether it was there.
+    """Keeps a checkpoint of a live run from being deleted in the meantime; yields whether it exists.
 
-    Where no run has the folder nothing is written to it, and where no lease can be made it is read all the same.
+    Where no run owns the folder nothing is written to it, and where a lease cannot be created it is read without one.
     """
     lease = None
-    real = checkpoint.resolve()  # retention knows the checkpoint by the name that it has in its run's folder
+    real = checkpoint.resolve()  # retention knows the checkpoint by its name in the run's folder
     if held_by_another(real.parent):
         try:
             lease = Lease(real, label)
         except OSError as error:
-            logger.warning("a live run may delete %s while it is read: %s", checkpoint, error)
+            logger.warning("a live run may delete %s while it is being read: %s", checkpoint, error)
     try:
         yield checkpoint.is_dir()
     finally:
@@ -80,7 +80,7 @@ def reading(checkpoint: Path, label: str) -> Iterator[bool]:
 def _remove(path: Path) -> None:
     try:
         files.remove_file(path)
-    except OSError as error:  # it holds nothing, and is looked at again
+    except OSError as error:  # it has expired, and the next look tries again
         logger.warning("cannot remove %s, which a dead reader has left: %s", path, error.strerror)
 
 

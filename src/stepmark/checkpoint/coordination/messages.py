@@ -1,4 +1,4 @@
-"""Errors in one line, for another rank or a user to read."""
+"""Error messages of one line, for another rank or the user."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from stepmark.errors import StepmarkError
 
 
 def late(what: str, timeout: float, setting: str = "save_timeout") -> str:
-    """What to say of something that has not happened within `timeout` seconds, which the user sets by `setting`."""
+    """The message for something that has not happened within `timeout` seconds, which the user sets by `setting`."""
     return (
         f"{what} within {timeout:g} s ({setting}); look at what that rank's threads are doing, whose stacks are on its "
         f"standard error, or raise {setting}"
@@ -14,7 +14,7 @@ def late(what: str, timeout: float, setting: str = "save_timeout") -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error's message; of an OSError what the system says, and of which file."""
+    """The error's message; for an OSError the system's message and the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return f"{error}" if isinstance(error, StepmarkError) else f"{type(error).__name__}: {error}"

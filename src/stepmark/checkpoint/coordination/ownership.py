@@ -1,4 +1,4 @@
-"""A run's claim on a folder, as its ranks share it."""
+"""Who owns a folder: a run's claim (folder_claim.py), as its ranks share it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLAIMING = 3 * STALE  # seconds that rank 0 may take to find out whether another
 
 
 class RunOwnership:
-    """One rank's part in a claim: `nodes[rank]` is the node that a rank is on, `identity` the run's random name."""
+    """One rank's view of the claim. `nodes[rank]` is the node that a rank is on, `identity` the run's random name."""
 
     def __init__(self, owner: FolderClaim, meeting: TimedGroup, nodes: list[int]) -> None:
         self.identity = owner.identity
@@ -28,9 +28,9 @@ class RunOwnership:
 
     @classmethod
     def join(cls, folder: Path, meeting: TimedGroup, timeout: float) -> RunOwnership:
-        """Rank 0 claims the folder, and all learn how that went; collective.
+        """Rank 0 claims the folder for all ranks; collective.
 
-        Raises CheckpointBusy where another live run has it, and CheckpointError where it cannot be written to.
+        Raises CheckpointBusy where another live run owns it, and CheckpointError where it cannot be written to.
         """
         own: FolderClaim | None = None
 
@@ -48,11 +48,11 @@ class RunOwnership:
         return cls(own, meeting, nodes)
 
     def board(self, name: str) -> StatusStore:
-        """A new board for these ranks; open it."""
+        """A new status store for these ranks; open it."""
         return StatusStore(self._owner.folder / name, self._meeting.rank)
 
     def alone_on_node(self) -> bool:
-        """Whether no other rank is on this rank's node."""
+        """Whether this rank is the only one on its node."""
         return self.nodes.count(self.nodes[self._meeting.rank]) == 1
 
     def lost(self) -> bool:
@@ -60,8 +60,8 @@ class RunOwnership:
         return self._owner.lost()
 
     def release(self) -> None:
-        """Ends this rank's part; rank 0 ends the claim. What cannot be removed, the next owner removes."""
+        """Ends this rank's part of the claim, on rank 0 all of it. The next owner removes what remains."""
         try:
             self._owner.release(whole=self._meeting.rank == 0)
         except OSError as error:  # all that was saved is safe
-            logger.warning("cannot give %s back in order: %s", self._owner.folder, describe_error(error))
+            logger.warning("cannot release %s: %s", self._owner.folder, describe_error(error))

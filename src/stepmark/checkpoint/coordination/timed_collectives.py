@@ -1,4 +1,4 @@
-"""Collectives of the host that end: with everybody's value, or with the names of those who did not come."""
+"""Host collectives with a deadline: they return all ranks' values, or name the ranks that did not join."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stepmark.launch.process_exit import print_stacks
 from stepmark.runtime.host_group import HostGroup
 
 _ABSENT = "not all ranks came"
-_LOOKING = 5.0  # seconds that finding out who did not come may take
+_LOOKING = 5.0  # seconds that finding out which ranks did not join may take
 
 
 class TimedGroup:
-    """The group of all ranks, each of whose calls has `timeout` seconds. After one has failed, all fail at once."""
+    """The group of all ranks. Each call may take `timeout` seconds; after one has failed, later ones fail at once."""
 
     def __init__(self, group: HostGroup, timeout: float) -> None:
         self.rank = group.rank
@@ -30,9 +30,9 @@ class TimedGroup:
         self._broken: CheckpointError | None = None
 
     def all_gather(self, value: Any, what: str, board: StatusStore | None = None) -> list[Any]:
-        """The values of all ranks; `what` is for, said in the error. The board, if there is one, tells who came.
+        """The values of all ranks. `what` is its purpose, for errors; the board, if any, shows which ranks have joined.
 
-        Raises CheckpointTimeout, naming the ranks that did not come, and CheckpointError where one is gone.
+        Raises CheckpointTimeout, which names the ranks that did not join, and CheckpointError where one is gone.
         """
         result = self._bounded(lambda: self._group.all_gather(value), what, board)
         assert isinstance(result, list)
@@ -41,7 +41,7 @@ class TimedGroup:
     def ask_first(
         self, function: Callable[[], Any], what: str, timeout: float | None = None, board: StatusStore | None = None
     ) -> Any:
-        """What `function` gives on rank 0, on all ranks. What it raises there is raised on all."""
+        """The result of `function` on rank 0, on all ranks. An error that it raises there is raised on all."""
         told: tuple[Any, type[CheckpointError] | None, str] = (None, None, "")
         problem: BaseException | None = None
         if self.rank == 0:
@@ -68,7 +68,7 @@ class TimedGroup:
         timeout: float | None = None,
         absent: str = _ABSENT,
     ) -> Any:
-        """`absent` is what is said of the ranks that do not come, where no board tells which they are."""
+        """`absent` describes the ranks that do not join, where no board shows which they are."""
         if self.size == 1:
             return collective()
         if self._broken is not None:
@@ -104,11 +104,11 @@ class TimedGroup:
             return f"{what}: {absent}"
         missing = [rank for rank in range(self.size) if not board.has(_topic(what), rank)]
         if not missing:
-            return f"{what}: all ranks came, and did not hear each other"
+            return f"{what}: all ranks reached the collective but received no data from each other"
         return f"{what}: {board.describe(missing)} did not come"
 
     def _missing_soon(self, what: str, board: StatusStore | None, absent: str) -> str:
-        """The same, where the board's file system may be stuck."""
+        """The same, with a deadline, since the board's file system may hang."""
         found: list[str] = []
 
         def look() -> None:

@@ -1,10 +1,9 @@
-"""Sees to it that nothing waits for ever.
+"""Deadlines that are enforced, so that nothing waits for ever.
 
-Whoever does something that may hang says until when it should have ended. Past that, a thread that needs neither the
-device nor the stuck thread prints the stacks of all threads and says so to whoever watches. Where even that thread
-cannot run, because something holds the interpreter's lock, the C thread of `faulthandler` prints the stacks and ends
-the process BACKSTOP seconds later; it is armed for as long as anything is watched, and takes the place of a
-`faulthandler.dump_traceback_later` of the program's own.
+An operation that may hang is registered with its deadline. Once that has passed, a thread that needs neither the device
+nor the stuck thread calls the operation's `expired`. Where even that thread cannot run, because something holds the
+interpreter's lock, the C thread of `faulthandler` prints the stacks and ends the process BACKSTOP seconds later. It is
+armed while anything is watched, and replaces a `faulthandler.dump_traceback_later` that the program has set.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Watchdog:
             try:
                 first.expired()
             except Exception:
-                logger.exception("a deadline has passed, and saying so failed")
+                logger.exception("a deadline has passed, and reporting it failed")
             finally:
                 self.release(first)  # only now: until then the C thread stands by
 

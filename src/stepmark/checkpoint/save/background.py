@@ -1,4 +1,4 @@
-"""What goes on behind the training loop: the save that is being written, and what is tidied up after it."""
+"""The threads behind the training loop: they write the save in progress and delete old checkpoints after it."""
 
 from __future__ import annotations
 
@@ -27,58 +27,58 @@ logger = logging.getLogger("stepmark")
 class Background:
     """The threads of one rank, at most one of which writes a save."""
 
-    def __init__(self, rank: int, size: int, timeout: float, keeper: CheckpointCleaner) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, cleaner: CheckpointCleaner) -> None:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._keeper = keeper
-        self._flying: SaveHandle | None = None
-        self._aftermaths: list[SaveHandle] = []  # deletions of old checkpoints, until somebody has heard how they ended
+        self._cleaner = cleaner
+        self._in_progress: SaveHandle | None = None
+        self._aftermaths: list[SaveHandle] = []  # deletions of old checkpoints whose outcome was not reported yet
         self._reading: set[SaveHandle] = set()  # saves whose threads read the staging memory
-        self._left: set[Path] = set()  # what failed saves have written, until it is removed; on rank 0
+        self._left: set[Path] = set()  # temporary folders of failed saves, on rank 0
         self._threads: list[threading.Thread] = []
 
     def phases(self, what: str, board: StatusStore, handle: SaveHandle) -> PhaseDeadlines:
-        """Phases whose missed deadline makes the handle fail, and ends the process if nobody takes that up."""
+        """Phases whose missed deadline fails the handle, and ends the process unless the error is collected."""
 
         def expired(error: CheckpointTimeout) -> None:
             handle.fail(error)
             end_unless(handle.collected, error, self._rank)
-            board.fail(describe_error(error))  # which waits for no file system that is stuck
+            board.fail(describe_error(error))  # which does not wait for a file system that hangs
 
         return PhaseDeadlines(what, board, self._timeout, expired)
 
     @property
     def reads_memory(self) -> bool:
-        """Whether a thread still reads the staging memory: of a save that was late, for example."""
+        """Whether a thread still reads the staging memory, such as that of a save that was late."""
         return bool(self._reading)
 
     def begin(self, saving: SaveOperation, memory: memoryview, handle: SaveHandle) -> None:
-        """Begins to write a save. Wait for the last one first."""
-        self._flying = handle
+        """Starts to write a save. Wait for the last one first."""
+        self._in_progress = handle
         self._reading.add(handle)
         self._spawn(self._finish, saving, memory, handle)
 
     def check(self) -> None:
         """Raises the error of what has failed."""
-        for handle in (self._flying, *self._aftermaths):
+        for handle in (self._in_progress, *self._aftermaths):
             if handle is not None and handle.failed():
                 self.wait()
 
     def wait(self) -> None:
         """Returns when no save is being written. Raises the error of what has failed."""
-        flying = self._flying
-        if flying is not None:
-            flying.wait()  # if this is interrupted, it is still on its way
-            self._flying = None
-            if not flying.collected.is_set():  # else whoever holds the handle has heard how it ended
-                flying.result()
+        in_progress = self._in_progress
+        if in_progress is not None:
+            in_progress.wait()  # if this is interrupted, it is still in progress
+            self._in_progress = None
+            if not in_progress.collected.is_set():  # else the caller already has the outcome
+                in_progress.result()
         for aftermath in [handle for handle in self._aftermaths if handle.done()]:
             self._aftermaths.remove(aftermath)
             aftermath.result()
 
     def join(self) -> bool:
-        """Gives all that goes on a moment to end; returns whether it has."""
+        """Waits a moment for all threads to end; returns whether they have."""
         for aftermath in list(self._aftermaths):
             aftermath.wait()  # deleting may take long, and has a deadline
         until = time.monotonic() + FAREWELL + 1
@@ -92,8 +92,8 @@ class Background:
         return not any(thread.is_alive() for thread in self._threads)
 
     def tidy(self) -> None:
-        """Removes what failed saves have left, on rank 0, once all ranks have begun another: so that a full disk does
-        not stay full. It does not need to wait until each rank has said that it is done, which a full disk forbids."""
+        """Removes what failed saves left, on rank 0, once all ranks have started another one, so that a full disk does
+        not stay full. That every rank reports to be done cannot be awaited, since a full disk prevents it."""
         for temporary in list(self._left):
             self._discard(temporary)
 
@@ -101,7 +101,7 @@ class Background:
         try:
             remove_temporary(temporary)
         except OSError as error:
-            logger.warning("cannot remove what a save has left: %s", describe_error(error))
+            logger.warning("cannot remove the files of a failed save: %s", describe_error(error))
         finally:
             self._left.discard(temporary)
 
@@ -111,12 +111,12 @@ class Background:
 
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        # A daemon: closing waits for it, at the program's end too, and what is stuck for good must not hold that up.
+        # A daemon: closing waits for it, also at exit, and a thread that is stuck for good must not prevent that.
         thread = threading.Thread(target=target, args=arguments, name="stepmark-save", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # the limit of threads, or the interpreter is ending
-            logger.warning("no thread can be started (%s): going on without", error)
+            logger.warning("cannot start a thread (%s): continuing without it", error)
             target(*arguments)
         else:
             self._threads.append(thread)
@@ -137,13 +137,13 @@ class Background:
         self._farewell(saving.board, saving.temporary, handle)
 
     def _retain(self, newest: Path, saving: SaveOperation) -> None:
-        """Deletes what need not stay, now that `newest` is committed; an error surfaces at the next call."""
+        """Deletes what no policy keeps, now that `newest` is committed; an error is raised by the next call."""
         handle = SaveHandle(saving.step)
         self._aftermaths.append(handle)
         phases = self.phases(f"deleting old checkpoints after step {handle.step}", saving.board, handle)
         try:
             phases.enter("deleting")
-            self._keeper.after(newest, saving.save)
+            self._cleaner.after(newest, saving.save)
             phases.leave()
             handle.succeed(newest)
         except OSError as error:
@@ -156,9 +156,9 @@ class Background:
             phases.stop()
 
     def _farewell(self, board: StatusStore, temporary: Path | None, handle: SaveHandle) -> None:
-        """Leaves a board. When all have, rank 0 removes it, and what a save that failed has left. Where a rank is late
-        or gone, the others may still want to know what it was doing: then both stay, until the folder is given back or
-        claimed anew."""
+        """Leaves a status store. When all ranks have, rank 0 removes it, and what a failed save left. Where a rank is
+        late or gone, the others may still need to read what it was doing: then both stay until the folder is released
+        or claimed again."""
         board.leave()
         if self._rank != 0 or handle.timed_out():
             return
@@ -169,4 +169,4 @@ class Background:
             if gone and temporary in self._left:
                 self._discard(temporary)
         except OSError as error:
-            logger.warning("cannot remove what a save has left: %s", describe_error(error))
+            logger.warning("cannot remove the files of a failed save: %s", describe_error(error))

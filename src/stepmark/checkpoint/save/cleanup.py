@@ -37,9 +37,9 @@ class DeletedCheckpoint:
 
 
 class CheckpointCleaner:
-    """Deletes the checkpoints of a folder that no policy keeps; remembers what it has read of them.
+    """Deletes the checkpoints of a folder that no policy keeps; caches what it has read of them.
 
-    The one that `best` points at stays, and so does one that somebody is reading, until a later save finds it free.
+    The one that `best` points at is kept, and so is one that is being read, until a later save finds it free.
     """
 
     def __init__(self, folder: Path, policies: Sequence[Retention]) -> None:
@@ -50,8 +50,8 @@ class CheckpointCleaner:
         self._lock = threading.Lock()
 
     def after(self, newest: Path, save: str) -> None:
-        """Call it when `newest` is committed; it stays. One that cannot be read or deleted is left, and logged; nothing
-        is deleted where `newest` is such a one."""
+        """Applies the policies once `newest` is committed, which is kept. A checkpoint that cannot be read or deleted
+        is left and logged; if `newest` cannot be read, nothing is deleted."""
         with self._lock:
             if self._policies:
                 self._apply(newest, save)
@@ -65,7 +65,7 @@ class CheckpointCleaner:
                 logger.warning("%s is left where it is: %s", path, error)
         self._known = known
         if newest not in known:
-            return  # without it, others would be taken for what must stay; the next save tries again
+            return  # without it, the wrong ones would be kept; the next save tries again
         for step in superfluous([saved for saved, _ in known.values()], self._policies, known[newest][0].step):
             path = checkpoint_path(self._folder, step)
             try:
@@ -83,13 +83,13 @@ class CheckpointCleaner:
             logger.warning("that %s was deleted could not be noted: %s", path, describe_error(error))
 
     def _needed(self, path: Path) -> bool:
-        """Whether somebody reads the checkpoint, or it is the best. In this order: who finds it to be the best while
-        reading it says so first, and ends the lease then."""
+        """Whether the checkpoint is being read, or is the best. In this order, since a reader that finds it to be the
+        best moves the link before it ends its lease."""
         return self._leases.held(path) or best_step(self._folder) == step_of(path)
 
 
 def _saved(path: Path) -> tuple[Saved, str]:
-    """What retention needs to know of a checkpoint. Its step is the one in its name, which finds it again."""
+    """What retention needs to know of a checkpoint. Its step must be the one in its name."""
     manifest = read_manifest(path)
     check_name(path, manifest)
     saved = Saved(manifest.step, manifest.time, decode_plain(manifest.metrics), whole=not manifest.model_only)
@@ -97,7 +97,7 @@ def _saved(path: Path) -> tuple[Saved, str]:
 
 
 def _note(folder: Path, deleted: DeletedCheckpoint) -> None:
-    """Adds a line, which begins with its line break: the half of one that a killed run left spoils no other."""
+    """Adds a line, which begins with its line break, so that half a line of a killed run does not corrupt the next."""
     line = json.dumps({"step": deleted.step, "save": deleted.save, "time": deleted.time})
     descriptor = files.open_for_writing(folder / COORDINATION / DELETED)
     try:

@@ -1,4 +1,4 @@
-"""What all ranks hold, gathered: each distinct table once, whoever sends it."""
+"""Gathers what all ranks hold: each distinct table is sent once, by one of its ranks."""
 
 from __future__ import annotations
 
@@ -150,5 +150,5 @@ def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int) -> Any:
 
 
 def _is_tagged(value: dict[str, Any]) -> bool:
-    """Whether it stands for a value that JSON has not; a section or parameter may be called like the tag too."""
+    """Whether it encodes a value that JSON does not have; a section or parameter may have the tag's name too."""
     return isinstance(value.get(TAG), str)

@@ -31,7 +31,7 @@ _SLACK = 16 << 20  # bytes of free disk beyond the tensors: values, manifest, th
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What this rank brings to a save."""
+    """What this rank contributes to a save."""
 
     step: int
     save: str
@@ -81,7 +81,7 @@ def prepare_save(
     Raises UsageError for what cannot be saved.
     """
     if type(step) is not int or not 0 <= step < 1 << 63:
-        raise UsageError(f"step: {step!r} is not a natural number of less than 64 bits; count steps from 0")
+        raise UsageError(f"step: {step!r} is not an integer from 0 to 2**63 - 1; count steps from 0")
     sections = describe(state, model_only=model_only)
     extra: list[str] = []
     if write_files is not None:
@@ -106,8 +106,8 @@ def prepare_save(
 
 
 def _check_extra(folder: Path, name: str) -> None:
-    """Puts a copy of its target in place of a link, which would lead out of the checkpoint, or nowhere, once that is
-    moved. Raises UsageError for what is no file, and for a name that no manifest can hold."""
+    """Replaces a link by a copy of its target, since it would lead out of the checkpoint, or nowhere, once that is
+    moved. Raises UsageError for what is not a file, and for a name that a manifest cannot hold."""
     path = folder / name
     if "\\" in name:
         raise UsageError(f"files: {name!r} has a backslash in its name; rename it")
@@ -178,8 +178,8 @@ class SavePlanner:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Planning for many ranks makes hundreds of thousands of objects that all stay, and no cycles: looking through them
-    for garbage again and again takes as long as planning does."""
+    """Disables garbage collection: planning for many ranks creates hundreds of thousands of objects that all stay,
+    without cycles, and searching them again and again takes as long as planning does."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -16,7 +16,7 @@ from stepmark.filesystem import files
 
 BLOCK = 8 * CHECKSUM_BLOCK
 
-# file index -> tensor name -> number of the tensor's cell -> checksum
+# file index -> tensor name -> number of the tensor's checksum block -> checksum
 Checksums = dict[int, dict[str, dict[int, str]]]
 
 
@@ -55,7 +55,7 @@ class _Output:
 def write_extents(
     folder: Path, plan: SavePlan, extents: Sequence[Extent], memory: memoryview, *, threads: int
 ) -> Checksums:
-    """Writes and syncs the extents; returns the checksums of the cells in them."""
+    """Writes and syncs the extents; returns the checksums of the blocks in them."""
     checksums: Checksums = {}
     for extent in extents:
         file = plan.files[extent.file]
@@ -76,20 +76,23 @@ def write_extents(
 def _block_writer(
     output: _Output, file: PlannedFile, extent: Extent, memory: memoryview
 ) -> Callable[[int], list[tuple[str, int, str]]]:
-    cells = _cells_by_block(file, extent)
+    checksum_blocks = _checksums_by_block(file, extent)
 
     def write(begin: int) -> list[tuple[str, int, str]]:
         end = min(begin + BLOCK, extent.end)
         shift = extent.at - extent.begin
-        found = [(name, number, block_checksum(memory[a + shift : b + shift])) for a, b, name, number in cells[begin]]
+        found = [
+            (name, number, block_checksum(memory[a + shift : b + shift]))
+            for a, b, name, number in checksum_blocks[begin]
+        ]
         output.write(memory[begin + shift : end + shift], file.header_size + begin)
         return found
 
     return write
 
 
-def _cells_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tuple[int, int, str, int]]]:
-    """The cells (begin, end, tensor, number) in each block of the extent, by the block's begin."""
+def _checksums_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tuple[int, int, str, int]]]:
+    """The checksum blocks (begin, end, tensor, number) in each write of the extent, by where the write begins."""
     blocks: dict[int, list[tuple[int, int, str, int]]] = {begin: [] for begin in range(extent.begin, extent.end, BLOCK)}
     for tensor in file.tensors:
         if tensor.begin >= extent.end or tensor.end <= extent.begin:
@@ -104,7 +107,8 @@ def _cells_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tuple[i
 def write_header(folder: Path, file: PlannedFile, step: int, save: str, checksums: dict[str, dict[int, str]]) -> bytes:
     """Adds the header once all of the file's data is there; returns its bytes.
 
-    `checksums` is by tensor name and number of the cell, complete. Raises OSError where the file has not its size.
+    `checksums` is by tensor name and number of the block, complete. Raises OSError where the file does
+    not have its planned size.
     """
     listed = {
         tensor.name: [checksums[tensor.name][number] for number in range(len(tensor.checksum_blocks()))]
@@ -123,5 +127,5 @@ def write_header(folder: Path, file: PlannedFile, step: int, save: str, checksum
     finally:
         files.close(descriptor)
     if size != file.size:
-        raise OSError(f"{path} has {size} bytes after writing, and {file.size} were written")
+        raise OSError(f"{path} has {size} bytes after {file.size} were written")
     return data
