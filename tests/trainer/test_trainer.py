@@ -93,15 +93,17 @@ def test_a_best_checkpoint_that_is_gone_is_forgotten(tmp_path: Path, caplog: pyt
     assert made.state.best_global_step == 16
 
 
-def test_a_run_is_done_when_its_model_is_written(tmp_path: Path) -> None:
-    seen: list[bool] = []
+def test_a_run_is_done_when_its_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    save_model = Trainer.save_model
 
-    class Looks(TrainerCallback):
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seen.append((tmp_path / "model.safetensors").exists())
+    def look(trainer: Trainer) -> None:
+        seen.append(read(tmp_path / "status.json")["state"])
+        save_model(trainer)
 
-    train(tmp_path, Looks())
-    assert seen == [False]
+    monkeypatch.setattr(Trainer, "save_model", look)
+    train(tmp_path)
+    assert seen == ["running"]
     assert (tmp_path / "model.safetensors").is_file()
     assert statuses(tmp_path) == ["done"]
 
