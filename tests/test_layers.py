@@ -124,8 +124,9 @@ def test_the_format_knows_neither_ranks_nor_devices(path: Path) -> None:
     assert not {name for name in ours if not name.startswith(FORMAT_MAY_IMPORT)}
 
 
-def test_no_modules_import_each_other() -> None:
-    graph = {module: imported_modules(path, typing=False) for module, path in MODULES.items()}
+@pytest.mark.parametrize("typing", [False, True], ids=["at-run-time", "with-typing"])
+def test_no_modules_import_each_other(typing: bool) -> None:
+    graph = {module: imported_modules(path, typing=typing) for module, path in MODULES.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -1,8 +1,8 @@
-"""The files that are open for writing, of which a forked process keeps none.
+"""Descriptors of files that are open for writing, which a forked process must not keep open.
 
-A data worker that is forked while a save is on its way inherits its descriptors, and the space of a file that is
-deleted stays taken as long as anybody has it open. In the new process they lead nowhere from the start; their numbers
-stay taken, so that objects that know them close nothing else. The parent's locks end with the parent.
+A data worker that is forked during a save inherits its descriptors, and the space of a deleted file stays allocated
+while any process has it open. In the forked process they are redirected to /dev/null at once. Their numbers stay in
+use, so that objects that hold them do not close another file. The parent's locks end with the parent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every call that changes something in a file system goes through here: one place to count, and to make fail.
+"""All calls that change the file system: one place to count them and to inject faults.
 
-Nothing here decides anything; an OSError goes to the caller. Each call of the system that changes something is one of
-this module's `os` or `_renameat2`, which the fault tests replace.
+An OSError is left to the caller. Each system call that changes something is one of this module's `os` or `_renameat2`,
+which the fault tests replace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RENAME_EXCHANGE = 2
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its parents; one that exists is left."""
+    """Creates a folder and its parents, unless it exists."""
     try:
         os.mkdir(path)
     except FileNotFoundError:
@@ -35,7 +35,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_durable_folder(path: Path) -> None:
-    """The same; the folder is there after a crash of the machine too."""
+    """Creates a folder and its parents, which also survive a crash of the machine."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     make_folder(path)
     for folder in reversed(missing):
@@ -43,15 +43,15 @@ def make_durable_folder(path: Path) -> None:
 
 
 def open_for_writing(path: Path, *, truncate: bool = False, exclusive: bool = False) -> int:
-    """A descriptor of the file, made if it is not there."""
+    """A descriptor of the file, which is created if it does not exist."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     flags |= (os.O_TRUNC if truncate else 0) | (os.O_EXCL if exclusive else 0)
     return descriptors.opened(os.open(path, flags, 0o666))
 
 
 def open_past_cache(path: Path) -> int | None:
-    """A descriptor that writes past the page cache: whole pages only, from page-aligned memory. None where the file
-    system has no such thing. It costs a tenth of the processor time, and leaves the cache to the program."""
+    """A descriptor for direct writes of full pages from page-aligned memory, past the page cache. None where the file
+    system does not support that. It takes a tenth of the processor time, and leaves the cache to the program."""
     try:
         return descriptors.opened(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
     except OSError as error:
@@ -81,7 +81,7 @@ def close(descriptor: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Returns when the folder's entries are on the disk, as far as the file system can see to that: some, of FUSE or of
+    """Returns when the folder's entries are on the disk, where the file system supports that: some, of FUSE or of
     virtual machines, cannot sync folders."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -94,7 +94,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Returns when a file that somebody else wrote, and that may be read-only, is on the disk."""
+    """Returns when a file that other code wrote, and that may be read-only, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         sync(descriptor)
@@ -103,7 +103,7 @@ def sync_file(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Makes or replaces a small file. Not in one step: use `replace_file` where a reader may look."""
+    """Writes a small file. Not atomically: use `replace_file` where another process may read it."""
     descriptor = open_for_writing(path, truncate=True)
     try:
         write_at(descriptor, memoryview(data), 0)
@@ -114,14 +114,14 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Gives a small file new contents in one step, for readers of the same moment; not synced to disk."""
+    """Replaces the contents of a small file atomically; not synced to disk."""
     temporary = path.with_name(f"{path.name}.part")
     write_file(temporary, data, durable=False)
     rename(temporary, path)
 
 
 def set_permissions(descriptor: int, permissions: int) -> None:
-    """Gives a file these permission bits, unless it has them: some file systems know no others, and refuse."""
+    """Sets a file's permission bits, unless it has them: some file systems do not support others."""
     if os.fstat(descriptor).st_mode & 0o777 != permissions:
         os.fchmod(descriptor, permissions)
 
@@ -137,7 +137,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names in one step. False where the system or file system has no such call."""
+    """Exchanges two names atomically. False where the system or the file system does not support that."""
     code = _renameat2(one, other)
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
@@ -157,13 +157,13 @@ def _renameat2(one: Path, other: Path) -> int:
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file; one that is gone is fine, since another rank may have removed it."""
+    """Removes a file, unless it is gone: another rank may have removed it."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and all in it, or a file; what is gone already is fine. Follows no link."""
+    """Removes a folder with its contents, or a file, unless it is gone. Does not follow links."""
     if path.is_symlink() or path.is_file():
         remove_file(path)
         return
@@ -182,7 +182,7 @@ def remove_tree(path: Path) -> None:
 
 
 def regular_files(folder: Path, prefix: str = "") -> Iterator[str]:
-    """Names, relative to the folder, of all that is not a folder in it and its folders, in order."""
+    """The relative names of all entries in the folder and its subfolders that are not folders, in order."""
     with os.scandir(folder) as entries:
         ordered = sorted(entries, key=lambda entry: entry.name)
     for entry in ordered:

@@ -1,4 +1,4 @@
-"""Locks of open files, by which one process of a machine learns that another one is gone."""
+"""File locks, by which one process of a machine finds out that another one has ended."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import struct
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Whether the file, open for writing, could be locked; None where the file system has no locks.
+    """Whether the file, open for writing, could be locked; None where the file system does not support locks.
 
-    The lock is the open file's, not the process's: that one would be lost as soon as anything in the process, such as a
-    callback that uploads the folder, has read the file and closes it.
+    The lock belongs to the open file, not to the process: a lock of the process would be lost as soon as anything in
+    it, such as a callback that uploads the folder, reads the file and closes it.
     """
     try:
         _set_lock(descriptor, fcntl.F_WRLCK)
@@ -23,7 +23,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def unlock(descriptor: int) -> None:
-    """Gives the lock back, if there is one."""
+    """Releases the lock, if there is one."""
     with contextlib.suppress(OSError):
         _set_lock(descriptor, fcntl.F_UNLCK)
 

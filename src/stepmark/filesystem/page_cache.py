@@ -1,4 +1,4 @@
-"""Leaves the page cache to the program: what has been read of a checkpoint once does not stay there."""
+"""Page cache eviction: what has been read once of a checkpoint does not stay in the page cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WINDOW = 64 << 20  # bytes that are dropped together
 class PageCacheEviction:
     """A file that is read once, in any order and by several threads.
 
-    A window of it leaves the cache when as many bytes of it have been read as it has; so the cache holds little more
-    than what it has read ahead, and reads into the memory of what has left, not into ever more of it.
+    A window of the file is evicted once all of its bytes have been read. So the cache holds little more than what it
+    has read ahead, and reuses its memory instead of growing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class PageCacheEviction:
             self._drop(windows)
 
     def _drop(self, windows: list[int]) -> None:
-        with contextlib.suppress(OSError):  # advice; a file that is gone by now has left the cache as well
+        with contextlib.suppress(OSError):  # only advice; a file that is gone is not cached either
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for window in windows:

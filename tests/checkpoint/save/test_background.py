@@ -325,7 +325,7 @@ def test_a_forked_process_cannot_use_its_parents_checkpointer(tmp_path: Path) ->
 
         def use() -> None:
             for call in (lambda: checkpointer.save(2, {"nest": {}}), checkpointer.wait, checkpointer.latest):
-                with pytest.raises(UsageError, match="forked from: save and restore there"):
+                with pytest.raises(UsageError, match="was forked: save and restore there"):
                     call()
 
         assert in_a_fork(use) == 0
