@@ -701,7 +701,7 @@ def test_a_state_that_cannot_be_changed_is_refused_where_it_would_have_to_be(tmp
     saved = {"epoch": 3, "rates": {"x": 1}}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, saved)
-        with pytest.raises(UsageError, match="give the state as a dict"):
+        with pytest.raises(UsageError, match="pass the state as a dict"):
             checkpointer.restore(MappingProxyType({"epoch": 0, "rates": {"x": 0}}))
         changeable = collections.UserDict({"epoch": 0, "rates": {"x": 0}})
         checkpointer.restore(changeable)

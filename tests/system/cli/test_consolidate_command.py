@@ -80,7 +80,7 @@ def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     for arguments, code, words in (
         ([str(tmp_path / "nowhere"), str(out)], 1, "neither a checkpoint"),
         ([str(tmp_path / "run"), str(tmp_path / "run")], 2, "is not an empty folder"),
-        ([str(tmp_path / "run"), str(out), "--max-shard-size", "much"], 2, "--max-shard-size: 'much' is no size"),
+        ([str(tmp_path / "run"), str(out), "--max-shard-size", "much"], 2, "--max-shard-size: 'much' is not a size"),
         ([str(tmp_path / "run"), str(out), "-f", "onnx"], 2, "invalid choice: 'onnx'"),
     ):
         assert run(["consolidate", *arguments]) == code
