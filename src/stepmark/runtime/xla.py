@@ -12,6 +12,7 @@ from torch import Tensor
 from stepmark.runtime.base import DeviceMemory, GraphCounters
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
 from stepmark.runtime.nested import map_tensors
+from stepmark.runtime.xla_operations import register_operations
 
 
 def prepare_environment() -> None:
@@ -40,6 +41,8 @@ import torch_xla.runtime as xr  # noqa: E402
 import torch_xla.utils.checkpoint as xla_checkpoint  # noqa: E402
 import torch_xla.utils.dlpack as xla_dlpack  # noqa: E402
 from torch_xla._internal import pjrt  # noqa: E402
+
+register_operations()
 
 
 class XlaRuntime:
