@@ -58,6 +58,7 @@ SMALLER: dict[str, Any] = {
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
     "codegen": {"rotary_dim": 4},
+    "gemma3": {"image_token_id": VOCABULARY - 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},

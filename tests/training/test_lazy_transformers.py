@@ -43,6 +43,7 @@ def reads_inside_and_outside() -> dict[str, Any]:
         tracing = [module.is_tracing(tokens) for module in (masking_utils, modeling_utils, import_utils)]
         on_host = masking_utils.is_tracing(torch.ones(1))
         import_utils.torch_compilable_check(tokens < 0, "is not read")
+        import_utils.torch_compilable_check(lambda: tokens < 0, "is not read")
         with pytest.raises(ValueError, match="is read"):
             import_utils.torch_compilable_check(torch.ones(1) < 0, "is read")
         later = importlib.import_module("transformers.models.aria.modeling_aria")

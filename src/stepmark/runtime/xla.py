@@ -13,6 +13,7 @@ from stepmark.runtime.base import DeviceMemory, GraphCounters
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
 from stepmark.runtime.nested import map_tensors
 from stepmark.runtime.xla_environment import check_no_type_override
+from stepmark.runtime.xla_operations import register_operations
 
 
 def prepare_environment() -> None:
@@ -41,6 +42,8 @@ import torch_xla.runtime as xr  # noqa: E402
 import torch_xla.utils.checkpoint as xla_checkpoint  # noqa: E402
 import torch_xla.utils.dlpack as xla_dlpack  # noqa: E402
 from torch_xla._internal import pjrt  # noqa: E402
+
+register_operations()
 
 
 class XlaRuntime:

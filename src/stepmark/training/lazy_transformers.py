@@ -18,7 +18,7 @@ from typing import Any
 
 from stepmark.training.attention_masks import masks_by_shape
 from stepmark.training.lazy_experts import replace_experts_function
-from stepmark.training.recording import is_recorded, recording, replace_everywhere
+from stepmark.training.recording import is_recorded, is_recording, recording, replace_everywhere
 
 
 @contextlib.contextmanager
@@ -56,6 +56,8 @@ def _replace_reads() -> None:
 
     @functools.wraps(check)
     def check_unless_recorded(cond: Any, *args: Any, **options: Any) -> None:
+        if is_recording() and callable(cond):
+            cond = cond()
         if not is_recorded(cond):
             check(cond, *args, **options)
 

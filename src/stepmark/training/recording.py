@@ -24,9 +24,14 @@ def recording() -> Iterator[None]:
         _recording.reset(token)
 
 
+def is_recording() -> bool:
+    """Whether this thread is in such a forward pass."""
+    return _recording.get()
+
+
 def is_recorded(value: Any) -> bool:
-    """Whether `value` is a lazy tensor, in a forward pass of this thread that is being recorded."""
-    return _recording.get() and isinstance(value, Tensor) and value.device.type == "xla"
+    """Whether `value` is a lazy tensor, in such a forward pass."""
+    return is_recording() and isinstance(value, Tensor) and value.device.type == "xla"
 
 
 def replace_everywhere(name: str, original: Any, replacement: Any) -> None:

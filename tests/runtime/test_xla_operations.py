@@ -1,0 +1,43 @@
+"""Operations that are composed for lazy tensors give what torch gives, and stay on the device."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.support.ranks import Ranks
+
+HERE = "tests.runtime.test_xla_operations"
+
+
+def largest_differences() -> list[float]:
+    """Of solutions and gradients from torch's on the CPU, for each kind of triangular system; inf for a transfer."""
+    from stepmark.runtime.xla import XlaRuntime
+
+    runtime = XlaRuntime()
+    generator = torch.Generator().manual_seed(0)
+    lower = torch.tril(torch.rand(2, 4, 4, generator=generator)) + 2 * torch.eye(4)
+    right = torch.rand(2, 4, 5, generator=generator)
+    found = []
+    for upper, left, unit in itertools.product([False, True], repeat=3):
+        given = [(lower.mT if upper else lower).contiguous(), (right if left else right.mT).contiguous()]
+        results = []
+        for tensors in (given, runtime.place(given)):
+            leaves = [tensor.requires_grad_() for tensor in (tensors[0].clone().detach(), tensors[1].clone().detach())]
+            before = runtime.transfers_to_host()
+            solution = torch.linalg.solve_triangular(*leaves, upper=upper, left=left, unitriangular=unit)
+            gradients = torch.autograd.grad(solution.square().sum(), leaves)
+            transferred = runtime.transfers_to_host() != before
+            results.append([each.detach().cpu() for each in (solution, *gradients)])
+        differences = [float((ours - theirs).abs().max()) for ours, theirs in zip(*results, strict=True)]
+        found.append(float("inf") if transferred else max(differences))
+    return found
+
+
+@pytest.mark.xla
+def test_triangular_systems(ranks: Ranks) -> None:
+    (found,) = ranks.run(f"{HERE}:largest_differences").check()
+    assert len(found) == 8
+    assert max(found) < 1e-5
