@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
+from stepmark.config.yaml_file import format_yaml
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "under", "hill"]
 TINY = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32}
@@ -42,5 +42,5 @@ def write_recipe(folder: Path, **fields: Any) -> Path:
     """`tiny_recipe` as a file; a field given as None is left out."""
     path = folder / "recipe.yaml"
     given = {name: value for name, value in tiny_recipe(folder, **fields).items() if value is not None}
-    path.write_text(yaml.safe_dump(given))
+    path.write_text(format_yaml(given))
     return path

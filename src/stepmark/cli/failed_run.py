@@ -28,7 +28,7 @@ class FailedRun:
             logger.warning("cannot write the run's status: %s", error)
 
     def _write(self, message: str) -> None:
-        from stepmark.checkpoint.coordination.folder_lock import held_by_another
+        from stepmark.checkpoint.coordination.folder_claim import held_by_another
         from stepmark.trainer.telemetry.run_log import RunLog
 
         status = self._status()

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,8 @@ class Evaluator:
         host: all ranks, for sums and predictions.
         autocast_dtype: bfloat16 for autocast; default None: the parameters' own type.
         preprocess_logits: `(logits, labels) -> tensor`, applied on the device; only its result is gathered.
-        replicas: neighboring ranks that have the same samples, those of a tensor parallel group; default 1.
+        reporting: the ranks whose results count (`Mesh.reporting_ranks`), since the others have the same samples as one of
+            them; default None: all.
     """
 
     model: nn.Module
@@ -66,7 +67,7 @@ class Evaluator:
     host: HostGroup
     autocast_dtype: torch.dtype | None = None
     preprocess_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    replicas: int = 1
+    reporting: Sequence[int] | None = None
 
     def __call__(
         self,
@@ -167,9 +168,10 @@ class Evaluator:
         return on_host.numpy()[:rows]
 
     def _from_all(self, value: Any) -> list[Any]:
-        """The value of one rank of each group that sees the same samples."""
-        reports = self.host.rank % self.replicas == 0
-        return self.host.all_gather(value if reports else None)[:: self.replicas]
+        """The values of the reporting ranks."""
+        reporting = range(self.host.size) if self.reporting is None else self.reporting
+        values = self.host.all_gather(value if self.host.rank in reporting else None)
+        return [values[rank] for rank in reporting]
 
     def _gather(self, kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. A few batches go

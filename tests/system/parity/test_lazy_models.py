@@ -22,11 +22,11 @@ pytestmark = pytest.mark.xla
 
 def readme_recipe() -> dict[str, Any]:
     """The fields of the README's first recipe."""
-    import yaml
+    from stepmark.config.yaml_file import parse_yaml
 
     block = re.search(r"```yaml\n# recipe.yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block is not None
-    return yaml.safe_load(block.group(1))
+    return parse_yaml(block.group(1))
 
 
 def train_readme_recipe(folder: str) -> dict[str, Any]:
