@@ -57,7 +57,7 @@ class Evaluator:
         host: all ranks, for sums and predictions.
         autocast_dtype: bfloat16 for autocast; default None: the parameters' own type.
         preprocess_logits: `(logits, labels) -> tensor`, applied on the device; only its result is gathered.
-        reporting: the ranks whose results count (`Mesh.reporting_ranks`), since the others have the same samples as one of
+        reporting: the ranks whose results count (`Mesh.reporting_ranks`); the others have the same samples as one of
             them; default None: all.
     """
 
