@@ -55,7 +55,10 @@ def _known(config: Any, small: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has(config: Any, name: str) -> bool:
-    """Whether the configuration has one such value for all layers."""
+    """Whether the configuration has one such value for all layers, which can be set."""
+    computed = getattr(type(config), name, None)
+    if isinstance(computed, property) and computed.fset is None:
+        return False
     try:
         return hasattr(config, name)
     except ValueError:

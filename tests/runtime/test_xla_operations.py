@@ -36,6 +36,31 @@ def largest_differences() -> list[float]:
     return found
 
 
+def polar_numbers() -> dict[str, float]:
+    """The largest difference of complex numbers and a gradient from torch's on the CPU; transfers."""
+    from stepmark.runtime.xla import XlaRuntime
+
+    runtime = XlaRuntime()
+    absolute, angle = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    results = []
+    for sizes, angles in ((absolute, angle), runtime.place([absolute, angle])):
+        before = runtime.transfers_to_host() or 0
+        leaf = sizes.clone().requires_grad_()
+        parts = torch.view_as_real(torch.polar(leaf, angles))
+        (gradient,) = torch.autograd.grad((parts * parts[..., :1]).sum(), [leaf])
+        transfers = (runtime.transfers_to_host() or 0) - before
+        results.append([parts.detach().cpu(), gradient.cpu()])
+    differences = [float((ours - theirs).abs().max()) for ours, theirs in zip(*results, strict=True)]
+    return {"difference": max(differences), "transfers": transfers}
+
+
+@pytest.mark.xla
+def test_polar_coordinates(ranks: Ranks) -> None:
+    (found,) = ranks.run(f"{HERE}:polar_numbers").check()
+    assert found["transfers"] == 0
+    assert found["difference"] < 1e-6
+
+
 @pytest.mark.xla
 def test_triangular_systems(ranks: Ranks) -> None:
     (found,) = ranks.run(f"{HERE}:largest_differences").check()

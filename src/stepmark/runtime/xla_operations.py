@@ -13,6 +13,7 @@ def register_operations() -> torch.library.Library:
     """Registers them for lazy tensors, in this process. The library lives as long as the process."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
+    library.impl("polar", _polar, "XLA")
     return library
 
 
@@ -23,3 +24,9 @@ def _solve_triangular(
     if not left:
         return _solve_triangular(matrix.mT, right.mT, upper=not upper, unitriangular=unitriangular).mT
     return torch.ops.aten.triangular_solve(right, matrix, upper, False, unitriangular)[0]
+
+
+def _polar(absolute: Tensor, angle: Tensor) -> Tensor:
+    """Complex numbers of these absolute values and angles."""
+    parts = torch.stack([absolute * torch.cos(angle), absolute * torch.sin(angle)], -1)
+    return torch.ops.aten.view_as_complex_copy(parts)
