@@ -390,8 +390,8 @@ def test_buffers_that_differ_come_whole_from_the_first_rank(tmp_path: Path) -> N
     manifest, _, groups = read_checkpoint(tmp_path / "checkpoint-1")
     for name in ("mean", "var", "count"):
         assert not groups["model"][name].any(), name
-    (writers,) = [file["writers"] for file in manifest["files"] if "header" in file]
-    assert {rank for rank, _ in writers} == {0, 1}  # the parameters are still written together
+    writers = [{rank for rank, _ in file["writers"]} for file in manifest["files"] if "header" in file]
+    assert sorted(writers, key=len) == [{0}, {0, 1}]  # the parameters are still written together
 
 
 def test_torchs_optimizers_of_cut_parameters_resume_in_a_fresh_process(tmp_path: Path) -> None:
@@ -518,8 +518,8 @@ def test_counters_and_texts_of_numpy(tmp_path: Path) -> None:
 def test_what_could_not_be_restored_is_refused(tmp_path: Path) -> None:
     tensor = torch.zeros(2)
     refused(tmp_path, {"n": {"__metadata__": tensor}}, "'__metadata__' has a name.*another name")
-    refused(tmp_path, {"n": tensor}, "less than 64 bits", step=1 << 63)
-    refused(tmp_path, {"n": tensor}, "natural number", step=-1)
+    refused(tmp_path, {"n": tensor}, "from 0 to", step=1 << 63)
+    refused(tmp_path, {"n": tensor}, "not an integer", step=-1)
     refused(tmp_path, {"n": {"m": np.ma.array([1.0], mask=[1])}}, r"n\['m'\] is a .*MaskedArray")
     with pytest.warns(UserWarning, match="beta"):
         sparse = torch.eye(3).to_sparse_csr()

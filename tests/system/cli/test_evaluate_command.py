@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_fails_and_the_others_do_not(folder: Path, capsys: 
     assert run(["evaluate", str(folder), "--json"]) == 1
     lines = json.loads(capsys.readouterr().out)["evaluations"]
     assert [line["status"] for line in lines] == ["done", "failed", "done"]
-    assert "digest" in lines[1]["reason"]
+    assert "checksum" in lines[1]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_fails_and_the_others_do_not(folder: Path, capsys: 
         (["{run}", "--metrics", "own_functions:other"], 2, "--metrics: own_functions has no function 'other'"),
         (["{run}", "--data", "./none.txt"], 2, "--data: ./none.txt does not exist"),
         (["{run}", "--patience", "0"], 2, "--patience: should be at least 1"),
-        (["{run}", "--nproc", "0"], 2, "--nproc: should be at least 1"),
+        (["{run}", "--nproc", "0"], 2, "--nproc: must be at least 1"),
         (["{run}", "--block_size", "33"], 1, "--block_size: 33 tokens are more than the model's 32 positions"),
         (["{run}/checkpoint-2", "--watch"], 2, "--watch: applies to a run"),
         (["{run}/runs"], 1, "has no checkpoints; --watch waits for them"),

@@ -169,7 +169,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
     with supervised(tmp_path) as (process, ranks):
         os.kill(ranks[1], signal.SIGKILL)
         told = process.communicate(timeout=SOON)[1]
-        assert told == "error: rank 1: was ended by SIGKILL (out of memory?)\n"
+        assert told == "error: rank 1: was killed by SIGKILL (out of memory?)\n"
         assert process.returncode == 1
         assert gone(ranks[0])
 
