@@ -75,10 +75,10 @@ def layouts(rank: int) -> dict[str, Layout]:
 
 def local(tensor: Tensor, layout: Layout) -> Tensor:
     """What a rank holds of a tensor."""
-    first = layout.parts[0].piece
+    first = layout.parts[0].slice
     if not first.is_box:
         return tensor.flatten()[first.start : first.stop].clone()
-    boxes = [part.piece.box for part in layout.parts]
+    boxes = [part.slice.box for part in layout.parts]
     cuts = [
         tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))].clone() for box in boxes
     ]
@@ -240,7 +240,7 @@ def test_a_model_that_is_not_sharded(tmp_path: Path, model_only: bool) -> None:
 
 def data_file(checkpoint: Path, tensor: str) -> Path:
     manifest = read_manifest(checkpoint)
-    return checkpoint / manifest.files[manifest.tensors["model"][tensor].pieces[0][0]].name
+    return checkpoint / manifest.files[manifest.tensors["model"][tensor].slices[0][0]].name
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -268,7 +268,7 @@ def test_of_a_run_the_newest_whole_one(run_folder: Path, tmp_path: Path, kind: s
     damage(run_folder / "checkpoint-5")
     assert go(run_folder, tmp_path / "out").checkpoint.name == "checkpoint-3"
     assert len(TOLD) == 1
-    assert "checkpoint-5 is damaged" in TOLD[0]
+    assert "checkpoint-5 is corrupted" in TOLD[0]
     assert_same(load_folder(tmp_path / "out"), whole_tensors())
     damage(run_folder / "checkpoint-3")
     with pytest.raises(CheckpointDamaged, match="none of the 2 checkpoints"):
@@ -328,8 +328,8 @@ def test_pieces_that_overlap_are_no_tensor(
     def overlapping(folder: Path) -> Any:
         manifest = real(folder)
         entry = manifest.tensors["model"][name]
-        pieces = (entry.pieces[0], *entry.pieces[:-1])
-        manifest.tensors["model"][name] = TensorEntry(entry.dtype, entry.shape, pieces)  # type: ignore[index]
+        slices = (entry.slices[0], *entry.slices[:-1])
+        manifest.tensors["model"][name] = TensorEntry(entry.dtype, entry.shape, slices)  # type: ignore[index]
         return manifest
 
     monkeypatch.setattr(module, "read_manifest", overlapping)
@@ -431,17 +431,17 @@ def test_it_needs_no_torch_for_safetensors(saved: Path, tmp_path: Path) -> None:
 
 def test_memory_is_bounded_by_a_window() -> None:
     """A job for each window, none of which is larger than WINDOW."""
-    from stepmark.sharding.layout import Piece
+    from stepmark.sharding.layout import TensorSlice
 
     shape = (4096, 1 << 20)
     entry = TensorEntry("BF16", shape, ())
     half = (4096, 1 << 19)
 
     class Stored:
-        def __init__(self, piece: Piece) -> None:
+        def __init__(self, tensor_slice: TensorSlice) -> None:
             self.stored = self
-            self.piece = piece
+            self.slice = tensor_slice
 
-    sources: Any = [Stored(Piece.of_box((0, 0), half)), Stored(Piece.of_box((0, 1 << 19), half))]
+    sources: Any = [Stored(TensorSlice.of_box((0, 0), half)), Stored(TensorSlice.of_box((0, 1 << 19), half))]
     found = list(gather.jobs(gather.GatherTarget("big", entry, 0, 0), sources))
     assert len(found) == int(np.prod(shape)) * 2 // gather.WINDOW

@@ -75,7 +75,7 @@ class Checkpointer:
     Args:
         folder: The run's folder, which all ranks see. It is created if it does not exist.
         keep_last: How many checkpoints to keep, the newest; at least 1. None (default) for no such limit.
-        keep: Further retention policies. What any policy wants stays; without a policy every checkpoint does.
+        keep: Further retention policies. What any policy keeps stays; without a policy every checkpoint does.
         group: The ranks that save together. Default: all ranks of the run.
         runtime: The device runtime. Default: that of the first tensor that is not on the CPU.
         async_save: Whether `save` returns once the state is copied, and writes in the background. Default: True.
@@ -87,7 +87,7 @@ class Checkpointer:
 
     Attributes:
         folder: The absolute path of the run's folder.
-        set_aside: The damaged checkpoints that the last `restore` quarantined, each with the reason; on rank 0.
+        set_aside: The corrupted checkpoints that the last `restore` quarantined, each with the reason; on rank 0.
 
     Raises:
         UsageError: An argument is invalid.
@@ -337,7 +337,7 @@ class Checkpointer:
                     lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board
                 )
                 path = restorer.newest(candidates, state)
-                self.set_aside = restorer.aside
+                self.set_aside = restorer.quarantined
                 return None if path is None else step_of(path)
             path = self._resolve(checkpoint)
             with self._lease_on(path):
@@ -402,7 +402,7 @@ class Checkpointer:
             try:
                 check_integrity(path, read_manifest(path))
             except CheckpointDamaged as error:
-                logger.warning("%s is damaged: %s", path, error)
+                logger.warning("%s is corrupted: %s", path, error)
             else:
                 return path
         return None
@@ -432,7 +432,7 @@ class Checkpointer:
     def claim(self) -> None:
         """Claims the folder for this run, as `save` and `restore` do; collective.
 
-        Where a run on another machine may still own it, this waits up to a minute to see whether that run is alive.
+        A claim of a run on another machine is watched for up to a minute, to see whether that run is alive.
 
         Raises:
             CheckpointBusy: Another live run owns the folder.

@@ -70,7 +70,7 @@ def consolidate(
     Raises:
         UsageError: `out` is in use.
         CheckpointNotFound: `source` is not a checkpoint and has none.
-        CheckpointDamaged: `source` is damaged.
+        CheckpointDamaged: `source` is corrupted.
         CheckpointMismatch: `source` holds no model.
         CheckpointError: `out` cannot be written. It is unchanged, as after every other error.
     """
@@ -88,7 +88,7 @@ def consolidate(
         except CheckpointDamaged as error:
             if len(candidates) == 1:
                 raise
-            listener.warn(f"{checkpoint.name} is damaged; trying an older checkpoint: {error}")
+            listener.warn(f"{checkpoint.name} is corrupted; trying an older checkpoint: {error}")
             problems.append(str(error))
         except OSError as error:
             raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
@@ -170,13 +170,13 @@ def _sources(checkpoint: Path, manifest: Manifest) -> Sources:
     found: Sources = {}
     for name, tensor in manifest.tensors[MODEL].items():
         found[name] = []
-        for number, piece in tensor.pieces:
+        for number, tensor_slice in tensor.slices:
             try:
                 if number not in opened:
                     opened[number] = VerifiedFile(checkpoint, manifest, manifest.files[number])
             except CheckpointDamaged as error:
                 raise CheckpointDamaged(f"{error}; tensor {name!r} is in that file") from error
-            found[name].append(StoredShard(opened[number], opened[number].tensor(name, tensor.dtype, piece)))
+            found[name].append(StoredShard(opened[number], opened[number].tensor(name, tensor.dtype, tensor_slice)))
     return found
 
 

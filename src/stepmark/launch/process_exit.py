@@ -29,7 +29,7 @@ def say(line: str) -> None:
 
 def _write(line: str, *, stacks: bool = False) -> None:
     def write() -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # no longer read
             os.write(STDERR, f"{line}\n".encode())
             if stacks:
                 faulthandler.dump_traceback(file=STDERR, all_threads=True)
@@ -54,7 +54,7 @@ def end_process(error: BaseException, rank: int) -> None:
 
 
 def _reported(failure: FailureReport) -> bool:
-    """Leaves the failure for whoever started this rank; False where nobody asked for it, or it cannot be written."""
+    """Writes the failure for the process that started this rank; False if none was requested, or writing fails."""
     try:
         if REPORTS in os.environ:
             failure.leave(os.environ[REPORTS])
@@ -84,7 +84,7 @@ def leave(exit_code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # a pipe that nobody reads, a full disk, a stream of the user's own
+        with contextlib.suppress(Exception):  # a closed pipe, a full disk, a custom stream
             stream.flush()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.errors import CheckpointError
-from stepmark.sharding.layout import Box, Layout, Part, Piece, Shard, annotate
+from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice, annotate
 from tests.support import independent_reader
 from tests.support.independent_reader import read_checkpoint
 from tests.support.ranks import ROOT
@@ -56,7 +56,7 @@ class Sharded:
         box = Box((0, column * WIDTH), (WIDTH, WIDTH))
         start, stop = (0, half) if self.rank < 2 else (half, box.numel)
         values = part_of(whole()["cut"] * 2, box).reshape(-1)[start:stop].clone()
-        layout = Layout((WIDTH, 2 * WIDTH), (Part(Piece(box, start, stop), 0),))
+        layout = Layout((WIDTH, 2 * WIDTH), (Part(TensorSlice(box, start, stop), 0),))
         return {"cut": {"exp_avg": Shard(values, layout), "step": torch.tensor(7.0)}, "plain": {"count": 3}}
 
     def named_groups(self) -> list[dict[str, Any]]:
@@ -149,10 +149,10 @@ def test_the_files_are_those_of_the_document(checkpoint: Path) -> None:
         assert {rank for rank, _ in file["writers"]} <= set(range(4))
     for tensors in manifest["tensors"].values():
         for _, _, place in tensors.values():
-            numbers = [place] if isinstance(place, int) else [piece[0] for piece in place]
+            numbers = [place] if isinstance(place, int) else [tensor_slice[0] for tensor_slice in place]
             assert len(numbers) == len(set(numbers))
-    pieces = manifest["tensors"]["optimizer/optimizer"]["cut/exp_avg"][2]
-    assert sorted(len(piece) for piece in pieces) == [5, 5, 5, 5]
+    slices = manifest["tensors"]["optimizer/optimizer"]["cut/exp_avg"][2]
+    assert sorted(len(tensor_slice) for tensor_slice in slices) == [5, 5, 5, 5]
     assert "model.safetensors.index.json" not in there  # a tensor of the model is cut
 
 

@@ -104,7 +104,7 @@ def test_each_fault_is_named(saved: Path, tmp_path: Path, capsys: pytest.Capture
     assert any("1052672 to 2101248" in fault.problem for fault in faults)
     assert call(verify_command, str(folder)) == 1
     text = capsys.readouterr().out
-    assert "damaged, 5 faults" in text
+    assert "corrupted, 5 faults" in text
     assert "model.safetensors, tensor weight: bytes" in text
     assert "config.json: is missing" in text
     assert call(verify_command, str(folder), "--json") == 1
@@ -136,14 +136,14 @@ def test_inspect_shows_what_is_there(saved: Path, capsys: pytest.CaptureFixture[
     for words in ("step      10", "mesh      dp 1 x tp 1", "model (module)", "loss 0.5", "config.json"):
         assert words in text, text
     assert [line.split() for line in text.splitlines() if line.startswith("  weight")] == [
-        ["weight", "F32", "[2000,", "300]", "whole"]
+        ["weight", "F32", "[2000,", "300]", "unsharded"]
     ]
-    assert "2 pieces along dim 1" in text
+    assert "2 shards along dim 1" in text
     assert call(inspect_command, str(saved / "checkpoint-10"), "--json") == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (result["step"], result["mesh"]) == (10, {"dp": 1, "tp": 1})
     (cut,) = (tensor for tensor in result["tensors"] if tensor["name"] == "cut")
-    assert [piece["offsets"] for piece in cut["pieces"]] == [[0, 0], [0, 2]]
+    assert [shard["offsets"] for shard in cut["pieces"]] == [[0, 0], [0, 2]]
     assert cut["shape"] == [4, 4]
 
 

@@ -69,7 +69,7 @@ def falls_back(folder: Path, known: dict[int, dict[str, Any]], caplog: pytest.Lo
     with caplog.at_level(logging.ERROR, logger="stepmark"), Checkpointer(folder) as checkpointer:
         assert checkpointer.restore(state) == 1
         assert same(values(state), known[1])
-        assert "checkpoint-2 is damaged" in caplog.text
+        assert "checkpoint-2 is corrupted" in caplog.text
         assert all(word in caplog.text for word in words), caplog.text
         assert sorted(files.regular_files(folder / "damaged-checkpoint-2")) == before
         assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-1")

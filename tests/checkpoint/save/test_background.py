@@ -416,7 +416,7 @@ def test_a_mesh_may_be_of_numpys_integers(tmp_path: Path) -> None:
 
 
 def test_nothing_is_watched_while_the_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A meeting has a deadline of its own, which names who did not come; the phase's would name who waits."""
+    """A collective has its own deadline, which names the missing ranks; the phase's would name the waiting one."""
     watched = []
     gather = TimedGroup.all_gather
 
@@ -493,6 +493,6 @@ def test_a_folder_that_does_not_answer_holds_up_no_meeting(tmp_path: Path, monke
     monkeypatch.setattr(meeting_module, "_LOOKING", 0.2)
     board = StatusStore(tmp_path / "run" / "save", 0)
     board.folder.mkdir(parents=True)
-    with pytest.raises(CheckpointTimeout, match=r"reading: .* did not come|does not answer"):
+    with pytest.raises(CheckpointTimeout, match=r"reading: .* did not join|does not answer"):
         TimedGroup(Two(), 0.3).all_gather(1, "reading", board)
     opened.set()

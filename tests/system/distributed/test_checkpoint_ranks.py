@@ -17,7 +17,7 @@ from stepmark.checkpoint import checkpointer as checkpointer_module
 from stepmark.checkpoint.host_memory import MACHINE
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.errors import CheckpointError
-from stepmark.sharding.layout import Box, Layout, Part, Piece, Shard
+from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice
 from tests.system.distributed.checkpoint_world import RankError, join_ranks, run_ranks, start_ranks
 
 
@@ -138,9 +138,9 @@ def failing_rank(rank: int, folder: Path) -> None:
 
 
 def holes(rank: int, folder: Path) -> None:
-    piece = Part(Piece.of_range((8,), 0, 4), 0)
+    tensor_slice = Part(TensorSlice.of_range((8,), 0, 4), 0)
     with Checkpointer(folder) as checkpointer:
-        checkpointer.save(1, {"nest": {"t": Shard(torch.zeros(4), Layout((8,), (piece,)))}})
+        checkpointer.save(1, {"nest": {"t": Shard(torch.zeros(4), Layout((8,), (tensor_slice,)))}})
 
 
 @pytest.mark.parametrize(

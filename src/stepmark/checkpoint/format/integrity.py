@@ -1,7 +1,7 @@
 """Integrity checks of a checkpoint that do not read the tensors' bytes.
 
 Everything here raises CheckpointDamaged for files that are missing or wrong, and a plain CheckpointError where a file
-cannot be read at the moment, which says nothing about damage.
+cannot be read at the moment, which does not mean corruption.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _places(index: int, target: ReadTarget) -> Iterator[_Place]:
     for part in target.layout.parts:
         assert isinstance(part.at, int)
         first = begin + part.at * live.element_size()
-        yield _Place(memory, first, first + part.piece.numel * live.element_size(), index)
+        yield _Place(memory, first, first + part.slice.numel * live.element_size(), index)
 
 
 def _extent(live: Tensor) -> tuple[str, int, int]:

@@ -116,9 +116,9 @@ class Drawn:
     value: Callable[[], Tensor]
 
     def fill(self, local: Tensor, layout: Layout) -> None:
-        whole = self.value()
+        full = self.value()
         for part in layout.parts:
-            part_of(local, part).copy_(narrow(whole, part.piece.box))
+            part_of(local, part).copy_(narrow(full, part.slice.box))
 
 
 class _NotMeta(TorchFunctionMode):
