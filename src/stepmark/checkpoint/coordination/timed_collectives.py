@@ -84,7 +84,7 @@ class TimedGroup:
             except BaseException as error:
                 answers.put((None, error))
 
-        threading.Thread(target=run, name="stepmark-meeting", daemon=True).start()
+        threading.Thread(target=run, name="stepmark-collective", daemon=True).start()
         try:
             result, error = answers.get(timeout=timeout)
         except queue.Empty:

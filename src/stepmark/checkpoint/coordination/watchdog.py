@@ -118,4 +118,4 @@ def end_unless(collected: threading.Event, error: BaseException, rank: int) -> N
         if not collected.wait(GRACE):
             end_process(error, rank)
 
-    threading.Thread(target=wait_and_end, name="stepmark-ultimatum", daemon=True).start()
+    threading.Thread(target=wait_and_end, name="stepmark-termination", daemon=True).start()
