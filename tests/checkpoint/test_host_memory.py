@@ -84,7 +84,7 @@ def test_restoring_into_live_tensors_takes_the_same_memory_for_any_state(
     assert max(blocks.values()) <= checked.BLOCK + (3 << 20)
 
 
-def test_other_pieces_than_the_stored_ones_take_no_memory_but_the_threads_own(tmp_path: Path) -> None:
+def test_resharding_needs_no_memory_beyond_the_threads_buffers(tmp_path: Path) -> None:
     full = torch.arange(2048 * 2048, dtype=torch.float32).view(2048, 2048)
     columns = Shard(torch.zeros(2048, 256), Layout.box((2048, 2048), (0, 512), (2048, 256)))
     with Checkpointer(tmp_path) as checkpointer:
@@ -168,7 +168,7 @@ def test_reading_block_by_block_gives_what_reading_at_once_would(
     assert int((local != -1).sum()) == tensor_slice.numel
 
 
-def test_memory_is_lent_again_when_nobody_holds_it() -> None:
+def test_memory_is_reused_once_it_is_unreferenced() -> None:
     """Not while the tensor made of it is: a device may still be reading from that one."""
     memory = staging.BufferPool(limit=3 << 20)
     first = memory.take(1 << 20)

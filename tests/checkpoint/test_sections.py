@@ -116,7 +116,7 @@ def test_another_kind_of_optimizer_is_refused_though_it_had_no_state(tmp_path: P
             checkpointer.restore({"model": other, "optimizer": plain})
 
 
-def test_a_state_from_before_the_first_step_clears_what_came_after(tmp_path: Path) -> None:
+def test_a_state_from_before_the_first_step_clears_later_state(tmp_path: Path) -> None:
     module, optimizer = trained("adamw_torch", 0)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, {"model": module, "optimizer": optimizer}, block=True)
@@ -301,7 +301,7 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Extra, Packed])
-def test_tensors_that_a_module_makes_for_its_state_dict_come_back(tmp_path: Path, kind: Any) -> None:
+def test_tensors_that_a_module_makes_for_its_state_dict_are_restored(tmp_path: Path, kind: Any) -> None:
     saved, restored = nn.Sequential(kind(7.0), kind(8.0)), nn.Sequential(kind(1.0), kind(2.0))
     weight = restored[0].w
     through(tmp_path, {"model": saved}, {"model": restored})
@@ -394,7 +394,7 @@ def test_buffers_that_differ_are_saved_from_the_first_rank(tmp_path: Path) -> No
     assert sorted(writers) == [[0], [0, 1]]  # the buffers have their own file; the parameters are written together
 
 
-def test_torchs_optimizers_of_cut_parameters_resume_in_a_fresh_process(tmp_path: Path) -> None:
+def test_torchs_optimizers_of_sharded_parameters_resume_in_a_fresh_process(tmp_path: Path) -> None:
     """A packed projection, of which each rank has a row of each of three, and a vocabulary with rows that pad it."""
 
     def start(rank: int, value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -651,7 +651,7 @@ def test_two_parameters_of_one_name_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, {"model": model, "aux": other, "optimizer": optimizer}, "two parameters would have the name 'aux")
 
 
-def test_state_under_a_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_state_under_a_key_that_is_not_a_string_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight][0] = torch.ones(2)

@@ -162,7 +162,7 @@ def nothing_left(folder: Path) -> bool:
 @pytest.mark.parametrize("form", ["safetensors", "pytorch"])
 @pytest.mark.parametrize("size", [5_000_000_000, 2000])
 @pytest.mark.parametrize("window", [gather.WINDOW, 264])
-def test_every_cut_comes_out_whole(
+def test_every_sharding_is_consolidated(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, size: int, window: int
 ) -> None:
     monkeypatch.setattr(gather, "WINDOW", window)
@@ -253,7 +253,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("form", ["safetensors", "pytorch"])
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind: str, form: str) -> None:
+def test_a_corrupted_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind: str, form: str) -> None:
     damage, words = DAMAGES[kind]
     damage(run_folder / "checkpoint-5")
     with pytest.raises(CheckpointDamaged, match=words):
@@ -262,7 +262,7 @@ def test_a_damaged_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_of_a_run_the_newest_whole_one(run_folder: Path, tmp_path: Path, kind: str) -> None:
+def test_of_a_run_the_newest_complete_checkpoint(run_folder: Path, tmp_path: Path, kind: str) -> None:
     assert go(run_folder, tmp_path / "first").checkpoint.name == "checkpoint-5"
     damage, _ = DAMAGES[kind]
     damage(run_folder / "checkpoint-5")
@@ -300,7 +300,7 @@ def test_a_link_that_is_moved_in_the_meantime(
     assert_same(load_folder(tmp_path / "out"), whole_tensors())
 
 
-def test_a_step_that_is_saved_anew_in_the_meantime_is_consolidated_anew(
+def test_a_step_that_is_saved_again_in_the_meantime_is_consolidated_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = net(3)
@@ -319,7 +319,7 @@ def test_a_step_that_is_saved_anew_in_the_meantime_is_consolidated_anew(
 
 
 @pytest.mark.parametrize("name", ["row", "column"])
-def test_pieces_that_overlap_are_no_tensor(
+def test_overlapping_shards_are_refused(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As many elements as the tensor has, but some twice and some not at all."""

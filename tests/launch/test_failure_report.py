@@ -78,12 +78,12 @@ def first(codes: list[int], reports: list[FailureReport], first_exit: int) -> Fa
     return ranks.first_failure(reports)
 
 
-def test_the_cause_wins_over_those_who_lost_it() -> None:
+def test_the_cause_wins_over_lost_connections() -> None:
     cause, lost = failure(1, time=2.0), failure(0, secondary=True, time=1.0)
     assert first([1, 1], [cause, lost], first_exit=0) == cause
 
 
-def test_a_rank_that_was_killed_wins_over_those_who_lost_it() -> None:
+def test_a_killed_rank_wins_over_lost_connections() -> None:
     lost = failure(0, secondary=True)
     found = first([1, -signal.SIGKILL], [lost], first_exit=0)
     assert (found.rank, found.message) == (1, "was killed by SIGKILL (out of memory?)")

@@ -42,7 +42,7 @@ def elements_of(tensor: torch.Tensor, tensor_slice: TensorSlice) -> list[int]:
 
 
 @given(st.data(), shapes)
-def test_a_range_is_cut_into_boxes_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_a_range_is_split_into_boxes_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))

@@ -27,7 +27,7 @@ def add(
         return records.add(EvaluationRecord(step, save), status, values)
 
 
-def test_a_checkpoint_is_told_once(tmp_path: Path) -> None:
+def test_a_checkpoint_is_reported_once(tmp_path: Path) -> None:
     one, other = EvaluationRecords(tmp_path, "a"), EvaluationRecords(tmp_path, "a")
     assert add(one, 5, eval_loss=2.0) is not None
     assert add(other, 5, eval_loss=2.0) is None

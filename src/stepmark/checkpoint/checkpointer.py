@@ -87,7 +87,7 @@ class Checkpointer:
 
     Attributes:
         folder: The absolute path of the run's folder.
-        set_aside: The corrupted checkpoints that the last `restore` quarantined, each with the reason; on rank 0.
+        quarantined: The corrupted checkpoints that the last `restore` quarantined, each with the reason; on rank 0.
 
     Raises:
         UsageError: An argument is invalid.
@@ -131,7 +131,7 @@ class Checkpointer:
         self._timestamps = TimestampSource()
         self._finalizer: Finalize | None = None
         self._count = 0
-        self.set_aside: list[tuple[Path, str]] = []
+        self.quarantined: list[tuple[Path, str]] = []
 
     # Saving
 
@@ -337,7 +337,7 @@ class Checkpointer:
                     lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board
                 )
                 path = restorer.newest(candidates, state)
-                self.set_aside = restorer.quarantined
+                self.quarantined = restorer.quarantined
                 return None if path is None else step_of(path)
             path = self._resolve(checkpoint)
             with self._lease_on(path):
@@ -382,7 +382,7 @@ class Checkpointer:
             raise UsageError(f"checkpoint: {step!r} is neither a step nor a path") from None
 
     def _lease_on(self, path: Path) -> AbstractContextManager[object]:
-        """A lease on a checkpoint of another run, so that this run, if it is alive, does not delete it meanwhile."""
+        """A lease on a checkpoint of another run, so that its run, if alive, does not delete it in the meantime."""
         own = path.resolve().parent == self.folder.resolve()
         return nullcontext() if own or self._group.rank != 0 else reading(path, "restore")
 

@@ -49,7 +49,7 @@ class StagingMemory:
 
 
 class BufferPool:
-    """Host memory for tensors that are copied to a device: what is not referenced any more is reused.
+    """Host memory for tensors that are copied to a device: it is reused once unreferenced.
 
     A device that still reads from a tensor holds a reference to it.
     """

@@ -96,7 +96,7 @@ class Section:
         if tensor.is_meta:
             raise UsageError(f"{where} is on the meta device and has no values; materialize it before saving")
         if name in self.entries:
-            raise UsageError(f"{where} occurs twice in what is saved; give one of them another name")
+            raise UsageError(f"{where} occurs twice in the state; rename one of them")
         chosen = layout or layout_of(tensor) or Layout.full(tuple(tensor.shape))
         self.entries[name] = Entry(self.group, name, tensor, chosen, dtype, first)
 

@@ -102,7 +102,7 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
     final = out.resolve()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; name another one, or move it away")
-    if os.path.ismount(final):  # nothing can take its name, and what lies beside it is on another disk
+    if os.path.ismount(final):  # it cannot be replaced, and its siblings are on another disk
         raise UsageError(f"{out} is where a file system is mounted; name a folder in it, such as {out / 'model'}")
     for checkpoint in candidates:
         if final.is_relative_to(checkpoint.resolve()):
@@ -113,7 +113,7 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
 def _newest_save_of(
     checkpoint: Path, final: Path, form: str, max_size: int, listener: ConsolidationListener
 ) -> Consolidated:
-    """Consolidates it; starting over where a live run saves the step again meanwhile."""
+    """Consolidates it; starts over if a live run saves the step again in the meantime."""
     while True:
         save = save_of(checkpoint)
         try:

@@ -61,7 +61,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Block:
-    """A box of the global tensor whose elements lie in row-major order from element `start` of a slice on."""
+    """A box of the global tensor whose elements follow in row-major order from element `start` of a slice."""
 
     box: Box
     start: int
@@ -150,7 +150,7 @@ class Part:
     """A slice and its place in a local tensor.
 
     `at` is either the offsets of the slice's box inside the local tensor, of as many dims; or a number of elements:
-    then the slice lies in one run from there on in the flattened local tensor.
+    then the slice is contiguous from there on in the flattened local tensor.
     """
 
     slice: TensorSlice
@@ -180,7 +180,7 @@ class Layout:
 
     @classmethod
     def range(cls, shape: Sequence[int], start: int, stop: int, at: int = 0) -> Layout:
-        """Elements [start, stop) of the flattened global tensor lie from element `at` of the flattened local one on."""
+        """Elements [start, stop) of the flattened global tensor, from element `at` of the flattened local one on."""
         return cls(tuple(shape), (Part(TensorSlice.of_range(shape, start, stop), at),))
 
 

@@ -1,4 +1,4 @@
-"""What two slices of one tensor have in common."""
+"""The intersection of two slices of one tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stepmark.sharding.layout import Box, Shape, TensorSlice
 
 @dataclass(frozen=True)
 class Overlap:
-    """A box that a stored and a wanted slice have in common.
+    """A box in the intersection of a stored and a wanted slice.
 
     `source` is the stored block it lies in. Elements [first, last) of the stored slice are those from its first to its
     last, with what lies between them.
@@ -30,7 +30,7 @@ class Overlap:
 
 
 def overlaps(stored: TensorSlice, wanted: TensorSlice) -> list[Overlap]:
-    """The boxes that two slices of one tensor have in common; none of them overlap each other."""
+    """The intersection of two slices of one tensor, as disjoint boxes."""
     if stored.box.intersect(wanted.box) is None:
         return []
     found = []

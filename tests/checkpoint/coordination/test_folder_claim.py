@@ -211,7 +211,9 @@ def test_an_owner_that_slept_sees_the_later_term(tmp_path: Path) -> None:
     sleeper.release(entire=True)
 
 
-def test_a_claim_that_goes_while_it_is_looked_at_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_disappears_while_it_is_read_is_not_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = tmp_path / ".stepmark" / "gone"
     gone.mkdir(parents=True)
     (gone / "alive.0").write_text(json.dumps({"boot": "another machine", "host": "far"}))

@@ -40,7 +40,7 @@ def test_a_checkpoint_with_a_lease_stays_until_it_is_released(tmp_path: Path) ->
     assert not list((tmp_path / COORDINATION).glob("*lease*"))
 
 
-def test_there_is_no_lease_on_what_is_gone(tmp_path: Path) -> None:
+def test_there_is_no_lease_on_a_deleted_checkpoint(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     assert Lease.take(tmp_path / "checkpoint-9", "test") is None
     assert not list((tmp_path / COORDINATION).glob("*lease*"))

@@ -167,7 +167,7 @@ def test_that_reader_finds_a_flipped_bit(checkpoint: Path, tmp_path: Path, victi
         read_checkpoint(tmp_path / "copy")
 
 
-def test_a_newer_version_is_neither_guessed_nor_damaged(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_newer_version_is_neither_guessed_nor_called_corrupted(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
     path = tmp_path / "copy" / "manifest.json"
     text = path.read_text().replace('"version": 1,', '"version": 2,')

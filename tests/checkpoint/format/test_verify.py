@@ -64,7 +64,7 @@ def test_a_link_that_is_moved_in_the_meantime(saved: Path) -> None:
     (saved / "best").unlink()
 
 
-def test_a_step_that_is_saved_anew_in_the_meantime_is_verified_anew(
+def test_a_step_that_is_saved_again_in_the_meantime_is_verified_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = module.read_header
@@ -112,7 +112,7 @@ def test_each_fault_is_named(saved: Path, tmp_path: Path, capsys: pytest.Capture
     assert (result["step"], result["good"], len(result["faults"])) == (10, False, 5)
 
 
-def test_a_damaged_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
+def test_a_corrupted_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-10"
     shutil.copytree(saved / "checkpoint-10", folder)
     text = (folder / "manifest.json").read_text()
@@ -122,7 +122,7 @@ def test_a_damaged_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
         call(inspect_command, str(folder))
 
 
-def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     for command in (verify_command, inspect_command):
         with pytest.raises(CheckpointNotFound):
             call(command, str(tmp_path / "nowhere"))

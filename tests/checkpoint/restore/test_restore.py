@@ -160,7 +160,7 @@ def test_what_a_callback_has_put_into_a_checkpoint_is_left_alone(
     assert (folder / "checkpoint-2/adapter_model.safetensors").exists()
 
 
-def test_nothing_is_set_aside_where_nothing_is_whole(
+def test_nothing_is_quarantined_if_no_checkpoint_is_complete(
     saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -174,7 +174,7 @@ def test_nothing_is_set_aside_where_nothing_is_whole(
         assert checkpointer.latest() == folder / "checkpoint-2"  # headers and sizes are right
 
 
-def test_the_names_of_damaged_tensors_and_writers(tmp_path: Path) -> None:
+def test_errors_name_corrupted_tensors_and_their_writers(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"nest": {"a": torch.zeros(100), "b": torch.ones(100)}}, block=True)
         path = tmp_path / "checkpoint-1" / "state" / "nest.safetensors"

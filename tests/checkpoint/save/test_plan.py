@@ -88,7 +88,7 @@ def test_replicas_of_a_node_write_the_same_number_of_bytes(ranks: int) -> None:
     assert max(loads) - min(loads) <= 0.05 * sum(loads) / ranks
 
 
-def test_whole_tensors_are_divided_among_nodes() -> None:
+def test_unsharded_tensors_are_divided_among_nodes() -> None:
     rows = tuple(whole("model", f"p{i}", (100 * (i + 1), 1000)) for i in range(40))
     nodes = [rank // 4 for rank in range(16)]
     plan = plan_save([Holding(rows, tuple(range(16)))], nodes, SAVE)
@@ -109,7 +109,7 @@ def test_no_file_has_more_tensors_than_its_header_takes(names: list[str], limit:
         assert sum(1 + len(tensor.name) // 128 for tensor in file.tensors) <= limit or len(file.tensors) == 1
 
 
-def test_pieces_go_to_files_of_their_own_replicas() -> None:
+def test_shards_go_to_files_of_their_own_replicas() -> None:
     """Tensor parallel 2 by data parallel 2: halves are shared by those that hold them, the rest by all."""
     held = []
     for half in range(2):
@@ -126,7 +126,7 @@ def test_pieces_go_to_files_of_their_own_replicas() -> None:
     assert {names for group, names, _ in files if group == "model"} == {("w",), ("norm",)}
 
 
-def test_several_pieces_of_a_tensor_on_a_rank_go_to_several_files() -> None:
+def test_several_shards_of_a_tensor_on_a_rank_go_to_several_files() -> None:
     rows = tuple(Row("model", "qkv", "F32", (4, 6), TensorSlice.of_box((0, 2 * i), (4, 2))) for i in range(3))
     plan = plan_save([Holding(rows, (0,))], [0], SAVE)
     assert len(plan.files) == 3
@@ -146,7 +146,7 @@ def test_holes_and_overlaps_and_disagreement_are_refused() -> None:
 
 
 @given(st.integers(0, 5 * CHECKSUM_BLOCK), st.integers(0, 5 * CHECKSUM_BLOCK), st.data())
-def test_cells_cover_what_they_should(begin: int, length: int, data: st.DataObject) -> None:
+def test_checksum_blocks_cover_their_range(begin: int, length: int, data: st.DataObject) -> None:
     found = checksum_blocks(begin, begin + length)
     assert [a for a, _ in found] + [begin + length] * bool(found) == [begin] * bool(found) + [b for _, b in found]
     assert all(b % CHECKSUM_BLOCK == 0 for _, b in found[:-1])

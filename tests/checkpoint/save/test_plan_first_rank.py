@@ -17,7 +17,7 @@ def row(name: str, numel: int, *, dtype: str = "F32", first: bool = False) -> Ro
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 1, 1], [1, 0, 1, 0]])
-def test_the_first_rank_writes_them_whole(nodes: list[int]) -> None:
+def test_the_first_rank_writes_all_of_them(nodes: list[int]) -> None:
     rows = []
     for layer in range(6):
         rows.append(row(f"{layer}.weight", 3_000_000))

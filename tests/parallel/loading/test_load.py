@@ -116,7 +116,7 @@ def check_equal(local: nn.Module, whole: nn.Module) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_new_models_have_the_values_of_whole_ones(family: str, tied: bool, dtype: torch.dtype, small: int) -> None:
+def test_new_models_have_the_values_of_unsharded_ones(family: str, tied: bool, dtype: torch.dtype, small: int) -> None:
     config = CONFIGS[family](tie_word_embeddings=tied, dtype=dtype)
     torch.manual_seed(3)
     whole = AutoModelForCausalLM.from_config(config)
@@ -211,7 +211,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"torch_dtype": torch.float16}])
-def test_a_folder_gives_the_parts_of_the_whole(folder: Path, options: dict[str, Any]) -> None:
+def test_shards_loaded_from_a_folder_equal_the_unsharded_model(folder: Path, options: dict[str, Any]) -> None:
     whole = AutoModelForCausalLM.from_pretrained(folder, **options)
     for rank in range(2):
         with patched_constructors(factory(rank, 2)):

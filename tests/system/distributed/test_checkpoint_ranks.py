@@ -391,7 +391,7 @@ def restore_after_trouble(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_an_error_of_one_rank_before_restoring_is_told_to_all(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_before_restoring_is_raised_on_all(tmp_path: Path) -> None:
     mine, others = run_ranks(2, restore_after_trouble, tmp_path)
     assert mine == "cannot delete checkpoint-0"
     assert others == "rank 0: cannot delete checkpoint-0"

@@ -106,7 +106,7 @@ SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda prob
         ),
     ],
 )
-def test_consolidated_it_is_the_whole_model(ranks: Ranks, tmp_path: Path, name: str, mesh: str) -> None:
+def test_consolidated_it_is_the_complete_model(ranks: Ranks, tmp_path: Path, name: str, mesh: str) -> None:
     """The weights of one rank, restored and saved on the mesh, come back bit for bit."""
     model = MODELS[name]
     save(ranks, tmp_path, "dp1", model)

@@ -123,7 +123,7 @@ class StatusStore:
             if wanted.keys() <= present:
                 return {rank: self.read(topic, rank) for rank in ranks}
             if time.monotonic() > deadline:
-                raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} came too late")
+                raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} was posted too late")
             if due:
                 self.try_to_post(_PHASE, self._phase)
                 posted = time.monotonic()

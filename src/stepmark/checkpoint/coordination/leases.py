@@ -1,6 +1,6 @@
 """Leases: which checkpoints are being read, so that a live run does not delete them.
 
-A reader makes a file `.stepmark/lease.checkpoint-N.<label>.<random id>` beside the checkpoints, with a
+A reader creates a file `.stepmark/lease.checkpoint-N.<label>.<random id>` beside the checkpoints, with a
 heartbeat. Retention does not delete a checkpoint while there is such a file. The lease of a reader that died expires:
 at once on the same machine, else when its heartbeat has not changed for STALE seconds.
 

@@ -30,7 +30,7 @@ _REPLACED, _DELETED = ".replaced-", ".deleted-"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The path of a step's checkpoint."""
     return folder / f"checkpoint-{step}"
 
 
@@ -68,8 +68,8 @@ def publish(temporary: Path, save: str) -> Path:
     """Gives a complete, synced temporary folder its final name, in one step; returns the path.
 
     An existing checkpoint of the same step stays complete under that name until the new one replaces it. If the old
-    one cannot be deleted then, the new one is committed all the same, and the next owner of the folder removes what
-    is left.
+    one cannot be deleted, the new one is committed nevertheless, and the next owner of the folder removes what is
+    left.
     """
     match = _HIDDEN.match(temporary.name)
     assert match is not None

@@ -30,8 +30,8 @@ class Corruption:
 
     def __str__(self) -> str:
         where = f", tensor {self.tensor}" if self.tensor is not None else ""
-        who = f" (written by rank {self.rank})" if self.rank is not None else ""
-        return f"{self.file}{where}: {self.problem}{who}"
+        writer = f" (written by rank {self.rank})" if self.rank is not None else ""
+        return f"{self.file}{where}: {self.problem}{writer}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class VerifyReport:
 
 
 def verify(folder: Path, *, threads: int = 4) -> VerifyReport:
-    """Checks the checkpoint in `folder`; starts over where a live run saves the step again meanwhile. Raises
+    """Checks the checkpoint in `folder`; starts over if a live run saves the step again in the meantime. Raises
     CheckpointError where a file cannot be read at the moment."""
     while True:
         save = save_of(folder)

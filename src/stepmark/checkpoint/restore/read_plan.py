@@ -29,7 +29,7 @@ class ReadPlan:
         self.finishers: list[Callable[[], None]] = []
 
     def finish(self) -> None:
-        """Sets what is not in live tensors, once all targets are filled."""
+        """Sets everything other than live tensors, once all targets are filled."""
         for finisher in self.finishers:
             finisher()
 

@@ -167,7 +167,7 @@ class TensorReader:
             raise self._incomplete(target)
 
     def _boxes(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
-        """Any two layouts: their intersection, block by block of what is stored."""
+        """The intersection of any two layouts, one stored block at a time."""
         found: list[Box] = []
         for index, stored in entry.slices:
             pairs = overlaps(stored, part.slice)

@@ -17,7 +17,7 @@ Stored = Mapping[str, SafetensorsSource]
 
 
 def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
-    """Ties what is tied, gives parameters the dtype they are to have and buffers their values.
+    """Ties tied parameters, converts parameters to their final dtype and sets the values of buffers.
 
     Returns the sources of the parameters by name. `config` is transformers' account of this loading. Raises
     CheckpointMismatch where the folder and the model differ, with the first tensor's name.

@@ -95,7 +95,7 @@ class SafetensorsSource:
                 narrow(target, slab.relative_to(box.offsets)).copy_(buffer.view(self.dtype).view(slab.lengths))
 
     def _read_runs(self, descriptor: int, box: Box, memory: memoryview) -> None:
-        """Reads the box, in row-major order, by the runs in which it lies in the file."""
+        """Reads the box, in row-major order, one contiguous run of the file at a time."""
         done = 0
         for start, numel in _runs(box, self.shape):
             nbytes = numel * self.dtype.itemsize
