@@ -32,7 +32,7 @@ def resident(path: Path) -> float:
 
 @pytest.fixture
 def cached(tmp_path: Path) -> Path:
-    """A file that is on the disk, and whole in the page cache."""
+    """A file that is on the disk, and completely in the page cache."""
     path = tmp_path / "file"
     path.write_bytes(bytes(SIZE))
     descriptor = os.open(path, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""A model cut in any way comes out whole, bit for bit; and what is not whole comes out not at all."""
+"""A model sharded in any way is consolidated bit for bit; an incomplete one is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOLD: list[str] = []
 
 
 def whole_tensors() -> dict[str, Tensor]:
-    """The unsharded model: every way to cut, and every odd tensor."""
+    """The unsharded model: every way to shard, and every odd tensor."""
     torch.manual_seed(0)
     return {
         "row": torch.randn(40, 12),
@@ -181,7 +181,7 @@ def test_every_sharding_is_consolidated(
 
 
 def test_large_tensors_go_in_blocks_and_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Larger than a block, a window and several cells, beginning anywhere in a cell."""
+    """Larger than a read, a window and several checksum blocks, beginning anywhere in a block."""
     monkeypatch.setattr(gather, "WINDOW", 3 << 20)
     monkeypatch.setattr(shard_reader, "BLOCK", 1 << 20)
     torch.manual_seed(1)
@@ -226,7 +226,7 @@ def test_a_full_disk_while_torch_writes(saved: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("model_only", [False, True])
 def test_a_model_that_is_not_sharded(tmp_path: Path, model_only: bool) -> None:
-    """Tied weights once, other types, an empty buffer, a strided one; no config is no error."""
+    """Tied weights once, other types, an empty buffer, a strided one; a missing config is not an error."""
     model = net(3)
     with Checkpointer(tmp_path / "run") as checkpointer:
         state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}

@@ -1,4 +1,4 @@
-"""Who a rank is, by the variables of torchrun and of Slurm."""
+"""A rank's place in the world, by the variables of torchrun and of Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a save."""
+"""What ranks report to each other during a save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns a folder is the same for all machines, whatever their clocks say.
+"""All machines agree on a folder's owner, whatever their clocks say.
 
 Another machine is a forked process with another boot id, whose clock is `shift` seconds ahead: so are the times that it
 gives to files, as on file systems that take them from the client.

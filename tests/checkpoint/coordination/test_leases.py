@@ -148,7 +148,7 @@ def test_half_a_line_of_what_was_deleted_spoils_no_other(tmp_path: Path) -> None
 def test_commands_keep_what_they_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, given: str
 ) -> None:
-    """A run that saves meanwhile would delete it. A link to it, or the folder one is in, is no other checkpoint."""
+    """A run that saves in the meantime would delete it. A link to it, or to its folder, is the same checkpoint."""
     run = tmp_path / "run"
     (tmp_path / "link").symlink_to(run / "checkpoint-1")
     with Checkpointer(run, keep_last=1) as checkpointer:

@@ -27,7 +27,7 @@ from tests.system.distributed.checkpoint_world import run_ranks
 
 DOCUMENT = (ROOT / "docs" / "checkpoint-format.md").read_text()
 SCHEMA = json.loads((ROOT / "docs" / "manifest.schema.json").read_text())
-WIDTH = 700  # so that a tensor has several cells
+WIDTH = 700  # so that a tensor has several checksum blocks
 VALUES: dict[str, Any] = {
     "none": None,
     "float": 0.1,
@@ -52,7 +52,7 @@ class Sharded:
         self.rank = rank
 
     def named_state(self) -> dict[str, Any]:
-        half, column = 1000, self.rank % 2  # the data parallel cut is at element 1000 of the box, inside a row
+        half, column = 1000, self.rank % 2  # the data parallel boundary is at element 1000 of the box, inside a row
         box = Box((0, column * WIDTH), (WIDTH, WIDTH))
         start, stop = (0, half) if self.rank < 2 else (half, box.numel)
         values = part_of(whole()["cut"] * 2, box).reshape(-1)[start:stop].clone()
@@ -153,7 +153,7 @@ def test_the_files_are_those_of_the_document(checkpoint: Path) -> None:
             assert len(numbers) == len(set(numbers))
     slices = manifest["tensors"]["optimizer/optimizer"]["cut/exp_avg"][2]
     assert sorted(len(tensor_slice) for tensor_slice in slices) == [5, 5, 5, 5]
-    assert "model.safetensors.index.json" not in there  # a tensor of the model is cut
+    assert "model.safetensors.index.json" not in there  # a tensor of the model is sharded
 
 
 @pytest.mark.parametrize("victim", ["manifest.json", "state.json", "config.json", "model", "optimizer/optimizer"])

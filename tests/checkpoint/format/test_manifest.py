@@ -46,7 +46,7 @@ def state_of(seed: int) -> dict[str, Any]:
 
 
 def signed(body: dict[str, Any]) -> bytes:
-    """A manifest with this body and the right digest."""
+    """A manifest with this body and the right checksum."""
     rest = {key: value for key, value in body.items() if key != "digest"}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in rest.items())
     blank = "{\n" + lines + ',\n"digest": "' + "0" * 32 + '"\n}\n'
@@ -140,7 +140,7 @@ def test_a_manifest_with_the_right_checksum_and_wrong_contents(saved: Path, tmp_
 
 
 def change_file(folder: Path, name: str, data: bytes, header: int | None) -> None:
-    """Puts other bytes into a file, and their size and digest into the manifest."""
+    """Puts other bytes into a file, and their size and checksum into the manifest."""
     (folder / name).write_bytes(data)
     body = json.loads((folder / "manifest.json").read_text())
     for entry in body["files"]:

@@ -1,4 +1,4 @@
-"""Damage is found, named, and fallen back from; a step that exists is never in danger."""
+"""Corruption is found and named, an older checkpoint is used; an existing step is never in danger."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def places(name: str, size: int) -> list[int]:
 
 
 def falls_back(folder: Path, known: dict[int, dict[str, Any]], caplog: pytest.LogCaptureFixture, *words: str) -> None:
-    """Restoring takes checkpoint 1, says what is wrong with 2, and sets 2 aside whole."""
+    """Restoring takes checkpoint 1, reports the corruption of 2, and quarantines 2 unchanged."""
     before = sorted(files.regular_files(folder / "checkpoint-2"))
     state = state_of(5)
     caplog.clear()

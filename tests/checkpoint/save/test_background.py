@@ -302,7 +302,7 @@ def in_a_fork(function: Callable[[], None]) -> int:
 
 
 def test_a_process_forked_while_a_save_is_written_can_load(tmp_path: Path, gate: Gate) -> None:
-    """A data worker, for example; with deadlines of its own, and to its end."""
+    """A data worker, for example; with its own deadlines, and to its end."""
     stepmark.save({"x": 1}, tmp_path / "sample.pt")
 
     def load() -> None:
@@ -472,7 +472,7 @@ def test_closing_waits_for_a_slow_deletion(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_that_does_not_answer_holds_up_no_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the ranks tell each other there is for errors only."""
+    """What the ranks report there is for errors only."""
     opened = threading.Event()
     replace = board_module.files.replace_file
 

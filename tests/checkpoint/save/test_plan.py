@@ -1,4 +1,4 @@
-"""Who writes what: every byte once, evenly, whole tensors to nodes."""
+"""Which rank writes what: every byte once, evenly, complete tensors per node."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_checksum_blocks_cover_their_range(begin: int, length: int, data: st.Dat
 
 
 def large_world(ranks: int, tensors: int, tensor_parallel: int) -> list[Holding]:
-    """Tables of a model cut `tensor_parallel` ways, and of ZeRO-1 optimizer states over the rest of the ranks."""
+    """Tables of a model sharded `tensor_parallel` ways, and of ZeRO-1 optimizer states over the rest of the ranks."""
     data_parallel = ranks // tensor_parallel
     shape = (4096, 1024)
     local = (shape[0] // tensor_parallel, shape[1])

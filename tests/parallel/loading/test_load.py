@@ -1,4 +1,4 @@
-"""Models made part by part: the very bits of the whole model, from few bytes, and errors that name what is wrong."""
+"""Models created shard by shard: the bits of the unsharded model, from few bytes, and precise errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ RUNTIME = EagerRuntime(torch.device("cpu"))
 
 
 def cut(model: nn.Module, rank: int, size: int) -> None:
-    """Leaves a rank its parameters: of matrices rows or columns, padded, in two boxes; vectors whole."""
+    """Leaves a rank its parameters: of matrices rows or columns, padded, in two boxes; vectors complete."""
     for index, parameter in enumerate(model.parameters()):
         assert parameter.is_meta
         if parameter.dim() < 2:
