@@ -42,7 +42,7 @@ def _bytes(tensor: TensorEntry) -> int:
 
 
 def _placement(tensor: TensorEntry) -> str:
-    """How the tensor is stored, in words."""
+    """How the tensor is sharded in the files, as text."""
     slices = [tensor_slice for _, tensor_slice in tensor.slices]
     if len(slices) == 1 and slices[0].is_full(tensor.shape):
         return "unsharded"

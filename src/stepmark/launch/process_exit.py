@@ -1,4 +1,4 @@
-"""Ending a rank that cannot end by itself, so that whoever started it sees why."""
+"""Ends a rank that cannot end by itself, and reports the reason to the process that started it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLUSHING = 1.0  # seconds that printing may take
 
 
 def print_stacks(reason: str) -> None:
-    """Says why, and prints the stacks of all threads, on the process's standard error, as far as `say` does."""
+    """Prints the reason and the stacks of all threads to standard error, with the limits of `say`."""
     _write(f"stepmark: {reason}; the stacks of all threads:", stacks=True)
 
 
@@ -89,7 +89,7 @@ def _flush() -> None:
 
 
 def end_rank(exit_code: int) -> None:
-    """Ends this process at once, if it is one of several ranks. After a failure: tidying up takes seconds, waits for a
+    """Ends this process at once, if it is one of several ranks. After a failure: cleaning up takes seconds, waits for a
     rank that is stopped, and aborts the process where threads are in collectives."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         leave(exit_code)

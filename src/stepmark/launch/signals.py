@@ -98,7 +98,7 @@ class _Listener:
             signal.set_wakeup_fd(self._earlier_descriptor)
 
     def flush(self) -> None:
-        """Returns when the signals that have come so far were delivered."""
+        """Returns when the signals received so far were delivered."""
         if os.getpid() != self._process:  # a forked process, which has no such thread
             return
         self._flushed.clear()

@@ -1,6 +1,6 @@
-"""Heartbeats: a file that a process touches and locks for as long as it lives, and how others judge it.
+"""Heartbeats: files that a process touches and locks while it lives, and how other processes read them.
 
-Process numbers say nothing on another machine, and files alone say nothing of a process that was killed. So:
+Process ids are meaningless on another machine, and a file alone does not show that its process was killed. So:
 
 - on the same machine (same boot id) and the same mounted file system, the kernel's lock on the file says at once
   whether the process still exists. Two containers of a machine that each mount a file system for themselves may not see
@@ -83,7 +83,7 @@ class Heartbeat:
         while not self._stop.wait(BEAT):
             try:
                 os.utime(self._descriptor)
-            except OSError as error:  # seen by others as silence, which is what it is
+            except OSError as error:  # others then see no heartbeat, which is correct
                 logger.warning("cannot show that this run is alive in %s: %s", self.path, error)
 
     def stop(self) -> None:
@@ -172,8 +172,8 @@ def is_here(path: Path) -> bool:
 
 
 def _find_own(path: Path) -> _Own | None:
-    """This process's heartbeat in that file: by the file itself, or by its path where the file system does not number
-    its files for good."""
+    """This process's heartbeat in that file: by the file's identity, or by its path where inode numbers are not
+    stable."""
     resolved, file = path.resolve(), None
     with contextlib.suppress(OSError):  # gone or unreachable: then its path decides
         status = os.stat(path)

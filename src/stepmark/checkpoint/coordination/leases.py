@@ -25,7 +25,7 @@ logger = logging.getLogger("stepmark")
 
 
 class Lease:
-    """A promise that the checkpoint is not deleted, until `release`, or until this process dies."""
+    """Protects a checkpoint from deletion until `release`, or until this process dies."""
 
     def __init__(self, checkpoint: Path, label: str) -> None:
         """`label`, without dots, is the purpose. Raises OSError where the run's folder cannot be written to."""

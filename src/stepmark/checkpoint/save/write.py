@@ -1,4 +1,4 @@
-"""Writes this rank's share of the files from staging memory, with the checksums on the way."""
+"""Writes this rank's share of the files from staging memory, and computes checksums on the way."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _checksums_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tup
 
 
 def write_header(folder: Path, file: PlannedFile, step: int, save: str, checksums: dict[str, dict[int, str]]) -> bytes:
-    """Adds the header once all of the file's data is there; returns its bytes.
+    """Adds the header once all of the file's data is written; returns its bytes.
 
     `checksums` is by tensor name and number of the block, complete. Raises OSError where the file does
     not have its planned size.
