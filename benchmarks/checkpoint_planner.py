@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/checkpoint_planner.py
 
 A model of 1000 tensors and its AdamW states (master, exp_avg, exp_avg_sq) on 4096 ranks, 32 to a node, on several
-meshes: data parallel ranks hold the same pieces of the model, tensor parallel ranks each a slice of every tensor, and
+meshes: data parallel ranks hold the same slices of the model, tensor parallel ranks each a slice of every tensor, and
 the optimizer states are ranges over the data parallel ranks (ZeRO-1). The planner is the real one, fed with the tables
 that the ranks would send each other; what is measured is what one rank does, in a process of its own: decode all
 tables, plan, and find its own share. Restoring is planned for ranks of another mesh, from the parsed manifest: the byte
@@ -36,7 +36,7 @@ from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.request import RankReport, SavePlanner, SaveRequest
 from stepmark.checkpoint.save.snapshot import extents_of
 from stepmark.checkpoint.sections import Row
-from stepmark.sharding.layout import Piece
+from stepmark.sharding.layout import TensorSlice
 from stepmark.sharding.overlap import overlaps
 
 SAVE = "0123abcd-000001"
@@ -62,24 +62,24 @@ class World:
     def name(self) -> str:
         return f"dp {self.data_parallel} x tp {self.tensor_parallel}"
 
-    def _slice(self, rank: int) -> Piece:
+    def _slice(self, rank: int) -> TensorSlice:
         rows = SHAPE[0] // self.tensor_parallel
-        return Piece.of_box((rank % self.tensor_parallel * rows, 0), (rows, SHAPE[1]))
+        return TensorSlice.of_box((rank % self.tensor_parallel * rows, 0), (rows, SHAPE[1]))
 
     def model(self, rank: int) -> list[Row]:
         """What the rank holds of the model."""
-        piece = self._slice(rank)
-        return [Row(MODEL, f"layers.{i}.weight", "BF16", SHAPE, piece) for i in range(self.tensors)]
+        tensor_slice = self._slice(rank)
+        return [Row(MODEL, f"layers.{i}.weight", "BF16", SHAPE, tensor_slice) for i in range(self.tensors)]
 
     def optimizer(self, rank: int) -> list[Row]:
         """What the rank holds of the optimizer's states: its range over the concatenated slices."""
-        piece = self._slice(rank)
-        total, each = piece.numel * self.tensors, piece.numel
+        tensor_slice = self._slice(rank)
+        total, each = tensor_slice.numel * self.tensors, tensor_slice.numel
         place = rank // self.tensor_parallel
         first, last = total * place // self.data_parallel, total * (place + 1) // self.data_parallel
         rows = []
         for i in range(first // each, -(-last // each)):
-            part = Piece(piece.box, max(0, first - i * each), min(each, last - i * each))
+            part = TensorSlice(tensor_slice.box, max(0, first - i * each), min(each, last - i * each))
             rows += [Row(OPTIMIZER, f"layers.{i}.weight/{key}", "F32", SHAPE, part) for key in STATES]
         return rows
 
@@ -143,8 +143,8 @@ def restore_plan(data: bytes, world: World, rank: int) -> int:
     elements = 0
     for row in [*world.model(rank), *world.optimizer(rank)]:
         entry: TensorEntry = manifest.tensors[row.group][row.name]
-        found = sum(pair.box.numel for _, stored in entry.pieces for pair in overlaps(stored, row.piece))
-        assert found == row.piece.numel, f"{row.name}: {found} of {row.piece.numel} elements"
+        found = sum(pair.box.numel for _, stored in entry.slices for pair in overlaps(stored, row.slice))
+        assert found == row.slice.numel, f"{row.name}: {found} of {row.slice.numel} elements"
         elements += found
     return elements
 

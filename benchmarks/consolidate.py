@@ -27,7 +27,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, T
 from stepmark.checkpoint.format.tensor_file import Header
 from stepmark.checkpoint.save.plan import Holding, PlannedFile, plan_save
 from stepmark.checkpoint.sections import Row
-from stepmark.sharding.layout import Piece, Shape
+from stepmark.sharding.layout import Shape, TensorSlice
 
 RANKS, HIDDEN, INNER, VOCABULARY = 8, 4096, 11008, 32000
 SAVE = "0" * 32
@@ -48,11 +48,11 @@ def cuts(layers: int) -> Cuts:
     return found
 
 
-def piece_of(shape: Shape, dim: int | None, rank: int) -> Piece:
+def piece_of(shape: Shape, dim: int | None, rank: int) -> TensorSlice:
     if dim is None:
-        return Piece.whole(shape)
+        return TensorSlice.full(shape)
     lengths = tuple(size // RANKS if d == dim else size for d, size in enumerate(shape))
-    return Piece.of_box(tuple(rank * lengths[d] if d == dim else 0 for d in range(len(shape))), lengths)
+    return TensorSlice.of_box(tuple(rank * lengths[d] if d == dim else 0 for d in range(len(shape))), lengths)
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> int:
@@ -70,12 +70,12 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
     ]
     plan = plan_save(holdings, [0] * RANKS, SAVE)
     noise = np.random.default_rng(0).integers(0, 256, 1 << 26, dtype=np.uint8)
-    entries, pieces = [], {name: [] for name in tensors}
+    entries, slices = [], {name: [] for name in tensors}
     for number, file in enumerate(plan.files):
         entries.append(write_file(folder, file, noise))
         for stored in file.tensors:
-            pieces[stored.name].append((number, stored.piece))
-    table = {name: TensorEntry("BF16", shape, tuple(pieces[name])) for name, (shape, _) in tensors.items()}
+            slices[stored.name].append((number, stored.slice))
+    table = {name: TensorEntry("BF16", shape, tuple(slices[name])) for name, (shape, _) in tensors.items()}
     manifest = Manifest(
         1, SAVE, 0.0, {}, RANKS, {"tp": RANKS}, True, {"model": "module"}, tuple(entries), {"model": table}
     )

@@ -93,7 +93,7 @@ def attempt(model_type: str) -> Result:
     """Builds the model, parallelizes it, compares."""
     try:
         model = small_model(model_type)
-    except Exception as error:  # small values that the configuration rejects are no verdict on parallelism
+    except Exception as error:  # small values that the configuration rejects say nothing about parallelism
         return Result(model_type, "not built", _first_line(error))
     try:
         names = [name for name, _ in model.named_modules()]

@@ -146,7 +146,7 @@ def emptied(value: Any) -> Any:
     return value
 
 
-def test_nested_values_come_back_exactly(tmp_path: Path) -> None:
+def test_nested_values_are_restored_exactly(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"nest": NESTED, "plain": 4.5})
         live = emptied(NESTED)

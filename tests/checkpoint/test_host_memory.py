@@ -26,9 +26,9 @@ from stepmark.checkpoint.save.snapshot import Copy, copy_to_host
 from stepmark.checkpoint.sections import Entry
 from stepmark.errors import CheckpointError
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.sharding.layout import Box, Layout, Part, Piece, Shard
+from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice
 from stepmark.sharding.views import narrow
-from tests.sharding.test_layout import elements_of, numbers, pieces, shapes
+from tests.sharding.test_layout import elements_of, numbers, shapes, slices
 from tests.support.checkpoint_states import bits
 
 
@@ -84,7 +84,7 @@ def test_restoring_into_live_tensors_takes_the_same_memory_for_any_state(
     assert max(blocks.values()) <= checked.BLOCK + (3 << 20)
 
 
-def test_other_pieces_than_the_stored_ones_take_no_memory_but_the_threads_own(tmp_path: Path) -> None:
+def test_resharding_needs_no_memory_beyond_the_threads_buffers(tmp_path: Path) -> None:
     full = torch.arange(2048 * 2048, dtype=torch.float32).view(2048, 2048)
     columns = Shard(torch.zeros(2048, 256), Layout.box((2048, 2048), (0, 512), (2048, 256)))
     with Checkpointer(tmp_path) as checkpointer:
@@ -100,9 +100,9 @@ def test_other_pieces_than_the_stored_ones_take_no_memory_but_the_threads_own(tm
 
 
 @st.composite
-def stored_pieces(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Piece]:
+def stored_slices(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
     """Ranges of boxes that make up a tensor."""
-    halves = [Box.whole(shape)]
+    halves = [Box.full(shape)]
     if shape:
         dim = draw(st.integers(0, len(shape) - 1))
         cut = draw(st.integers(0, shape[dim]))
@@ -114,19 +114,19 @@ def stored_pieces(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Piece]:
     found = []
     for box in halves:
         cuts = sorted(draw(st.lists(st.integers(0, box.numel), max_size=2)))
-        found += [Piece(box, start, stop) for start, stop in pairwise([0, *cuts, box.numel])]
+        found += [TensorSlice(box, start, stop) for start, stop in pairwise([0, *cuts, box.numel])]
     return found
 
 
 class Stored:
     """A tensor file in memory; what is read from it is gone with the next read."""
 
-    def __init__(self, piece: Piece, shape: tuple[int, ...], size: int) -> None:
-        self.data = torch.tensor(elements_of(numbers(shape), piece), dtype=torch.int32).numpy().tobytes()
-        self.found = StoredTensor("t", "I32", shape, piece, 4 * size)
+    def __init__(self, tensor_slice: TensorSlice, shape: tuple[int, ...], size: int) -> None:
+        self.data = torch.tensor(elements_of(numbers(shape), tensor_slice), dtype=torch.int32).numpy().tobytes()
+        self.found = StoredTensor("t", "I32", shape, tensor_slice, 4 * size)
         self._memory = bytearray(len(self.data))
 
-    def tensor(self, name: str, dtype: str, piece: Piece) -> StoredTensor:
+    def tensor(self, name: str, dtype: str, tensor_slice: TensorSlice) -> StoredTensor:
         return self.found
 
     def read(self, tensor: StoredTensor, begin: int, end: int) -> memoryview:
@@ -142,20 +142,20 @@ def test_reading_block_by_block_gives_what_reading_at_once_would(
     data: st.DataObject, shape: tuple[int, ...], block: int
 ) -> None:
     """Whatever is stored, and whatever is wanted of it: every element once, in its place, and no other is touched."""
-    stored = data.draw(stored_pieces(shape))
-    piece = data.draw(pieces(shape))
-    if piece.is_box and data.draw(st.booleans()):
+    stored = data.draw(stored_slices(shape))
+    tensor_slice = data.draw(slices(shape))
+    if tensor_slice.is_box and data.draw(st.booleans()):
         at = tuple(data.draw(st.integers(0, 2)) for _ in shape)
-        around = tuple(a + length + 1 for a, length in zip(at, piece.box.lengths, strict=True))
-        part, local = Part(piece, at), torch.full(around, -1, dtype=torch.int32)
-        place = narrow(local, Box(at, piece.box.lengths))
+        around = tuple(a + length + 1 for a, length in zip(at, tensor_slice.box.lengths, strict=True))
+        part, local = Part(tensor_slice, at), torch.full(around, -1, dtype=torch.int32)
+        place = narrow(local, Box(at, tensor_slice.box.lengths))
     else:
         begin = data.draw(st.integers(0, 3))
-        part, local = Part(piece, begin), torch.full((begin + piece.numel + 2,), -1, dtype=torch.int32)
-        place = local[begin : begin + piece.numel]
+        part, local = Part(tensor_slice, begin), torch.full((begin + tensor_slice.numel + 2,), -1, dtype=torch.int32)
+        place = local[begin : begin + tensor_slice.numel]
     target = reader.ReadTarget("g", "t", Layout(shape, (part,)), "I32", local, local)
     entry = TensorEntry("I32", shape, tuple(enumerate(stored)))
-    files: Any = {index: Stored(own, shape, index) for index, own in entry.pieces}
+    files: Any = {index: Stored(own, shape, index) for index, own in entry.slices}
     with (
         unittest.mock.patch.object(shard_reader, "BLOCK", block),
         reader.TensorReader(Path(), unittest.mock.Mock()) as reading,
@@ -164,11 +164,11 @@ def test_reading_block_by_block_gives_what_reading_at_once_would(
         for job in reading._boxes(target, part, entry):
             job()
         reading._files = {}
-    assert place.reshape(-1).tolist() == elements_of(numbers(shape), piece)
-    assert int((local != -1).sum()) == piece.numel
+    assert place.reshape(-1).tolist() == elements_of(numbers(shape), tensor_slice)
+    assert int((local != -1).sum()) == tensor_slice.numel
 
 
-def test_memory_is_lent_again_when_nobody_holds_it() -> None:
+def test_memory_is_reused_once_it_is_unreferenced() -> None:
     """Not while the tensor made of it is: a device may still be reading from that one."""
     memory = staging.BufferPool(limit=3 << 20)
     first = memory.take(1 << 20)
@@ -235,7 +235,7 @@ def test_strided_tensors_are_copied_without_a_copy_between(start: int, stop: int
     images = torch.randn(6, 5, 7, 8).to(memory_format=torch.channels_last)
     matrix = torch.randn(64, 40, dtype=torch.complex64).t().conj()
     rows = Layout.box((90, 80), (10, 0), (32, 80))
-    wholes = [(tensor, Layout.whole(tensor.shape)) for tensor in (images, matrix)]
+    wholes = [(tensor, Layout.full(tensor.shape)) for tensor in (images, matrix)]
     for tensor, layout in [*wholes, (torch.randn(80, 32).t(), rows)]:
         assert not tensor.is_contiguous()
         entry = Entry("g", "t", tensor, layout, "C64" if tensor.is_complex() else "F32")

@@ -62,7 +62,7 @@ def test_the_last_are_those_saved_last() -> None:
 
 
 def test_models_alone_do_not_push_out_what_a_run_can_be_resumed_from() -> None:
-    saved = [Saved(step, float(step), {}, whole=step <= 20) for step in (10, 20, 30, 40, 50)]
+    saved = [Saved(step, float(step), {}, resumable=step <= 20) for step in (10, 20, 30, 40, 50)]
     assert superfluous(saved, [KeepLast(2)], 50) == [10, 30]
 
 
@@ -239,7 +239,7 @@ def test_a_policy_that_keeps_nothing_is_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path, keep_last=0)
 
 
-def test_a_checkpoint_of_which_nobody_can_tell_whether_it_is_read_keeps_its_name(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_leases_cannot_be_read_keeps_its_name(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint-1"
     path.mkdir()
 

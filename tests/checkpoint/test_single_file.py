@@ -206,7 +206,7 @@ with single_file._deadline(Path("x.pt"), "writing", 0.2):
 
 
 @pytest.mark.parametrize("reader", ["gone", "asleep"])
-def test_a_deadline_holds_where_nobody_reads_the_errors(reader: str) -> None:
+def test_a_deadline_holds_if_standard_error_is_not_read(reader: str) -> None:
     reading, writing = os.pipe()
     if reader == "gone":
         os.close(reading)
@@ -273,7 +273,7 @@ def test_views_that_differ_in_a_sign_only_are_saved_as_they_are(tmp_path: Path) 
         assert loaded["b"].equal(x[:5].conj().resolve_conj())
 
 
-def test_a_file_of_something_else_is_not_damaged(tmp_path: Path) -> None:
+def test_a_file_with_other_objects_is_not_called_corrupted(tmp_path: Path) -> None:
     torch.save({"module": net(0)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="cannot be read") as caught:
         load(tmp_path / "a.pt")
@@ -317,7 +317,7 @@ def test_a_link_that_leads_nowhere_stays(tmp_path: Path) -> None:
         assert (tmp_path / name).is_symlink()
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     (tmp_path / "folder").mkdir()
@@ -360,7 +360,7 @@ def test_a_wrong_sum_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EACCES, errno.EIO])
-def test_what_cannot_be_read_for_the_moment_is_no_damage(
+def test_a_file_that_cannot_be_read_at_the_moment_is_not_called_corrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = tmp_path / "a.pt"

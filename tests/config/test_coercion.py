@@ -62,7 +62,7 @@ def test_refused(value: Any, annotation: Any, wanted: str) -> None:
     assert str(caught.value).startswith(f"field: should be {wanted}, and is ")
 
 
-def test_a_whole_dataclass() -> None:
+def test_a_complete_dataclass() -> None:
     @dataclass
     class Some:
         rate: float = 0.0
@@ -110,7 +110,7 @@ def test_plain_scalars(text: str, value: Any) -> None:
         ("a: \x00", "special characters are not allowed"),
     ],
 )
-def test_what_is_no_yaml(text: str, words: str) -> None:
+def test_invalid_yaml(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         parse_yaml(text)
     assert "\n" not in str(caught.value)

@@ -128,7 +128,7 @@ def test_what_is_wrong_is_named(recipe: Read, line: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "hello\n", "3\n"])
-def test_a_file_that_is_no_mapping(recipe: Read, text: str) -> None:
+def test_a_file_that_is_not_a_mapping(recipe: Read, text: str) -> None:
     with pytest.raises(UsageError, match="should be fields and values"):
         recipe(text)
 

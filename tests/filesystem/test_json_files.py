@@ -32,7 +32,7 @@ def test_a_json_file_is_strict_and_replaced_atomically(tmp_path: Path, monkeypat
     assert json.loads(path.read_text()) == expected
 
 
-def test_lines_are_strict_json_and_come_back_as_they_were(tmp_path: Path) -> None:
+def test_lines_are_strict_json_and_read_back_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     append_line(path, {"loss": 1 / 3, "norms": {"a": [math.inf, -math.inf, 1.5]}, "word": "nan"})
     append_line(path, {"b": 2}, durable=True)

@@ -32,7 +32,7 @@ def resident(path: Path) -> float:
 
 @pytest.fixture
 def cached(tmp_path: Path) -> Path:
-    """A file that is on the disk, and whole in the page cache."""
+    """A file that is on the disk, and completely in the page cache."""
     path = tmp_path / "file"
     path.write_bytes(bytes(SIZE))
     descriptor = os.open(path, os.O_RDWR)
@@ -59,7 +59,7 @@ def test_a_window_leaves_when_all_of_it_has_been_read(cached: Path) -> None:
     assert resident(cached) < 0.05
 
 
-def test_a_file_that_is_gone_is_no_error(tmp_path: Path) -> None:
+def test_a_deleted_file_is_not_an_error(tmp_path: Path) -> None:
     passing = PageCacheEviction(tmp_path / "gone")
     passing.has_read(0, WINDOW)
     passing.has_read(WINDOW, WINDOW + 1)

@@ -1,4 +1,4 @@
-"""A model cut in any way comes out whole, bit for bit; and what is not whole comes out not at all."""
+"""A model sharded in any way is consolidated bit for bit; an incomplete one is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOLD: list[str] = []
 
 
 def whole_tensors() -> dict[str, Tensor]:
-    """The unsharded model: every way to cut, and every odd tensor."""
+    """The unsharded model: every way to shard, and every odd tensor."""
     torch.manual_seed(0)
     return {
         "row": torch.randn(40, 12),
@@ -75,10 +75,10 @@ def layouts(rank: int) -> dict[str, Layout]:
 
 def local(tensor: Tensor, layout: Layout) -> Tensor:
     """What a rank holds of a tensor."""
-    first = layout.parts[0].piece
+    first = layout.parts[0].slice
     if not first.is_box:
         return tensor.flatten()[first.start : first.stop].clone()
-    boxes = [part.piece.box for part in layout.parts]
+    boxes = [part.slice.box for part in layout.parts]
     cuts = [
         tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))].clone() for box in boxes
     ]
@@ -162,7 +162,7 @@ def nothing_left(folder: Path) -> bool:
 @pytest.mark.parametrize("form", ["safetensors", "pytorch"])
 @pytest.mark.parametrize("size", [5_000_000_000, 2000])
 @pytest.mark.parametrize("window", [gather.WINDOW, 264])
-def test_every_cut_comes_out_whole(
+def test_every_sharding_is_consolidated(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, size: int, window: int
 ) -> None:
     monkeypatch.setattr(gather, "WINDOW", window)
@@ -181,7 +181,7 @@ def test_every_cut_comes_out_whole(
 
 
 def test_large_tensors_go_in_blocks_and_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Larger than a block, a window and several cells, beginning anywhere in a cell."""
+    """Larger than a read, a window and several checksum blocks, beginning anywhere in a block."""
     monkeypatch.setattr(gather, "WINDOW", 3 << 20)
     monkeypatch.setattr(shard_reader, "BLOCK", 1 << 20)
     torch.manual_seed(1)
@@ -226,7 +226,7 @@ def test_a_full_disk_while_torch_writes(saved: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("model_only", [False, True])
 def test_a_model_that_is_not_sharded(tmp_path: Path, model_only: bool) -> None:
-    """Tied weights once, other types, an empty buffer, a strided one; no config is no error."""
+    """Tied weights once, other types, an empty buffer, a strided one; a missing config is not an error."""
     model = net(3)
     with Checkpointer(tmp_path / "run") as checkpointer:
         state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
@@ -240,7 +240,7 @@ def test_a_model_that_is_not_sharded(tmp_path: Path, model_only: bool) -> None:
 
 def data_file(checkpoint: Path, tensor: str) -> Path:
     manifest = read_manifest(checkpoint)
-    return checkpoint / manifest.files[manifest.tensors["model"][tensor].pieces[0][0]].name
+    return checkpoint / manifest.files[manifest.tensors["model"][tensor].slices[0][0]].name
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -253,7 +253,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("form", ["safetensors", "pytorch"])
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind: str, form: str) -> None:
+def test_a_corrupted_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind: str, form: str) -> None:
     damage, words = DAMAGES[kind]
     damage(run_folder / "checkpoint-5")
     with pytest.raises(CheckpointDamaged, match=words):
@@ -262,13 +262,13 @@ def test_a_damaged_source_leaves_nothing(run_folder: Path, tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_of_a_run_the_newest_whole_one(run_folder: Path, tmp_path: Path, kind: str) -> None:
+def test_of_a_run_the_newest_complete_checkpoint(run_folder: Path, tmp_path: Path, kind: str) -> None:
     assert go(run_folder, tmp_path / "first").checkpoint.name == "checkpoint-5"
     damage, _ = DAMAGES[kind]
     damage(run_folder / "checkpoint-5")
     assert go(run_folder, tmp_path / "out").checkpoint.name == "checkpoint-3"
     assert len(TOLD) == 1
-    assert "checkpoint-5 is damaged" in TOLD[0]
+    assert "checkpoint-5 is corrupted" in TOLD[0]
     assert_same(load_folder(tmp_path / "out"), whole_tensors())
     damage(run_folder / "checkpoint-3")
     with pytest.raises(CheckpointDamaged, match="none of the 2 checkpoints"):
@@ -300,7 +300,7 @@ def test_a_link_that_is_moved_in_the_meantime(
     assert_same(load_folder(tmp_path / "out"), whole_tensors())
 
 
-def test_a_step_that_is_saved_anew_in_the_meantime_is_consolidated_anew(
+def test_a_step_that_is_saved_again_in_the_meantime_is_consolidated_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = net(3)
@@ -319,7 +319,7 @@ def test_a_step_that_is_saved_anew_in_the_meantime_is_consolidated_anew(
 
 
 @pytest.mark.parametrize("name", ["row", "column"])
-def test_pieces_that_overlap_are_no_tensor(
+def test_overlapping_shards_are_refused(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As many elements as the tensor has, but some twice and some not at all."""
@@ -328,8 +328,8 @@ def test_pieces_that_overlap_are_no_tensor(
     def overlapping(folder: Path) -> Any:
         manifest = real(folder)
         entry = manifest.tensors["model"][name]
-        pieces = (entry.pieces[0], *entry.pieces[:-1])
-        manifest.tensors["model"][name] = TensorEntry(entry.dtype, entry.shape, pieces)  # type: ignore[index]
+        slices = (entry.slices[0], *entry.slices[:-1])
+        manifest.tensors["model"][name] = TensorEntry(entry.dtype, entry.shape, slices)  # type: ignore[index]
         return manifest
 
     monkeypatch.setattr(module, "read_manifest", overlapping)
@@ -431,17 +431,17 @@ def test_it_needs_no_torch_for_safetensors(saved: Path, tmp_path: Path) -> None:
 
 def test_memory_is_bounded_by_a_window() -> None:
     """A job for each window, none of which is larger than WINDOW."""
-    from stepmark.sharding.layout import Piece
+    from stepmark.sharding.layout import TensorSlice
 
     shape = (4096, 1 << 20)
     entry = TensorEntry("BF16", shape, ())
     half = (4096, 1 << 19)
 
     class Stored:
-        def __init__(self, piece: Piece) -> None:
+        def __init__(self, tensor_slice: TensorSlice) -> None:
             self.stored = self
-            self.piece = piece
+            self.slice = tensor_slice
 
-    sources: Any = [Stored(Piece.of_box((0, 0), half)), Stored(Piece.of_box((0, 1 << 19), half))]
+    sources: Any = [Stored(TensorSlice.of_box((0, 0), half)), Stored(TensorSlice.of_box((0, 1 << 19), half))]
     found = list(gather.jobs(gather.GatherTarget("big", entry, 0, 0), sources))
     assert len(found) == int(np.prod(shape)) * 2 // gather.WINDOW

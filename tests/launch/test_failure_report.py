@@ -78,12 +78,12 @@ def first(codes: list[int], reports: list[FailureReport], first_exit: int) -> Fa
     return ranks.first_failure(reports)
 
 
-def test_the_cause_wins_over_those_who_lost_it() -> None:
+def test_the_cause_wins_over_lost_connections() -> None:
     cause, lost = failure(1, time=2.0), failure(0, secondary=True, time=1.0)
     assert first([1, 1], [cause, lost], first_exit=0) == cause
 
 
-def test_a_rank_that_was_killed_wins_over_those_who_lost_it() -> None:
+def test_a_killed_rank_wins_over_lost_connections() -> None:
     lost = failure(0, secondary=True)
     found = first([1, -signal.SIGKILL], [lost], first_exit=0)
     assert (found.rank, found.message) == (1, "was killed by SIGKILL (out of memory?)")
@@ -105,7 +105,7 @@ def test_signals_without_a_name() -> None:
 
 @pytest.mark.parametrize("reports", ["missing", None])
 def test_a_process_ends_whatever_becomes_of_its_words(tmp_path: Path, reports: str | None) -> None:
-    """The folder for reports is gone, and nobody reads the standard output in which something is left."""
+    """The folder for reports is gone, and standard output, which has unflushed text, is not read."""
     script = (
         "import sys; from stepmark.launch.process_exit import end_process; print('left'); end_process(OSError('x'), 3)"
     )

@@ -67,7 +67,7 @@ def test_an_earlier_reader_of_the_descriptor_still_reads_it() -> None:
         writer.close()
 
 
-def test_without_an_outer_block_another_thread_hears_nothing_and_is_told_so() -> None:
+def test_without_an_outer_block_another_thread_receives_no_signals_and_is_told_so() -> None:
     found: list[bool] = []
 
     def enter() -> None:

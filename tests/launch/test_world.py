@@ -1,4 +1,4 @@
-"""Who a rank is, by the variables of torchrun and of Slurm."""
+"""A rank's place in the world, by the variables of torchrun and of Slurm."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_torchrun_within_slurm_is_torchrun() -> None:
     assert World.from_environment({**SLURM, **TORCHRUN}) == World.from_environment(TORCHRUN)
 
 
-def test_slurm_with_a_variable_that_is_no_number() -> None:
+def test_slurm_with_a_variable_that_is_not_a_number() -> None:
     with pytest.raises(LaunchError, match="SLURM_STEP_NUM_TASKS must be an integer"):
         World.from_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "many"})
     with pytest.raises(LaunchError, match="SLURM_PROCID must be an integer"):
@@ -150,7 +150,7 @@ def test_no_node_list() -> None:
         first_host("")
 
 
-def test_slurm_ranks_tell_libraries_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_ranks_set_the_variables_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "")  # so that what is set here is undone
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""What a report reads from a run's folder, intact or damaged."""
+"""What a report reads from a run's folder, intact or corrupted."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ window.onload = () => setTimeout(() => {{
 </script>"""
 
 
-def test_nothing_is_cut_off_on_a_telephone(run: Path, tmp_path: Path) -> None:
+def test_nothing_is_cut_off_on_a_phone(run: Path, tmp_path: Path) -> None:
     lines = [log(step, learning_rate=0.00125 - step * 1e-6, tokens_per_second=12_345_678.0) for step in range(1, 40)]
     write(run / "metrics.jsonl", [*lines, {"step": 1_234_567, "eval_loss": 2.5}])
     saved = {"event": "saved", "step": 100_000, "stall_seconds": 1.2, "durable_seconds": 3.4, "bytes": 5, "time": 1e9}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.sharding.layout import Box, Layout, Piece, annotate, layout_of, row_major_boxes
+from stepmark.sharding.layout import Box, Layout, TensorSlice, annotate, layout_of, row_major_boxes
 from stepmark.sharding.overlap import disjoint, overlaps
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
@@ -21,10 +21,10 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @st.composite
-def pieces(draw: st.DrawFn, shape: tuple[int, ...]) -> Piece:
+def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorSlice:
     box = draw(boxes(shape))
     start = draw(st.integers(0, box.numel))
-    return Piece(box, start, draw(st.integers(start, box.numel)))
+    return TensorSlice(box, start, draw(st.integers(start, box.numel)))
 
 
 def numbers(shape: tuple[int, ...]) -> torch.Tensor:
@@ -37,12 +37,12 @@ def elements(tensor: torch.Tensor, box: Box) -> list[int]:
     return tensor.reshape(-1).tolist()
 
 
-def elements_of(tensor: torch.Tensor, piece: Piece) -> list[int]:
-    return elements(tensor, piece.box)[piece.start : piece.stop]
+def elements_of(tensor: torch.Tensor, tensor_slice: TensorSlice) -> list[int]:
+    return elements(tensor, tensor_slice.box)[tensor_slice.start : tensor_slice.stop]
 
 
 @given(st.data(), shapes)
-def test_a_range_is_cut_into_boxes_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_a_range_is_split_into_boxes_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
@@ -53,14 +53,14 @@ def test_a_range_is_cut_into_boxes_in_order(data: st.DataObject, shape: tuple[in
 
 
 @given(st.data(), shapes)
-def test_blocks_make_up_their_piece(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    piece = data.draw(pieces(shape))
-    first = data.draw(st.integers(0, piece.numel))
-    last = data.draw(st.integers(first, piece.numel))
-    blocks = piece.blocks(first, last)
-    assert [n for block in blocks for n in elements(numbers(shape), block.box)] == elements_of(numbers(shape), piece)[
-        first:last
-    ]
+def test_blocks_cover_their_slice(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    tensor_slice = data.draw(slices(shape))
+    first = data.draw(st.integers(0, tensor_slice.numel))
+    last = data.draw(st.integers(first, tensor_slice.numel))
+    blocks = tensor_slice.blocks(first, last)
+    assert [n for block in blocks for n in elements(numbers(shape), block.box)] == elements_of(
+        numbers(shape), tensor_slice
+    )[first:last]
     assert [block.start for block in blocks] == [
         first + sum(other.box.numel for other in blocks[:index]) for index in range(len(blocks))
     ]
@@ -68,7 +68,7 @@ def test_blocks_make_up_their_piece(data: st.DataObject, shape: tuple[int, ...])
 
 @given(st.data(), shapes)
 def test_overlaps_are_exactly_the_common_elements(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    stored, wanted = data.draw(pieces(shape)), data.draw(pieces(shape))
+    stored, wanted = data.draw(slices(shape)), data.draw(slices(shape))
     all_numbers = numbers(shape)
     stored_elements = elements_of(all_numbers, stored)
     common = set(stored_elements) & set(elements_of(all_numbers, wanted))

@@ -55,7 +55,7 @@ def read_file(folder: Path, manifest: dict[str, Any], file: dict[str, Any]) -> d
         position = end
     assert position == len(data) - first
     assert sizes == sorted(sizes, reverse=True)
-    check_pieces(own["pieces"], json.loads(metadata["DCP_SHARDING_INFO"]), tensors)
+    check_slices(own["pieces"], json.loads(metadata["DCP_SHARDING_INFO"]), tensors)
     return tensors
 
 
@@ -65,12 +65,12 @@ def check_blocks(data: bytes, begin: int, end: int, size: int, checksums: str) -
     assert checksums == found, "a checksum block is corrupted"
 
 
-def check_pieces(pieces: dict[str, Any], sharding: dict[str, Any], tensors: dict[str, Any]) -> None:
+def check_slices(slices: dict[str, Any], sharding: dict[str, Any], tensors: dict[str, Any]) -> None:
     assert sharding.keys() == tensors.keys()
-    for name, piece in pieces.items():
-        lengths = [piece["range"][1] - piece["range"][0]] if "range" in piece else piece["lengths"]
+    for name, entry in slices.items():
+        lengths = [entry["range"][1] - entry["range"][0]] if "range" in entry else entry["lengths"]
         assert list(tensors[name].shape) == lengths
-        assert sharding[name]["saved_offsets"] == piece["offsets"]
+        assert sharding[name]["saved_offsets"] == entry["offsets"]
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
@@ -93,7 +93,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[
 
 
 def assemble(name: str, entry: list[Any], stored: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
-    """A global tensor from its pieces, which do not overlap and leave nothing out."""
+    """A global tensor from its slices, which do not overlap and leave nothing out."""
     dtype, shape, place = entry
     if isinstance(place, int):
         assert list(stored[place][name].shape) == shape
@@ -106,7 +106,7 @@ def assemble(name: str, entry: list[Any], stored: list[dict[str, Any]]) -> np.nd
             flat = target[box].reshape(-1)  # a copy, in row-major order
             flat[start:stop] += values
             target[box] = flat.reshape(lengths)
-    assert (seen == 1).all(), "pieces overlap, or leave a part out"
+    assert (seen == 1).all(), "slices overlap, or leave a part out"
     return whole
 
 

@@ -27,8 +27,8 @@ def save(folder: str, options: dict[str, Any]) -> dict[str, int]:
         step(number, next(batches))
     _save(Path(folder), context, step)
     manifest = read_manifest(Path(folder) / "checkpoint-1")
-    pieces = [len(tensor.pieces) for group in manifest.tensors.values() for tensor in group.values()]
-    return {"files": len(manifest.files), "pieces": max(pieces)}
+    slices = [len(tensor.slices) for group in manifest.tensors.values() for tensor in group.values()]
+    return {"files": len(manifest.files), "slices": max(slices)}
 
 
 def restore(folders: list[str], again: str, options: dict[str, Any]) -> list[list[list[float]]]:
@@ -70,14 +70,14 @@ def checksums(checkpoint: Path) -> dict[str, str]:
 
 def _whole(checkpoint: Path, manifest: Manifest, name: str, entry: TensorEntry) -> bytes:
     whole: Any = None
-    for index, piece in entry.pieces:
+    for index, tensor_slice in entry.slices:
         file = VerifiedFile(checkpoint, manifest, manifest.files[index])
-        stored = file.tensor(name, entry.dtype, piece)
+        stored = file.tensor(name, entry.dtype, tensor_slice)
         data = np.frombuffer(bytes(file.read(stored, stored.begin, stored.end)), np.uint8)
-        data = data.reshape(piece.numel, -1)
+        data = data.reshape(tensor_slice.numel, -1)
         if whole is None:
             whole = np.zeros((*entry.shape, data.shape[1]), np.uint8)
-        for block in piece.blocks():
+        for block in tensor_slice.blocks():
             box = block.box
             there = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
             end = block.start + math.prod(box.lengths)

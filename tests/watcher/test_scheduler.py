@@ -73,7 +73,7 @@ def test_two_watchers_take_different_checkpoints_and_wait_for_each_other(folder:
     assert step(third) == 15
     tell(folder, second)
     other.release()
-    assert other.look().kind == "wait"  # 15 is not told yet, and who has it may die
+    assert other.look().kind == "wait"  # 15 is not reported yet, and its watcher may die
     one.release()
     assert step(other.look()) == 15
     tell(folder, third)

@@ -27,7 +27,7 @@ def add(
         return records.add(EvaluationRecord(step, save), status, values)
 
 
-def test_a_checkpoint_is_told_once(tmp_path: Path) -> None:
+def test_a_checkpoint_is_reported_once(tmp_path: Path) -> None:
     one, other = EvaluationRecords(tmp_path, "a"), EvaluationRecords(tmp_path, "a")
     assert add(one, 5, eval_loss=2.0) is not None
     assert add(other, 5, eval_loss=2.0) is None
@@ -132,7 +132,7 @@ def test_data_is_named_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_recipe_of_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, and with paths that mean the same from everywhere."""
+    """Complete, and with paths that mean the same from everywhere."""
     path = write_recipe(tmp_path, train_file="text.txt", eval_strategy="no", lr_scheduler_kwargs={"min_lr": 1e-5})
     monkeypatch.chdir(tmp_path)
     recipe = read_recipe(str(path), {"learning_rate": "1e-4", "save_on_signal": "false"})

@@ -75,7 +75,7 @@ class Checkpointer:
     Args:
         folder: The run's folder, which all ranks see. It is created if it does not exist.
         keep_last: How many checkpoints to keep, the newest; at least 1. None (default) for no such limit.
-        keep: Further retention policies. What any policy wants stays; without a policy every checkpoint does.
+        keep: Further retention policies. What any policy keeps stays; without a policy every checkpoint does.
         group: The ranks that save together. Default: all ranks of the run.
         runtime: The device runtime. Default: that of the first tensor that is not on the CPU.
         async_save: Whether `save` returns once the state is copied, and writes in the background. Default: True.
@@ -87,7 +87,7 @@ class Checkpointer:
 
     Attributes:
         folder: The absolute path of the run's folder.
-        set_aside: The damaged checkpoints that the last `restore` quarantined, each with the reason; on rank 0.
+        quarantined: The corrupted checkpoints that the last `restore` quarantined, each with the reason; on rank 0.
 
     Raises:
         UsageError: An argument is invalid.
@@ -131,7 +131,7 @@ class Checkpointer:
         self._timestamps = TimestampSource()
         self._finalizer: Finalize | None = None
         self._count = 0
-        self.set_aside: list[tuple[Path, str]] = []
+        self.quarantined: list[tuple[Path, str]] = []
 
     # Saving
 
@@ -337,7 +337,7 @@ class Checkpointer:
                     lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board
                 )
                 path = restorer.newest(candidates, state)
-                self.set_aside = restorer.aside
+                self.quarantined = restorer.quarantined
                 return None if path is None else step_of(path)
             path = self._resolve(checkpoint)
             with self._lease_on(path):
@@ -382,7 +382,7 @@ class Checkpointer:
             raise UsageError(f"checkpoint: {step!r} is neither a step nor a path") from None
 
     def _lease_on(self, path: Path) -> AbstractContextManager[object]:
-        """A lease on a checkpoint of another run, so that this run, if it is alive, does not delete it meanwhile."""
+        """A lease on a checkpoint of another run, so that its run, if alive, does not delete it in the meantime."""
         own = path.resolve().parent == self.folder.resolve()
         return nullcontext() if own or self._group.rank != 0 else reading(path, "restore")
 
@@ -402,7 +402,7 @@ class Checkpointer:
             try:
                 check_integrity(path, read_manifest(path))
             except CheckpointDamaged as error:
-                logger.warning("%s is damaged: %s", path, error)
+                logger.warning("%s is corrupted: %s", path, error)
             else:
                 return path
         return None
@@ -432,7 +432,7 @@ class Checkpointer:
     def claim(self) -> None:
         """Claims the folder for this run, as `save` and `restore` do; collective.
 
-        Where a run on another machine may still own it, this waits up to a minute to see whether that run is alive.
+        A claim of a run on another machine is watched for up to a minute, to see whether that run is alive.
 
         Raises:
             CheckpointBusy: Another live run owns the folder.

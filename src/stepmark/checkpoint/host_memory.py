@@ -49,7 +49,7 @@ class StagingMemory:
 
 
 class BufferPool:
-    """Host memory for tensors that are copied to a device: what is not referenced any more is reused.
+    """Host memory for tensors that are copied to a device: it is reused once unreferenced.
 
     A device that still reads from a tensor holds a reference to it.
     """
@@ -107,14 +107,14 @@ def host_memory(size: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)
-    if hasattr(mmap, "MADV_DONTFORK"):  # a forked loader worker would have the next save copy every page anew
+    if hasattr(mmap, "MADV_DONTFORK"):  # a forked loader worker would make the next save copy every page
         memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def free_host_memory() -> dict[str, int]:
-    """Bytes that can be taken before the limits that this process is under are reached, as far as they are known: by
-    MACHINE, and by a name of each control group, which is the same in all its processes and no other's."""
+    """Bytes that can be allocated before each limit of this process is reached: under the key MACHINE, and under a key
+    for each control group, which is the same for all of its processes and unique to it."""
     available = _meminfo_available()
     return _cgroups_left() | ({} if available is None else {MACHINE: available})
 
@@ -129,9 +129,9 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroups_left() -> dict[str, int]:
-    """What the control groups leave that this process is in: a container's, or a batch job's.
+    """Bytes left below the limits of this process's control groups, such as a container's or a batch job's.
 
-    Their paths tell nothing of which they are, since each container may see its own as the root; their inodes do.
+    Control groups are identified by inode: each container may see its own as the root, so paths are ambiguous.
     """
     left = {}
     for root, own in _cgroups():
@@ -147,7 +147,7 @@ def _cgroups_left() -> dict[str, int]:
 
 
 def _cgroups() -> Iterator[tuple[Path, str]]:
-    """The control groups of this process that count memory, of either version: where they are mounted, and its own."""
+    """This process's control groups that limit memory (v1 and v2): mount point and path."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:
@@ -160,7 +160,7 @@ def _cgroups() -> Iterator[tuple[Path, str]]:
             yield _CGROUP / "memory", own
 
 
-_FIELDS = (  # limit, use, and the part of it that can be had back, in versions 2 and 1
+_FIELDS = (  # limit, usage, and the reclaimable part of it, in versions 2 and 1
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )

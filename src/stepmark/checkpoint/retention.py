@@ -18,13 +18,13 @@ class Saved:
         step: The step that it was saved at.
         time: When it was saved, in seconds since the Unix epoch.
         metrics: The metrics that it was saved with, by name.
-        whole: Whether a run can be resumed from it: False where only the model was saved.
+        resumable: Whether a run can be resumed from it; False where only the model was saved.
     """
 
     step: int
     time: float
     metrics: Mapping[str, float]
-    whole: bool = True
+    resumable: bool = True
 
 
 class Retention(Protocol):
@@ -122,6 +122,6 @@ def superfluous(saved: Sequence[Saved], policies: Sequence[Retention], newest: i
     if not policies or not saved:
         return []
     ordered = sorted(saved, key=lambda checkpoint: checkpoint.step)
-    resumable = [checkpoint.step for checkpoint in ordered if checkpoint.whole]
+    resumable = [checkpoint.step for checkpoint in ordered if checkpoint.resumable]
     kept = {newest, ordered[-1].step, *resumable[-1:]}.union(*(policy.keeps(ordered) for policy in policies))
     return [checkpoint.step for checkpoint in ordered if checkpoint.step not in kept]

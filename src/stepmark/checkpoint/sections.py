@@ -19,7 +19,7 @@ from stepmark.checkpoint.format.dtypes import dtype_name, item_size
 from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
 from stepmark.errors import UsageError
-from stepmark.sharding.layout import Layout, Piece, Shape, Shard, layout_of
+from stepmark.sharding.layout import Layout, Shape, Shard, TensorSlice, layout_of
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
@@ -28,21 +28,21 @@ Kind = str  # "module", "optimizer", "named", "object" or "nested"
 
 
 class Row(NamedTuple):
-    """A piece that a rank holds. `group` is the file it goes to, without number and suffix: model, state/loader.
+    """A slice that a rank holds. `group` is the file it goes to, without number and suffix: model, state/loader.
 
-    `first`: of ranks that hold the same piece the first writes all of it, since the others' may differ.
+    `first`: of the ranks that hold the same slice, the first writes all of it, since the others' values may differ.
     """
 
     group: str
     name: str
     dtype: str
     shape: Shape
-    piece: Piece
+    slice: TensorSlice
     first: bool = False
 
     @property
     def nbytes(self) -> int:
-        return self.piece.numel * item_size(self.dtype)
+        return self.slice.numel * item_size(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +54,12 @@ class Entry:
     tensor: Tensor
     layout: Layout
     dtype: str
-    first: bool = False  # where ranks hold the same piece, that of the first of them is saved, whole
+    first: bool = False  # of ranks with the same slice, only the first one's is saved
 
     def rows(self) -> Iterator[Row]:
-        """One row for each piece."""
+        """One row for each slice."""
         for part in self.layout.parts:
-            yield Row(self.group, self.name, self.dtype, self.layout.shape, part.piece, self.first)
+            yield Row(self.group, self.name, self.dtype, self.layout.shape, part.slice, self.first)
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Section:
     extra: set[str] = field(default_factory=set)
 
     def add(self, name: str, tensor: Tensor | Shard, layout: Layout | None = None, *, first: bool = False) -> None:
-        """Takes a tensor in. Raises UsageError where it cannot be stored, or the name is taken."""
+        """Adds a tensor. Raises UsageError where it cannot be stored, or the name is taken."""
         if isinstance(tensor, Shard):
             layout, tensor = tensor.layout, tensor.tensor
             self.shards.add(name)
@@ -94,14 +94,14 @@ class Section:
         if type(tensor).__name__ == "DTensor":
             raise UsageError(f"{where} is a DTensor; save its local tensor as a stepmark Shard")
         if tensor.is_meta:
-            raise UsageError(f"{where} is on the meta device and has no values; give it some before saving")
+            raise UsageError(f"{where} is on the meta device and has no values; materialize it before saving")
         if name in self.entries:
-            raise UsageError(f"{where} occurs twice in what is saved; give one of them another name")
-        chosen = layout or layout_of(tensor) or Layout.whole(tuple(tensor.shape))
+            raise UsageError(f"{where} occurs twice in the state; rename one of them")
+        chosen = layout or layout_of(tensor) or Layout.full(tuple(tensor.shape))
         self.entries[name] = Entry(self.group, name, tensor, chosen, dtype, first)
 
     def encode(self, value: Any, path: KeyPath) -> Any:
-        """A value in JSON form; its tensors are taken in under the rest of the path."""
+        """A value in JSON form; its tensors are added under the rest of the path."""
 
         def on_tensor(tensor: Any, tensor_path: KeyPath) -> str:
             name = "/".join(tensor_path[1:])
@@ -117,7 +117,7 @@ def describe(state: Mapping[str, Any], *, model_only: bool = False) -> list[Sect
     """The sections of a state, or only its modules. Raises UsageError for what cannot be saved, naming it."""
     if not isinstance(state, Mapping):
         raise UsageError(
-            f"state: a {type(state).__name__} is no dict of sections; give one with a name for each, such as "
+            f"state: a {type(state).__name__} is not a dict of sections; pass one with a name for each, such as "
             '{"model": model, "optimizer": optimizer}'
         )
     modules = {name: unwrap(value) for name, value in state.items() if isinstance(value, nn.Module)}
@@ -144,8 +144,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _describe_module(name: str, module: nn.Module) -> Section:
-    """What is no parameter may differ between the ranks that train copies of a module, such as the statistics of batch
-    normalisation: it is taken from the first of them, as DistributedDataParallel does."""
+    """Tensors other than parameters, such as the statistics of batch normalisation, may differ between the ranks that
+    train replicas of a module: those of the first rank are saved, as in DistributedDataParallel."""
     section = Section(name, "module", MODEL if name == MODEL else f"{STATE}/{name}", module)
     state = module.state_dict(keep_vars=True)
     tensors = {
@@ -189,7 +189,7 @@ def is_extra_state(name: str) -> bool:
 
 
 class _Owned:
-    """Tensors of a module, by identity; on devices that tell addresses, by their memory as well."""
+    """Tensors of a module, by identity; on devices that expose addresses, by their memory as well."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         found = list(tensors)
@@ -250,7 +250,7 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
 
 
 def _add_others(section: Section, optimizer: torch.optim.Optimizer) -> None:
-    """State under keys that are no parameters, and what the optimizer's own state_dict() has besides torch's."""
+    """State under keys other than parameters, and what the optimizer's own state_dict() adds to torch's."""
     keys = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     if keys:
         section.values["keys"] = section.encode(keys, (section.name, "keys"))
@@ -300,7 +300,7 @@ def optimizer_state(
             if id(parameter) not in names:
                 raise UsageError(
                     f"{section}: parameter {position} of group {index}, of shape {list(parameter.shape)}, belongs to "
-                    "no module of the state; give the module that holds it as a section beside the optimizer"
+                    "no module of the state; add the module that holds it as a section"
                 )
             name = names[id(parameter)]
             if name in state:
@@ -325,8 +325,8 @@ def _add_optimizer(
         for key, value in items.items():
             if not isinstance(key, str):
                 raise UsageError(
-                    f"{section.name}: the optimizer's state of parameter {parameter!r} has a key {key!r}, which is no "
-                    "text; only names can be saved as keys there"
+                    f"{section.name}: the optimizer's state of parameter {parameter!r} has a key {key!r}, which is "
+                    "not a string; only strings can be saved as keys there"
                 )
             path = (section.name, parameter, key)
             if isinstance(value, Tensor | Shard):
@@ -343,7 +343,7 @@ def _add_optimizer(
 
 
 def _inherited_layout(path: KeyPath, value: Tensor | Shard, parameter: Tensor | None) -> Layout | None:
-    """A state of the parameter's shape is cut as the parameter is."""
+    """A state of the parameter's shape is sharded like the parameter."""
     if parameter is None or isinstance(value, Shard) or layout_of(value) is not None:
         return None
     layout = layout_of(parameter)

@@ -82,7 +82,7 @@ def load(path: str | Path, map_location: str | torch.device | None = None, *, ti
         The saved state. Tensors have their saved shapes and dtypes; those that shared memory still do.
 
     Raises:
-        CheckpointNotFound: There is no such file.
+        CheckpointNotFound: The file does not exist.
         CheckpointDamaged: Bytes are missing or differ from their checksum. torch can be configured to write
             none; such a file is only checked for completeness.
         CheckpointError: The file cannot be read at the moment, or holds more than tensors and plain values.
@@ -308,11 +308,11 @@ def _check(path: Path) -> bool:
     except OSError as error:
         raise _unreadable(path, error) from error
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
-        raise CheckpointDamaged(f"{path} is damaged: {error}") from error
+        raise CheckpointDamaged(f"{path} is corrupted: {error}") from error
 
 
 def _is_intact(error: Exception, checked: bool) -> bool:
-    """Whether the error is not damage: too little memory, a device that is missing here, or an intact file (`checked`)
+    """Whether the error does not mean corruption: too little memory, a missing device, or an intact file (`checked`)
     that holds something else than tensors and plain values."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
@@ -323,7 +323,7 @@ def _is_intact(error: Exception, checked: bool) -> bool:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     if error.errno == errno.EINVAL:  # the file names an impossible offset
-        return CheckpointDamaged(f"{path} is damaged: {error}")
+        return CheckpointDamaged(f"{path} is corrupted: {error}")
     return cannot_read(path, error)
 
 

@@ -42,15 +42,19 @@ def _bytes(tensor: TensorEntry) -> int:
 
 
 def _placement(tensor: TensorEntry) -> str:
-    """How the tensor is stored, in words."""
-    pieces = [piece for _, piece in tensor.pieces]
-    if len(pieces) == 1 and pieces[0].is_whole(tensor.shape):
-        return "whole"
-    if not all(piece.is_box for piece in pieces):
-        return f"{len(pieces)} ranges"
-    cut = [dim for dim, size in enumerate(tensor.shape) if any(piece.box.lengths[dim] != size for piece in pieces)]
-    dims = ", ".join(map(str, cut))
-    return f"{len(pieces)} pieces along dim{'s' if len(cut) > 1 else ''} {dims}"
+    """How the tensor is sharded in the files, as text."""
+    slices = [tensor_slice for _, tensor_slice in tensor.slices]
+    if len(slices) == 1 and slices[0].is_full(tensor.shape):
+        return "unsharded"
+    if not all(tensor_slice.is_box for tensor_slice in slices):
+        return f"{len(slices)} ranges"
+    sharded = [
+        dim
+        for dim, size in enumerate(tensor.shape)
+        if any(tensor_slice.box.lengths[dim] != size for tensor_slice in slices)
+    ]
+    dims = ", ".join(map(str, sharded))
+    return f"{len(slices)} shards along dim{'s' if len(sharded) > 1 else ''} {dims}"
 
 
 def _lines(manifest: Manifest) -> list[str]:
@@ -101,11 +105,11 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
                 "pieces": [
                     {
                         "file": manifest.files[index].name,
-                        "offsets": list(piece.box.offsets),
-                        "lengths": list(piece.box.lengths),
-                        "range": None if piece.is_box else [piece.start, piece.stop],
+                        "offsets": list(tensor_slice.box.offsets),
+                        "lengths": list(tensor_slice.box.lengths),
+                        "range": None if tensor_slice.is_box else [tensor_slice.start, tensor_slice.stop],
                     }
-                    for index, piece in tensor.pieces
+                    for index, tensor_slice in tensor.slices
                 ],
             }
             for group, tensors in manifest.tensors.items()

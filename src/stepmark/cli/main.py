@@ -35,7 +35,7 @@ COMMANDS: dict[str, Any] = {
     "verify": verify_command,
 }
 
-OTHERS_FIRST = 1.5  # seconds that a rank leaves to the first rank of its node
+OTHERS_FIRST = 1.5  # seconds that a rank waits for the first rank of its node
 
 
 class _Parser(argparse.ArgumentParser):

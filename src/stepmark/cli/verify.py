@@ -42,7 +42,7 @@ def _show(report: VerifyReport) -> None:
         print(f"{report.path}: good, {report.size / 1e6:.1f} MB read")
         return
     count = len(report.faults)
-    print(f"{report.path}: damaged, {count} fault{'s' if count > 1 else ''}")
+    print(f"{report.path}: corrupted, {count} fault{'s' if count > 1 else ''}")
     for fault in report.faults:
         print(f"  {fault}")
 

@@ -1,6 +1,6 @@
 """All calls that change the file system: one place to count them and to inject faults.
 
-An OSError is left to the caller. Each system call that changes something is one of this module's `os` or `_renameat2`,
+Callers handle OSErrors. Each system call that changes something is one of this module's `os` or `_renameat2`,
 which the fault tests replace.
 """
 

@@ -27,7 +27,7 @@ def replace_json(path: Path, content: Mapping[str, Any]) -> None:
 def append_line(path: Path, values: Mapping[str, Any], *, durable: bool = False) -> None:
     """Appends one line, and returns when the operating system has it, or with `durable` the disk.
 
-    Where a killed process has left a partial line, the new one begins on a line of its own.
+    Where a killed process has left a partial line, the new one begins on a new line.
     """
     text = json.dumps(_with_words(dict(values)), allow_nan=False) + "\n"
     with open(path, "a+b") as file:

@@ -70,7 +70,7 @@ def consolidate(
     Raises:
         UsageError: `out` is in use.
         CheckpointNotFound: `source` is not a checkpoint and has none.
-        CheckpointDamaged: `source` is damaged.
+        CheckpointDamaged: `source` is corrupted.
         CheckpointMismatch: `source` holds no model.
         CheckpointError: `out` cannot be written. It is unchanged, as after every other error.
     """
@@ -88,7 +88,7 @@ def consolidate(
         except CheckpointDamaged as error:
             if len(candidates) == 1:
                 raise
-            listener.warn(f"{checkpoint.name} is damaged; trying an older checkpoint: {error}")
+            listener.warn(f"{checkpoint.name} is corrupted; trying an older checkpoint: {error}")
             problems.append(str(error))
         except OSError as error:
             raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
@@ -102,7 +102,7 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
     final = out.resolve()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; name another one, or move it away")
-    if os.path.ismount(final):  # nothing can take its name, and what lies beside it is on another disk
+    if os.path.ismount(final):  # it cannot be replaced, and its siblings are on another disk
         raise UsageError(f"{out} is where a file system is mounted; name a folder in it, such as {out / 'model'}")
     for checkpoint in candidates:
         if final.is_relative_to(checkpoint.resolve()):
@@ -113,7 +113,7 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
 def _newest_save_of(
     checkpoint: Path, final: Path, form: str, max_size: int, listener: ConsolidationListener
 ) -> Consolidated:
-    """Consolidates it; starting over where a live run saves the step again meanwhile."""
+    """Consolidates it; starts over if a live run saves the step again in the meantime."""
     while True:
         save = save_of(checkpoint)
         try:
@@ -170,13 +170,13 @@ def _sources(checkpoint: Path, manifest: Manifest) -> Sources:
     found: Sources = {}
     for name, tensor in manifest.tensors[MODEL].items():
         found[name] = []
-        for number, piece in tensor.pieces:
+        for number, tensor_slice in tensor.slices:
             try:
                 if number not in opened:
                     opened[number] = VerifiedFile(checkpoint, manifest, manifest.files[number])
             except CheckpointDamaged as error:
                 raise CheckpointDamaged(f"{error}; tensor {name!r} is in that file") from error
-            found[name].append(StoredShard(opened[number], opened[number].tensor(name, tensor.dtype, piece)))
+            found[name].append(StoredShard(opened[number], opened[number].tensor(name, tensor.dtype, tensor_slice)))
     return found
 
 

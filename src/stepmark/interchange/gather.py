@@ -24,7 +24,7 @@ from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.errors import CheckpointDamaged
 from stepmark.filesystem import files
-from stepmark.sharding.layout import Box, Piece, Shape
+from stepmark.sharding.layout import Box, Shape, TensorSlice
 from stepmark.sharding.overlap import disjoint, overlaps
 
 WINDOW = 32 << 20  # bytes of a tensor that a thread assembles at a time
@@ -62,26 +62,26 @@ def jobs(target: GatherTarget, sources: Sequence[StoredShard]) -> Iterator[Job]:
     """
     if math.prod(target.tensor.shape) == 0:
         return
-    runs = [_run_start(source.stored.piece, target.tensor.shape) for source in sources]
+    runs = [_run_start(source.stored.slice, target.tensor.shape) for source in sources]
     if None in runs:
         yield from _windows_of(target, sources)
         return
     placed = sorted((start, number) for number, start in enumerate(runs) if start is not None)
-    ends = [start + sources[number].stored.piece.numel for start, number in placed]
+    ends = [start + sources[number].stored.slice.numel for start, number in placed]
     if [start for start, _ in placed] != [0, *ends[:-1]] or ends[-1] != math.prod(target.tensor.shape):
         raise _incomplete(target, sources)
     for start, number in placed:
         yield from _blocks_of(target, sources[number], start)
 
 
-def _run_start(piece: Piece, shape: Shape) -> int | None:
+def _run_start(tensor_slice: TensorSlice, shape: Shape) -> int | None:
     """The element of the flattened tensor at which the shard begins; None where its elements are not contiguous."""
-    blocks = piece.blocks()
+    blocks = tensor_slice.blocks()
     if not blocks:
         return None
     start = _position(blocks[0].box.offsets, shape)
-    run = Piece.of_range(shape, start, min(start + piece.numel, math.prod(shape)))
-    return start if sum(pair.box.numel for pair in overlaps(piece, run)) == piece.numel else None
+    run = TensorSlice.of_range(shape, start, min(start + tensor_slice.numel, math.prod(shape)))
+    return start if sum(pair.box.numel for pair in overlaps(tensor_slice, run)) == tensor_slice.numel else None
 
 
 def _position(offsets: Shape, shape: Shape) -> int:
@@ -108,11 +108,11 @@ def _windows_of(target: GatherTarget, sources: Sequence[StoredShard]) -> Iterato
     step = WINDOW // item_size(target.tensor.dtype)
     numel = math.prod(target.tensor.shape)
     for start in range(0, numel, step):
-        wanted = Piece.of_range(target.tensor.shape, start, min(numel, start + step))
+        wanted = TensorSlice.of_range(target.tensor.shape, start, min(numel, start + step))
         yield partial(_fill, target, sources, wanted)
 
 
-def _fill(target: GatherTarget, sources: Sequence[StoredShard], wanted: Piece) -> int:
+def _fill(target: GatherTarget, sources: Sequence[StoredShard], wanted: TensorSlice) -> int:
     """Assembles one window and writes it."""
     size = item_size(target.tensor.dtype)
     window = _memory(wanted.numel * size)
@@ -123,7 +123,7 @@ def _fill(target: GatherTarget, sources: Sequence[StoredShard], wanted: Piece) -
     ]
     found: list[Box] = []
     for source in sources:
-        pairs = overlaps(source.stored.piece, wanted)
+        pairs = overlaps(source.stored.slice, wanted)
         found += [pair.box for pair in pairs]
         for start, stop in element_blocks(source.stored, pairs) if pairs else ():
             copy_block(source.file, source.stored, start, stop, wanted, views)

@@ -62,7 +62,7 @@ def write_pytorch(path: Path, tensors: Tensors, reader: TensorReader, advance: A
     runtime = runtime_for(torch.device("cpu"))
     state: dict[str, torch.Tensor | None] = {}
     for name, tensor in tensors.items():
-        target = ReadTarget(MODEL, name, Layout.whole(tensor.shape), tensor.dtype)
+        target = ReadTarget(MODEL, name, Layout.full(tensor.shape), tensor.dtype)
         reader.fill([target], runtime)
         state[name] = target.host
         advance(tensor_bytes(tensor))

@@ -1,4 +1,4 @@
-"""Ending a rank that cannot end by itself, so that whoever started it sees why."""
+"""Ends a rank that cannot end by itself, and reports the reason to the process that started it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLUSHING = 1.0  # seconds that printing may take
 
 
 def print_stacks(reason: str) -> None:
-    """Says why, and prints the stacks of all threads, on the process's standard error, as far as `say` does."""
+    """Prints the reason and the stacks of all threads to standard error, with the limits of `say`."""
     _write(f"stepmark: {reason}; the stacks of all threads:", stacks=True)
 
 
@@ -29,7 +29,7 @@ def say(line: str) -> None:
 
 def _write(line: str, *, stacks: bool = False) -> None:
     def write() -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # no longer read
             os.write(STDERR, f"{line}\n".encode())
             if stacks:
                 faulthandler.dump_traceback(file=STDERR, all_threads=True)
@@ -54,7 +54,7 @@ def end_process(error: BaseException, rank: int) -> None:
 
 
 def _reported(failure: FailureReport) -> bool:
-    """Leaves the failure for whoever started this rank; False where nobody asked for it, or it cannot be written."""
+    """Writes the failure for the process that started this rank; False if none was requested, or writing fails."""
     try:
         if REPORTS in os.environ:
             failure.leave(os.environ[REPORTS])
@@ -84,12 +84,12 @@ def leave(exit_code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # a pipe that nobody reads, a full disk, a stream of the user's own
+        with contextlib.suppress(Exception):  # a closed pipe, a full disk, a custom stream
             stream.flush()
 
 
 def end_rank(exit_code: int) -> None:
-    """Ends this process at once, if it is one of several ranks. After a failure: tidying up takes seconds, waits for a
+    """Ends this process at once, if it is one of several ranks. After a failure: cleaning up takes seconds, waits for a
     rank that is stopped, and aborts the process where threads are in collectives."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         leave(exit_code)

@@ -1,9 +1,9 @@
-"""Hears SIGTERM and SIGUSR1 at once, whatever the main thread is doing.
+"""Receives SIGTERM and SIGUSR1 immediately, whatever the main thread is doing.
 
 Python runs signal handlers in the main thread between bytecodes: not while a graph is compiled or a collective waits.
 The C handler, however, writes the signal's number to the interpreter's wake-up descriptor immediately, and a thread
-that reads the other end hears it. A process has one such descriptor, so it has one listener: `listening` blocks nest,
-and a signal goes to the innermost one.
+that reads the other end receives it. A process has one such descriptor, so it has one listener: `listening` blocks
+nest, and a signal goes to the innermost one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> 
     """Inside the block, SIGTERM and SIGUSR1 to this process call `heard` in the listener's thread, immediately, and
     `in_main_thread` in the main thread, as soon as Python can run a handler there. They do nothing else.
 
-    Yields whether signals are heard: the outermost block has to be entered in the main thread.
+    Yields whether signals are received: the outermost block has to be entered in the main thread.
     """
     global _listener
     outermost = _listener is None
@@ -64,7 +64,7 @@ def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> 
     finally:
         if outermost:
             listener.restore_handlers()
-        listener.flush()  # a signal that came inside the block belongs to its subscriber
+        listener.flush()  # a signal that arrived inside the block belongs to its subscriber
         listener.subscribers.remove(subscriber)
         if outermost:
             _listener = None
@@ -98,7 +98,7 @@ class _Listener:
             signal.set_wakeup_fd(self._earlier_descriptor)
 
     def flush(self) -> None:
-        """Returns when the signals that have come so far were delivered."""
+        """Returns when the signals received so far were delivered."""
         if os.getpid() != self._process:  # a forked process, which has no such thread
             return
         self._flushed.clear()
@@ -134,7 +134,7 @@ _listener: _Listener | None = None
 
 
 def _detach_from_parent() -> None:
-    """In a forked process: the descriptor is the parent's, which would hear signals that are not for it."""
+    """In a forked process: the descriptor is the parent's, which would receive signals that are not for it."""
     global _listener
     if _listener is not None:
         _listener = None

@@ -11,7 +11,7 @@ from stepmark.config.recipe import ModelArguments
 from stepmark.config.training_arguments import parse_options
 from stepmark.data.tokenizer import load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
-from stepmark.parallel.loading.load import Maker, load_model, new_model
+from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
@@ -62,12 +62,15 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
 
 
 def build_model(
-    config: ModelArguments, tokenizer: Any, seed: int, make: Maker | None = None, dtype: torch.dtype = torch.float32
+    config: ModelArguments,
+    tokenizer: Any,
+    seed: int,
+    factory: ModelFactory | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
     """The causal language model: new, with weights drawn in fp32 by `seed` and cast to `dtype`, or from a local folder.
 
-    It is complete and on the host; with `make` (stepmark.parallel.loading.load), sharded and on the device, with the
-    same values.
+    It is complete and on the host; with a `factory`, sharded and on the device, with the same values.
     """
     from transformers import AutoModelForCausalLM
 
@@ -75,8 +78,8 @@ def build_model(
     if config.model_name_or_path is None:
         model_config = build_config(config, tokenizer)
         try:
-            if make is not None:
-                return new_model(make, model_config, dtype=dtype)
+            if factory is not None:
+                return new_model(factory, model_config, dtype=dtype)
             return AutoModelForCausalLM.from_config(model_config).to(dtype)
         except StepmarkError:
             raise
@@ -84,13 +87,13 @@ def build_model(
             raise UsageError(
                 f"config_name and config_overrides: they do not describe a valid model: {_first_line(error)}"
             ) from error
-    if make is not None:
-        return _load_sharded(make, config.model_name_or_path, dtype)
+    if factory is not None:
+        return _load_sharded(factory, config.model_name_or_path, dtype)
     return _load(config.model_name_or_path, dtype)
 
 
-def check_sharding(config: ModelArguments, tokenizer: Any, make: Maker) -> None:
-    """Raises UsageError where `make` cannot shard the model; no weights are read or drawn for that."""
+def check_sharding(config: ModelArguments, tokenizer: Any, factory: ModelFactory) -> None:
+    """Raises UsageError where `factory` cannot shard the model; no weights are read or drawn for that."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if config.model_name_or_path is None:
@@ -105,12 +108,12 @@ def check_sharding(config: ModelArguments, tokenizer: Any, make: Maker) -> None:
             model = AutoModelForCausalLM.from_config(model_config)
     except Exception:  # as above: the error of building it says more
         return
-    make.shard(model)
+    factory.shard(model)
 
 
-def _load_sharded(make: Maker, name: str, dtype: torch.dtype) -> torch.nn.Module:
+def _load_sharded(factory: ModelFactory, name: str, dtype: torch.dtype) -> torch.nn.Module:
     try:
-        model: torch.nn.Module = load_model(make, name, dtype=dtype)
+        model: torch.nn.Module = load_model(factory, name, dtype=dtype)
     except StepmarkError:
         raise
     except Exception as error:  # as in _load

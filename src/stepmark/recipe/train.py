@@ -34,7 +34,7 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
 
     prepare_output_folder(Path(args.output_dir), context.host)
     tokenizer = build_tokenizer(recipe.model)
-    make = _maker(args, context)
+    make = _model_factory(args, context)
     if make is not None:
         check_sharding(recipe.model, tokenizer, make)
     data = prepare_data(recipe, tokenizer, context)
@@ -67,15 +67,15 @@ def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions
     return load_metrics(name, "--metrics")
 
 
-def _maker(args: TrainingArguments, context: Context) -> Any:
+def _model_factory(args: TrainingArguments, context: Context) -> Any:
     """Builds the model in shards, where several ranks hold it together; otherwise None."""
-    from stepmark.parallel.loading.load import maker
+    from stepmark.parallel.loading.load import model_factory
     from stepmark.runtime.mesh import Mesh
 
     if args.tensor_parallel_size == 1:
         return None
     mesh = Mesh.create(tensor_parallel_size=args.tensor_parallel_size, context=context)
-    return maker(mesh, args.sequence_parallel, args.parallelize_embedding)
+    return model_factory(mesh, args.sequence_parallel, args.parallelize_embedding)
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:

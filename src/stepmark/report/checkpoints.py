@@ -123,7 +123,7 @@ def _of_events(step: int, events: dict[str, dict[int, dict[str, Any]]], history:
 
 
 def _inspect(path: Path) -> tuple[str | None, Manifest | None]:
-    """What is wrong with a checkpoint, without reading its tensors (None: nothing), and its manifest if readable."""
+    """A checkpoint's corruption, found without reading its tensors (None: intact), and its manifest if readable."""
     manifest = None
     try:
         manifest = read_manifest(path)

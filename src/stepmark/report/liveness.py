@@ -16,7 +16,7 @@ _LOOK_EVERY = 0.5  # seconds
 @dataclass(frozen=True)
 class Liveness:
     """`alive`: whether a run that owns the folder is running. `last_beat`: time of the newest heartbeat, in seconds
-    since 1970 by the file system's clock. `host`: the machine it came from, None if unknown."""
+    since 1970 by the file system's clock. `host`: the machine that wrote it, None if unknown."""
 
     alive: bool
     last_beat: float

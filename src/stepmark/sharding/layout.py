@@ -1,9 +1,9 @@
-"""Pieces of named global tensors, and where a local tensor holds them.
+"""Slices of named global tensors, and where a local tensor holds them.
 
-A `Box` is a rectangular part of a global tensor. A `Piece` is what can be stored as one run of bytes: a box in
-row-major order, or the elements [start, stop) of a flattened box. A `Layout` says which pieces of a global tensor a
-local tensor holds, and at which places; a `Shard` is a local tensor with its layout. Moving values between two layouts,
-of whatever origin, is the intersection of their boxes.
+A `Box` is a rectangular part of a global tensor. A `TensorSlice` is what can be stored as one run of bytes: a box in
+row-major order, or the elements [start, stop) of a flattened box. A `Layout` says which slices of a global tensor a
+local tensor holds, and at which places; a `Shard` is a local tensor with its layout. Values move between
+any two layouts by intersecting their boxes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Box:
     lengths: Shape
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    def full(cls, shape: Sequence[int]) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -61,33 +61,33 @@ class Box:
 
 @dataclass(frozen=True)
 class Block:
-    """A box of the global tensor whose elements lie in row-major order from element `start` of a piece on."""
+    """A box of the global tensor whose elements follow in row-major order from element `start` of a slice."""
 
     box: Box
     start: int
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of the row-major flattening of `box`; the whole box if that is all of it."""
+class TensorSlice:
+    """Elements [start, stop) of the row-major flattening of `box`; the complete box if the range covers it."""
 
     box: Box
     start: int
     stop: int
 
     @classmethod
-    def of_box(cls, offsets: Sequence[int], lengths: Sequence[int]) -> Piece:
+    def of_box(cls, offsets: Sequence[int], lengths: Sequence[int]) -> TensorSlice:
         box = Box(tuple(offsets), tuple(lengths))
         return cls(box, 0, box.numel)
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Piece:
+    def full(cls, shape: Sequence[int]) -> TensorSlice:
         return cls.of_box((0,) * len(shape), shape)
 
     @classmethod
-    def of_range(cls, shape: Sequence[int], start: int, stop: int) -> Piece:
+    def of_range(cls, shape: Sequence[int], start: int, stop: int) -> TensorSlice:
         """Elements [start, stop) of the flattened tensor."""
-        return cls(Box.whole(shape), start, stop)
+        return cls(Box.full(shape), start, stop)
 
     @property
     def numel(self) -> int:
@@ -97,8 +97,8 @@ class Piece:
     def is_box(self) -> bool:
         return self.start == 0 and self.stop == self.box.numel
 
-    def is_whole(self, shape: Sequence[int]) -> bool:
-        return self.is_box and self.box == Box.whole(shape)
+    def is_full(self, shape: Sequence[int]) -> bool:
+        return self.is_box and self.box == Box.full(shape)
 
     @property
     def shape(self) -> Shape:
@@ -109,7 +109,7 @@ class Piece:
         return self.box.within(shape) and 0 <= self.start <= self.stop <= self.box.numel
 
     def blocks(self, start: int = 0, stop: int | None = None) -> list[Block]:
-        """Elements [start, stop) of the piece as boxes, in order; at most twice as many as the tensor has dims."""
+        """Elements [start, stop) of the slice as boxes, in order; at most twice as many as the tensor has dims."""
         begin = self.start + start
         end = self.stop if stop is None else self.start + stop
         blocks, position = [], start
@@ -121,7 +121,7 @@ class Piece:
 
 
 def row_major_boxes(lengths: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cuts elements [start, stop) of a flattened box into (offsets, lengths) of boxes, in row-major order."""
+    """Splits elements [start, stop) of a flattened box into boxes, as (offsets, lengths), in row-major order."""
     if start >= stop:
         return
     if not lengths:
@@ -147,13 +147,13 @@ def _inside_row(lengths: Shape, row: int, start: int, stop: int) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Part:
-    """A piece and its place in a local tensor.
+    """A slice and its place in a local tensor.
 
-    `at` is either the offsets of the piece's box inside the local tensor, of as many dims; or a number of elements:
-    then the piece lies in one run from there on in the flattened local tensor.
+    `at` is either the offsets of the slice's box inside the local tensor, of as many dims; or a number of elements:
+    then the slice is contiguous from there on in the flattened local tensor.
     """
 
-    piece: Piece
+    slice: TensorSlice
     at: Shape | int
 
 
@@ -165,23 +165,23 @@ class Layout:
     parts: tuple[Part, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Layout:
-        return cls(tuple(shape), (Part(Piece.whole(shape), 0),))
+    def full(cls, shape: Sequence[int]) -> Layout:
+        return cls(tuple(shape), (Part(TensorSlice.full(shape), 0),))
 
     @classmethod
     def box(cls, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Layout:
         """The local tensor is one box of the global one."""
-        return cls(tuple(shape), (Part(Piece.of_box(offsets, lengths), 0),))
+        return cls(tuple(shape), (Part(TensorSlice.of_box(offsets, lengths), 0),))
 
     @classmethod
     def boxes(cls, shape: Sequence[int], boxes: Sequence[tuple[Box, Shape]]) -> Layout:
         """The local tensor consists of several boxes, each at its offsets in it: fused projections, for example."""
-        return cls(tuple(shape), tuple(Part(Piece(box, 0, box.numel), at) for box, at in boxes))
+        return cls(tuple(shape), tuple(Part(TensorSlice(box, 0, box.numel), at) for box, at in boxes))
 
     @classmethod
     def range(cls, shape: Sequence[int], start: int, stop: int, at: int = 0) -> Layout:
-        """Elements [start, stop) of the flattened global tensor lie from element `at` of the flattened local one on."""
-        return cls(tuple(shape), (Part(Piece.of_range(shape, start, stop), at),))
+        """Elements [start, stop) of the flattened global tensor, from element `at` of the flattened local one on."""
+        return cls(tuple(shape), (Part(TensorSlice.of_range(shape, start, stop), at),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,12 +193,12 @@ class Shard:
 
 
 def annotate(tensor: Tensor, layout: Layout) -> None:
-    """Says of a live tensor, a module's parameter for example, that it is a shard with this layout."""
+    """Marks a live tensor, such as a module's parameter, as a shard with this layout."""
     setattr(tensor, _ATTRIBUTE, layout)
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """The layout given to `annotate`, None for a tensor that is whole."""
+    """The layout given to `annotate`, None for an unsharded tensor."""
     layout = getattr(tensor, _ATTRIBUTE, None)
     assert layout is None or isinstance(layout, Layout)
     return layout

@@ -1,18 +1,18 @@
-"""What two pieces of one tensor have in common."""
+"""The intersection of two slices of one tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepmark.sharding.layout import Box, Piece, Shape
+from stepmark.sharding.layout import Box, Shape, TensorSlice
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """A box that a stored and a wanted piece have in common.
+    """A box in the intersection of a stored and a wanted slice.
 
-    `source` is the stored block it lies in. Elements [first, last) of the stored piece are those from its first to its
+    `source` is the stored block it lies in. Elements [first, last) of the stored slice are those from its first to its
     last, with what lies between them.
     """
 
@@ -22,15 +22,15 @@ class Overlap:
     last: int
 
     def strides(self) -> Shape:
-        """The strides, in elements, of the box inside the stored piece."""
+        """The strides, in elements, of the box inside the stored slice."""
         strides = [1] * len(self.source.lengths)
         for dim in range(len(strides) - 2, -1, -1):
             strides[dim] = strides[dim + 1] * self.source.lengths[dim + 1]
         return tuple(strides)
 
 
-def overlaps(stored: Piece, wanted: Piece) -> list[Overlap]:
-    """The boxes that two pieces of one tensor have in common; none of them overlap each other."""
+def overlaps(stored: TensorSlice, wanted: TensorSlice) -> list[Overlap]:
+    """The intersection of two slices of one tensor, as disjoint boxes."""
     if stored.box.intersect(wanted.box) is None:
         return []
     found = []

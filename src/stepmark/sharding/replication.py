@@ -1,4 +1,4 @@
-"""Which ranks of the tensor parallel axis hold the same slice of a parameter, and whose gradients make up its own."""
+"""How a parameter's slices are replicated along the tensor parallel axis, and which gradients are summed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _ATTRIBUTE = "_stepmark_copies"
 class Replication:
     """`count` neighbours on the tensor parallel axis hold the same slice. `partial`: each of them has computed only a
     part of its gradient (from its own heads, or its part of the sequence), which is the sum of theirs; otherwise all of
-    them have the whole gradient, and the same."""
+    them have the complete gradient, and the same."""
 
     count: int
     partial: bool = False
 
 
-def annotate_replication(tensor: Tensor, copies: Replication) -> None:
-    """Says so of a live parameter."""
-    setattr(tensor, _ATTRIBUTE, copies)
+def annotate_replication(tensor: Tensor, replication: Replication) -> None:
+    """Records how a live parameter is replicated."""
+    setattr(tensor, _ATTRIBUTE, replication)
 
 
 def replication_of(tensor: Tensor, axis_size: int) -> Replication:
-    """What `annotate_copies` said. Without that: one copy of a tensor that is cut, and of another `axis_size`, each
-    with the whole gradient."""
-    copies = getattr(tensor, _ATTRIBUTE, None)
-    if copies is None:
+    """What `annotate_replication` recorded. By default a sharded tensor has one replica, any other `axis_size`, each
+    with the complete gradient."""
+    replication = getattr(tensor, _ATTRIBUTE, None)
+    if replication is None:
         return Replication(axis_size if layout_of(tensor) is None else 1)
-    assert isinstance(copies, Replication)
-    return copies
+    assert isinstance(replication, Replication)
+    return replication

@@ -21,17 +21,17 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def block_views(tensor: Tensor, part: Part, start: int, stop: int) -> list[tuple[Block, Tensor]]:
-    """Elements [start, stop) of a part's piece as blocks, each with the view of the local tensor that holds it.
+    """Elements [start, stop) of a part's slice as blocks, each with the view of the local tensor that holds it.
 
     The tensor is contiguous where the part lies in one run of it.
     """
     views = []
-    for block in part.piece.blocks(start, stop):
+    for block in part.slice.blocks(start, stop):
         if isinstance(part.at, int):
             begin = part.at + block.start
             view = flattened(tensor)[begin : begin + block.box.numel].view(block.box.lengths)
         else:
-            inside = block.box.relative_to(part.piece.box.offsets)
+            inside = block.box.relative_to(part.slice.box.offsets)
             at = tuple(a + b for a, b in zip(part.at, inside.offsets, strict=True))
             view = narrow(tensor, Box(at, inside.lengths))
         views.append((block, view))

@@ -99,7 +99,7 @@ class TrainingLoop:
         path = restore_run(self.sections(), self._parts, self._callbacks, self._checkpointer, checkpoint)
         if path is not None:
             self._saved_step = self._step
-            self._monitor.restored(path, self._step, self._checkpointer.set_aside)
+            self._monitor.restored(path, self._step, self._checkpointer.quarantined)
         return path
 
     def mean_loss(self) -> float:

@@ -49,7 +49,7 @@ class EvaluationRecorder:
         Raises UsageError where the evaluation lacks the metric for the best checkpoint.
         """
         self.failures += status == FAILED
-        with self._records.locked():  # so that no other watcher links a checkpoint that is no longer the best
+        with self._records.locked():  # so that other watchers do not link an outdated best checkpoint
             line = self._records.add(found, status, values)
             best = self._link_best(values) if line is not None and status == EVALUATED else None
         if line is None:

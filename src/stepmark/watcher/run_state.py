@@ -1,4 +1,4 @@
-"""Whether the watched run is still going on."""
+"""Whether the watched run is still in progress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunState:
         return any(self._heartbeats.alive(path) for path in heartbeat_files(self._run))
 
     def ended(self) -> str | None:
-        """How the run has ended, in words; None while it goes on or has not begun."""
+        """How the run has ended, in words; None while it is in progress or has not begun."""
         if self.alive():
             self._silent_since = None
             return None

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a save."""
+"""What ranks report to each other during a save."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def board(folder: Path, rank: int, phase: str) -> StatusStore:
 
 def test_the_rank_that_is_late_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Rank 1 waits for rank 0, which waits for rank 2."""
-    boards = [board(tmp_path, rank, phase) for rank, phase in enumerate(["sealing", "committing", "writing"])]
+    boards = [board(tmp_path, rank, phase) for rank, phase in enumerate(["finalizing", "committing", "writing"])]
     phases = PhaseDeadlines("save of step 1", boards[1], 0.2, lambda error: None)
-    needs = [("written", [0, 1, 2]), ("sealed", [0])]
+    needs = [("written", [0, 1, 2]), ("finalized", [0])]
     boards[0].post("written")
     boards[1].post("written")
-    for expected in (r"rank 2 \(writing\) has not written", r"rank 0 \(sealing\) has not sealed"):
+    for expected in (r"rank 2 \(writing\) has not written", r"rank 0 \(finalizing\) has not finalized"):
         phases.enter("committing")
         with pytest.raises(CheckpointTimeout, match=expected):
             phases.wait("committed", [0], needs)
         phases.stop()
         boards[2].post("written")
-    boards[0].post("sealed")
+    boards[0].post("finalized")
     phases.enter("committing")
-    with pytest.raises(CheckpointTimeout, match=r"rank 0 \(sealing\) has not committed"):
+    with pytest.raises(CheckpointTimeout, match=r"rank 0 \(finalizing\) has not committed"):
         phases.wait("committed", [0], needs)
     phases.stop()
 
@@ -52,8 +52,8 @@ def test_posts_stay_for_a_rank_that_has_not_read_them(tmp_path: Path) -> None:
     assert not boards[0].folder.exists()
 
 
-def test_signs_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk may still have room for the save itself, and the error to tell is who is late."""
+def test_a_phase_that_cannot_be_posted_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk may still have room for the save itself, and the error must name the late rank."""
     boards = [board(tmp_path, rank, "writing") for rank in range(2)]
     replace = files.replace_file
 
@@ -63,16 +63,16 @@ def test_signs_that_cannot_be_written_fail_nothing(tmp_path: Path, monkeypatch: 
         replace(path, data)
 
     monkeypatch.setattr(files, "replace_file", full)
-    monkeypatch.setattr("stepmark.checkpoint.coordination.file_store._SIGN_EVERY", 0.05)
-    boards[0].enter("sealing")
+    monkeypatch.setattr("stepmark.checkpoint.coordination.file_store._POST_EVERY", 0.05)
+    boards[0].enter("finalizing")
     with pytest.raises(CheckpointTimeout, match=r"rank 1 \(writing\) has not written"):
         boards[0].wait("written", [1], time.monotonic() + 0.3)
     boards[1].post("written", 7)
     assert boards[0].wait("written", [1], time.monotonic() + 1) == {1: 7}
 
 
-def test_who_waits_for_few_does_not_look_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With thousands of ranks it is large, and all of them look ten times a second."""
+def test_waiting_for_few_ranks_does_not_list_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of ranks the folder is large, and each of them polls ten times a second."""
     waiting, other = (board(tmp_path, rank, "writing") for rank in range(2))
     listed: list[float] = []
     listdir = os.listdir

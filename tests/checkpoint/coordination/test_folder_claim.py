@@ -1,4 +1,4 @@
-"""Who owns a folder is the same for all machines, whatever their clocks say.
+"""All machines agree on a folder's owner, whatever their clocks say.
 
 Another machine is a forked process with another boot id, whose clock is `shift` seconds ahead: so are the times that it
 gives to files, as on file systems that take them from the client.
@@ -89,7 +89,7 @@ def claim_on(folder: Path, boot: str, shift: float = 0.0, start: float = 0.0) ->
                 os.write(told, repr(error).encode())
                 os._exit(0)
             os.read(waiting, 1)
-            claim.release(whole=True)
+            claim.release(entire=True)
         finally:
             os._exit(0)
     os.close(told)
@@ -148,7 +148,7 @@ def test_a_folder_that_was_given_back_is_free_at_once(tmp_path: Path) -> None:
     assert before.wait() == "owner"
     before.end()
     begun = time.monotonic()
-    FolderClaim.claim(tmp_path).release(whole=True)
+    FolderClaim.claim(tmp_path).release(entire=True)
     assert time.monotonic() - begun < STALE
     assert heartbeat_files(tmp_path) == []
 
@@ -177,7 +177,7 @@ def test_a_slow_claim_does_not_win_with_a_number_that_is_free_again(
     claims = []
 
     def own_twice() -> None:
-        FolderClaim.claim(tmp_path).release(whole=True)
+        FolderClaim.claim(tmp_path).release(entire=True)
         claims.append(FolderClaim.claim(tmp_path))
         assert terms(tmp_path) == [".owner.2"]
 
@@ -186,18 +186,18 @@ def test_a_slow_claim_does_not_win_with_a_number_that_is_free_again(
         FolderClaim.claim(tmp_path)
     assert terms(tmp_path) == [".owner.2"]
     assert not claims[0].lost()
-    claims[0].release(whole=True)
+    claims[0].release(entire=True)
 
 
 def test_a_slow_claim_goes_on_where_the_faster_runs_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def own_twice() -> None:
         for _ in range(2):
-            FolderClaim.claim(tmp_path).release(whole=True)
+            FolderClaim.claim(tmp_path).release(entire=True)
 
     claim_before_rename(monkeypatch, ".term", own_twice)
     claim = FolderClaim.claim(tmp_path)
     assert terms(tmp_path) == [".owner.3"]
-    claim.release(whole=True)
+    claim.release(entire=True)
     assert sorted(path.name for path in (tmp_path / ".stepmark").iterdir()) == [".owner.3"]
 
 
@@ -208,10 +208,12 @@ def test_an_owner_that_slept_sees_the_later_term(tmp_path: Path) -> None:
     later.mkdir()
     (later / "another").touch()
     assert sleeper.lost()
-    sleeper.release(whole=True)
+    sleeper.release(entire=True)
 
 
-def test_a_claim_that_goes_while_it_is_looked_at_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_disappears_while_it_is_read_is_not_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = tmp_path / ".stepmark" / "gone"
     gone.mkdir(parents=True)
     (gone / "alive.0").write_text(json.dumps({"boot": "another machine", "host": "far"}))
@@ -223,7 +225,7 @@ def test_a_claim_that_goes_while_it_is_looked_at_is_no_error(tmp_path: Path, mon
         return None
 
     monkeypatch.setattr(HeartbeatMonitor, "state", end)
-    FolderClaim.claim(tmp_path).release(whole=True)
+    FolderClaim.claim(tmp_path).release(entire=True)
 
 
 def test_a_claim_of_another_machine_counts_unless_it_was_watched(tmp_path: Path) -> None:

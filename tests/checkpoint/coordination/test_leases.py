@@ -40,7 +40,7 @@ def test_a_checkpoint_with_a_lease_stays_until_it_is_released(tmp_path: Path) ->
     assert not list((tmp_path / COORDINATION).glob("*lease*"))
 
 
-def test_there_is_no_lease_on_what_is_gone(tmp_path: Path) -> None:
+def test_there_is_no_lease_on_a_deleted_checkpoint(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     assert Lease.take(tmp_path / "checkpoint-9", "test") is None
     assert not list((tmp_path / COORDINATION).glob("*lease*"))
@@ -148,7 +148,7 @@ def test_half_a_line_of_what_was_deleted_spoils_no_other(tmp_path: Path) -> None
 def test_commands_keep_what_they_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, given: str
 ) -> None:
-    """A run that saves meanwhile would delete it. A link to it, or the folder one is in, is no other checkpoint."""
+    """A run that saves in the meantime would delete it. A link to it, or to its folder, is the same checkpoint."""
     run = tmp_path / "run"
     (tmp_path / "link").symlink_to(run / "checkpoint-1")
     with Checkpointer(run, keep_last=1) as checkpointer:

@@ -57,7 +57,7 @@ def test_a_link_without_a_target_is_replaced(tmp_path: Path) -> None:
     assert restored(tmp_path) == (1, 1.0)
 
 
-def test_what_cannot_be_set_aside_does_not_stop_restoring(
+def test_a_checkpoint_that_cannot_be_quarantined_does_not_stop_restoring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Checkpointer(tmp_path) as checkpointer:

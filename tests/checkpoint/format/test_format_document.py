@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.errors import CheckpointError
-from stepmark.sharding.layout import Box, Layout, Part, Piece, Shard, annotate
+from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice, annotate
 from tests.support import independent_reader
 from tests.support.independent_reader import read_checkpoint
 from tests.support.ranks import ROOT
@@ -27,7 +27,7 @@ from tests.system.distributed.checkpoint_world import run_ranks
 
 DOCUMENT = (ROOT / "docs" / "checkpoint-format.md").read_text()
 SCHEMA = json.loads((ROOT / "docs" / "manifest.schema.json").read_text())
-WIDTH = 700  # so that a tensor has several cells
+WIDTH = 700  # so that a tensor has several checksum blocks
 VALUES: dict[str, Any] = {
     "none": None,
     "float": 0.1,
@@ -52,11 +52,11 @@ class Sharded:
         self.rank = rank
 
     def named_state(self) -> dict[str, Any]:
-        half, column = 1000, self.rank % 2  # the data parallel cut is at element 1000 of the box, inside a row
+        half, column = 1000, self.rank % 2  # the data parallel boundary is at element 1000 of the box, inside a row
         box = Box((0, column * WIDTH), (WIDTH, WIDTH))
         start, stop = (0, half) if self.rank < 2 else (half, box.numel)
         values = part_of(whole()["cut"] * 2, box).reshape(-1)[start:stop].clone()
-        layout = Layout((WIDTH, 2 * WIDTH), (Part(Piece(box, start, stop), 0),))
+        layout = Layout((WIDTH, 2 * WIDTH), (Part(TensorSlice(box, start, stop), 0),))
         return {"cut": {"exp_avg": Shard(values, layout), "step": torch.tensor(7.0)}, "plain": {"count": 3}}
 
     def named_groups(self) -> list[dict[str, Any]]:
@@ -149,11 +149,11 @@ def test_the_files_are_those_of_the_document(checkpoint: Path) -> None:
         assert {rank for rank, _ in file["writers"]} <= set(range(4))
     for tensors in manifest["tensors"].values():
         for _, _, place in tensors.values():
-            numbers = [place] if isinstance(place, int) else [piece[0] for piece in place]
+            numbers = [place] if isinstance(place, int) else [tensor_slice[0] for tensor_slice in place]
             assert len(numbers) == len(set(numbers))
-    pieces = manifest["tensors"]["optimizer/optimizer"]["cut/exp_avg"][2]
-    assert sorted(len(piece) for piece in pieces) == [5, 5, 5, 5]
-    assert "model.safetensors.index.json" not in there  # a tensor of the model is cut
+    slices = manifest["tensors"]["optimizer/optimizer"]["cut/exp_avg"][2]
+    assert sorted(len(tensor_slice) for tensor_slice in slices) == [5, 5, 5, 5]
+    assert "model.safetensors.index.json" not in there  # a tensor of the model is sharded
 
 
 @pytest.mark.parametrize("victim", ["manifest.json", "state.json", "config.json", "model", "optimizer/optimizer"])
@@ -167,7 +167,7 @@ def test_that_reader_finds_a_flipped_bit(checkpoint: Path, tmp_path: Path, victi
         read_checkpoint(tmp_path / "copy")
 
 
-def test_a_newer_version_is_neither_guessed_nor_damaged(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_newer_version_is_neither_guessed_nor_called_corrupted(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
     path = tmp_path / "copy" / "manifest.json"
     text = path.read_text().replace('"version": 1,', '"version": 2,')

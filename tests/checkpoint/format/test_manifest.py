@@ -46,7 +46,7 @@ def state_of(seed: int) -> dict[str, Any]:
 
 
 def signed(body: dict[str, Any]) -> bytes:
-    """A manifest with this body and the right digest."""
+    """A manifest with this body and the right checksum."""
     rest = {key: value for key, value in body.items() if key != "digest"}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in rest.items())
     blank = "{\n" + lines + ',\n"digest": "' + "0" * 32 + '"\n}\n'
@@ -126,7 +126,7 @@ def test_signing_gives_what_we_write(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_manifest_with_the_right_digest_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
+def test_a_manifest_with_the_right_checksum_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     folder = tmp_path / "checkpoint-1"
     shutil.copytree(saved, folder)
@@ -140,7 +140,7 @@ def test_a_manifest_with_the_right_digest_and_wrong_contents(saved: Path, tmp_pa
 
 
 def change_file(folder: Path, name: str, data: bytes, header: int | None) -> None:
-    """Puts other bytes into a file, and their size and digest into the manifest."""
+    """Puts other bytes into a file, and their size and checksum into the manifest."""
     (folder / name).write_bytes(data)
     body = json.loads((folder / "manifest.json").read_text())
     for entry in body["files"]:
@@ -153,7 +153,7 @@ def change_file(folder: Path, name: str, data: bytes, header: int | None) -> Non
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_values_with_the_right_digest_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
+def test_values_with_the_right_checksum_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     folder = tmp_path / "checkpoint-1"
     shutil.copytree(saved, folder)
@@ -166,7 +166,7 @@ def test_values_with_the_right_digest_and_wrong_contents(saved: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_header_with_the_right_digest_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
+def test_a_header_with_the_right_checksum_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     folder = tmp_path / "checkpoint-1"
     shutil.copytree(saved, folder)
@@ -232,9 +232,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("change", "name"), UNKNOWN)
-def test_an_element_type_that_is_unknown_here_is_no_damage(
-    tmp_path: Path, change: Callable[[Path], None], name: str
-) -> None:
+def test_an_unknown_element_type_is_not_corruption(tmp_path: Path, change: Callable[[Path], None], name: str) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state_of(0), block=True)

@@ -64,7 +64,7 @@ def test_a_link_that_is_moved_in_the_meantime(saved: Path) -> None:
     (saved / "best").unlink()
 
 
-def test_a_step_that_is_saved_anew_in_the_meantime_is_verified_anew(
+def test_a_step_that_is_saved_again_in_the_meantime_is_verified_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = module.read_header
@@ -104,7 +104,7 @@ def test_each_fault_is_named(saved: Path, tmp_path: Path, capsys: pytest.Capture
     assert any("1052672 to 2101248" in fault.problem for fault in faults)
     assert call(verify_command, str(folder)) == 1
     text = capsys.readouterr().out
-    assert "damaged, 5 faults" in text
+    assert "corrupted, 5 faults" in text
     assert "model.safetensors, tensor weight: bytes" in text
     assert "config.json: is missing" in text
     assert call(verify_command, str(folder), "--json") == 1
@@ -112,7 +112,7 @@ def test_each_fault_is_named(saved: Path, tmp_path: Path, capsys: pytest.Capture
     assert (result["step"], result["good"], len(result["faults"])) == (10, False, 5)
 
 
-def test_a_damaged_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
+def test_a_corrupted_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-10"
     shutil.copytree(saved / "checkpoint-10", folder)
     text = (folder / "manifest.json").read_text()
@@ -122,7 +122,7 @@ def test_a_damaged_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
         call(inspect_command, str(folder))
 
 
-def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     for command in (verify_command, inspect_command):
         with pytest.raises(CheckpointNotFound):
             call(command, str(tmp_path / "nowhere"))
@@ -136,14 +136,14 @@ def test_inspect_shows_what_is_there(saved: Path, capsys: pytest.CaptureFixture[
     for words in ("step      10", "mesh      dp 1 x tp 1", "model (module)", "loss 0.5", "config.json"):
         assert words in text, text
     assert [line.split() for line in text.splitlines() if line.startswith("  weight")] == [
-        ["weight", "F32", "[2000,", "300]", "whole"]
+        ["weight", "F32", "[2000,", "300]", "unsharded"]
     ]
-    assert "2 pieces along dim 1" in text
+    assert "2 shards along dim 1" in text
     assert call(inspect_command, str(saved / "checkpoint-10"), "--json") == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (result["step"], result["mesh"]) == (10, {"dp": 1, "tp": 1})
     (cut,) = (tensor for tensor in result["tensors"] if tensor["name"] == "cut")
-    assert [piece["offsets"] for piece in cut["pieces"]] == [[0, 0], [0, 2]]
+    assert [shard["offsets"] for shard in cut["pieces"]] == [[0, 0], [0, 2]]
     assert cut["shape"] == [4, 4]
 
 

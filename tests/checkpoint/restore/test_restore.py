@@ -1,4 +1,4 @@
-"""Damage is found, named, and fallen back from; a step that exists is never in danger."""
+"""Corruption is found and named, an older checkpoint is used; an existing step is never in danger."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def places(name: str, size: int) -> list[int]:
 
 
 def falls_back(folder: Path, known: dict[int, dict[str, Any]], caplog: pytest.LogCaptureFixture, *words: str) -> None:
-    """Restoring takes checkpoint 1, says what is wrong with 2, and sets 2 aside whole."""
+    """Restoring takes checkpoint 1, reports the corruption of 2, and quarantines 2 unchanged."""
     before = sorted(files.regular_files(folder / "checkpoint-2"))
     state = state_of(5)
     caplog.clear()
     with caplog.at_level(logging.ERROR, logger="stepmark"), Checkpointer(folder) as checkpointer:
         assert checkpointer.restore(state) == 1
         assert same(values(state), known[1])
-        assert "checkpoint-2 is damaged" in caplog.text
+        assert "checkpoint-2 is corrupted" in caplog.text
         assert all(word in caplog.text for word in words), caplog.text
         assert sorted(files.regular_files(folder / "damaged-checkpoint-2")) == before
         assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-1")
@@ -160,7 +160,7 @@ def test_what_a_callback_has_put_into_a_checkpoint_is_left_alone(
     assert (folder / "checkpoint-2/adapter_model.safetensors").exists()
 
 
-def test_nothing_is_set_aside_where_nothing_is_whole(
+def test_nothing_is_quarantined_if_no_checkpoint_is_complete(
     saved: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -174,7 +174,7 @@ def test_nothing_is_set_aside_where_nothing_is_whole(
         assert checkpointer.latest() == folder / "checkpoint-2"  # headers and sizes are right
 
 
-def test_the_names_of_damaged_tensors_and_writers(tmp_path: Path) -> None:
+def test_errors_name_corrupted_tensors_and_their_writers(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"nest": {"a": torch.zeros(100), "b": torch.ones(100)}}, block=True)
         path = tmp_path / "checkpoint-1" / "state" / "nest.safetensors"

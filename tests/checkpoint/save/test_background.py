@@ -302,7 +302,7 @@ def in_a_fork(function: Callable[[], None]) -> int:
 
 
 def test_a_process_forked_while_a_save_is_written_can_load(tmp_path: Path, gate: Gate) -> None:
-    """A data worker, for example; with deadlines of its own, and to its end."""
+    """A data worker, for example; with its own deadlines, and to its end."""
     stepmark.save({"x": 1}, tmp_path / "sample.pt")
 
     def load() -> None:
@@ -416,7 +416,7 @@ def test_a_mesh_may_be_of_numpys_integers(tmp_path: Path) -> None:
 
 
 def test_nothing_is_watched_while_the_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A meeting has a deadline of its own, which names who did not come; the phase's would name who waits."""
+    """A collective has its own deadline, which names the missing ranks; the phase's would name the waiting one."""
     watched = []
     gather = TimedGroup.all_gather
 
@@ -472,7 +472,7 @@ def test_closing_waits_for_a_slow_deletion(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_that_does_not_answer_holds_up_no_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the ranks tell each other there is for errors only."""
+    """What the ranks report there is for errors only."""
     opened = threading.Event()
     replace = board_module.files.replace_file
 
@@ -493,6 +493,6 @@ def test_a_folder_that_does_not_answer_holds_up_no_meeting(tmp_path: Path, monke
     monkeypatch.setattr(meeting_module, "_LOOKING", 0.2)
     board = StatusStore(tmp_path / "run" / "save", 0)
     board.folder.mkdir(parents=True)
-    with pytest.raises(CheckpointTimeout, match=r"reading: .* did not come|does not answer"):
+    with pytest.raises(CheckpointTimeout, match=r"reading: .* did not join|does not answer"):
         TimedGroup(Two(), 0.3).all_gather(1, "reading", board)
     opened.set()

@@ -1,4 +1,4 @@
-"""Who writes what: every byte once, evenly, whole tensors to nodes."""
+"""Which rank writes what: every byte once, evenly, complete tensors per node."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from stepmark.checkpoint.save.commit import tensor_entries
 from stepmark.checkpoint.save.plan import Holding, SavePlan, plan_save
 from stepmark.checkpoint.sections import Row
 from stepmark.errors import UsageError
-from stepmark.sharding.layout import Box, Piece
+from stepmark.sharding.layout import Box, TensorSlice
 from stepmark.sharding.overlap import disjoint
 
 SAVE = "0123abcd-000001"
 
 
 def whole(group: str, name: str, shape: tuple[int, ...], dtype: str = "F32") -> Row:
-    return Row(group, name, dtype, shape, Piece.whole(shape))
+    return Row(group, name, dtype, shape, TensorSlice.full(shape))
 
 
 def check_every_byte_once(plan: SavePlan, ranks: int) -> list[int]:
@@ -72,10 +72,10 @@ def test_every_byte_is_written_once(
     for file in plan.files:
         assert len({node_of[share.rank] for share in file.shares}) == 1
         assert file.data_size <= max_file_size or len(file.tensors) == 1
-        sizes = {tensor.name: tensor.piece.numel for tensor in file.tensors}
+        sizes = {tensor.name: tensor.slice.numel for tensor in file.tensors}
         digests = {tensor.name: ["0" * 16] * len(tensor.checksum_blocks()) for tensor in file.tensors}
         header = Header(file.header_size, 10**15, SAVE, file.tensors, digests)
-        assert {t.name: t.piece.numel for t in parse_header(header.to_bytes(), file.size).tensors} == sizes
+        assert {t.name: t.slice.numel for t in parse_header(header.to_bytes(), file.size).tensors} == sizes
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -88,7 +88,7 @@ def test_replicas_of_a_node_write_the_same_number_of_bytes(ranks: int) -> None:
     assert max(loads) - min(loads) <= 0.05 * sum(loads) / ranks
 
 
-def test_whole_tensors_are_divided_among_nodes() -> None:
+def test_unsharded_tensors_are_divided_among_nodes() -> None:
     rows = tuple(whole("model", f"p{i}", (100 * (i + 1), 1000)) for i in range(40))
     nodes = [rank // 4 for rank in range(16)]
     plan = plan_save([Holding(rows, tuple(range(16)))], nodes, SAVE)
@@ -109,12 +109,15 @@ def test_no_file_has_more_tensors_than_its_header_takes(names: list[str], limit:
         assert sum(1 + len(tensor.name) // 128 for tensor in file.tensors) <= limit or len(file.tensors) == 1
 
 
-def test_pieces_go_to_files_of_their_own_replicas() -> None:
+def test_shards_go_to_files_of_their_own_replicas() -> None:
     """Tensor parallel 2 by data parallel 2: halves are shared by those that hold them, the rest by all."""
     held = []
     for half in range(2):
-        rows = [Row("model", "w", "F32", (8, 4), Piece.of_box((4 * half, 0), (4, 4))), whole("model", "norm", (4,))]
-        rows.append(Row("optimizer/o", "w/m", "F32", (8, 4), Piece.of_range((8, 4), 16 * half, 16 * half + 16)))
+        rows = [
+            Row("model", "w", "F32", (8, 4), TensorSlice.of_box((4 * half, 0), (4, 4))),
+            whole("model", "norm", (4,)),
+        ]
+        rows.append(Row("optimizer/o", "w/m", "F32", (8, 4), TensorSlice.of_range((8, 4), 16 * half, 16 * half + 16)))
         held.append(Holding(tuple(rows), (half, half + 2)))
     plan = plan_save(held, [0] * 4, SAVE)
     check_every_byte_once(plan, 4)
@@ -123,27 +126,27 @@ def test_pieces_go_to_files_of_their_own_replicas() -> None:
     assert {names for group, names, _ in files if group == "model"} == {("w",), ("norm",)}
 
 
-def test_several_pieces_of_a_tensor_on_a_rank_go_to_several_files() -> None:
-    rows = tuple(Row("model", "qkv", "F32", (4, 6), Piece.of_box((0, 2 * i), (4, 2))) for i in range(3))
+def test_several_shards_of_a_tensor_on_a_rank_go_to_several_files() -> None:
+    rows = tuple(Row("model", "qkv", "F32", (4, 6), TensorSlice.of_box((0, 2 * i), (4, 2))) for i in range(3))
     plan = plan_save([Holding(rows, (0,))], [0], SAVE)
     assert len(plan.files) == 3
     check_every_byte_once(plan, 1)
 
 
 def test_holes_and_overlaps_and_disagreement_are_refused() -> None:
-    half = Row("model", "w", "F32", (8,), Piece.of_range((8,), 0, 4))
-    more = Row("model", "w", "F32", (8,), Piece.of_range((8,), 2, 8))
+    half = Row("model", "w", "F32", (8,), TensorSlice.of_range((8,), 0, 4))
+    more = Row("model", "w", "F32", (8,), TensorSlice.of_range((8,), 2, 8))
     with pytest.raises(UsageError, match="tensor 'w' is incomplete: the ranks' shards cover only 4 of 8 elements"):
         plan_save([Holding((half,), (0,))], [0], SAVE)
     with pytest.raises(UsageError, match="overlap, with 10 of 8"):
         plan_save([Holding((half,), (0,)), Holding((more,), (1,))], [0, 0], SAVE)
-    other = Row("model", "w", "F32", (9,), Piece.whole((9,)))
+    other = Row("model", "w", "F32", (9,), TensorSlice.full((9,)))
     with pytest.raises(UsageError, match="all ranks have to save the same tensor"):
         plan_save([Holding((half,), (0,)), Holding((other,), (1,))], [0, 0], SAVE)
 
 
 @given(st.integers(0, 5 * CHECKSUM_BLOCK), st.integers(0, 5 * CHECKSUM_BLOCK), st.data())
-def test_cells_cover_what_they_should(begin: int, length: int, data: st.DataObject) -> None:
+def test_checksum_blocks_cover_their_range(begin: int, length: int, data: st.DataObject) -> None:
     found = checksum_blocks(begin, begin + length)
     assert [a for a, _ in found] + [begin + length] * bool(found) == [begin] * bool(found) + [b for _, b in found]
     assert all(b % CHECKSUM_BLOCK == 0 for _, b in found[:-1])
@@ -155,14 +158,14 @@ def test_cells_cover_what_they_should(begin: int, length: int, data: st.DataObje
 
 
 def large_world(ranks: int, tensors: int, tensor_parallel: int) -> list[Holding]:
-    """Tables of a model cut `tensor_parallel` ways, and of ZeRO-1 optimizer states over the rest of the ranks."""
+    """Tables of a model sharded `tensor_parallel` ways, and of ZeRO-1 optimizer states over the rest of the ranks."""
     data_parallel = ranks // tensor_parallel
     shape = (4096, 1024)
     local = (shape[0] // tensor_parallel, shape[1])
     per_tensor = math.prod(local)
     held = []
     for t in range(tensor_parallel):
-        box = Piece.of_box((t * local[0], 0), local)
+        box = TensorSlice.of_box((t * local[0], 0), local)
         model = tuple(Row("model", f"layers.{i}.weight", "BF16", shape, box) for i in range(tensors))
         members = tuple(range(t, ranks, tensor_parallel))
         held.append(Holding(model, members))
@@ -172,9 +175,9 @@ def large_world(ranks: int, tensors: int, tensor_parallel: int) -> list[Holding]
             rows = []
             for i in range(first // per_tensor, -(-last // per_tensor)):
                 start, stop = max(0, first - i * per_tensor), min(per_tensor, last - i * per_tensor)
-                piece = Piece(box.box, start, stop)
+                tensor_slice = TensorSlice(box.box, start, stop)
                 rows += [
-                    Row("optimizer/optimizer", f"layers.{i}.weight/{key}", "F32", shape, piece)
+                    Row("optimizer/optimizer", f"layers.{i}.weight/{key}", "F32", shape, tensor_slice)
                     for key in ("master", "exp_avg", "exp_avg_sq")
                 ]
             held.append(Holding(tuple(rows), (rank,)))
@@ -194,7 +197,7 @@ def test_the_manifest_grows_with_tensors_and_files(ranks: int, tensors: int, ten
     manifest = Manifest(1, SAVE, 0.0, {}, ranks, {}, False, {}, files, tensor_entries(plan))
     data = manifest.to_bytes()
     assert len(data) < 20_000_000
-    rows = sum(len(entry.pieces) for group in manifest.tensors.values() for entry in group.values())
+    rows = sum(len(entry.slices) for group in manifest.tensors.values() for entry in group.values())
     assert len(data) < 300 * (len(files) + rows)
     assert parse_manifest(data).tensors == manifest.tensors
     assert json.loads(data)["step"] == 1
@@ -207,16 +210,16 @@ def test_planning_looks_at_each_row_a_few_times(monkeypatch: pytest.MonkeyPatch)
         held = large_world(ranks, tensors, 4)
         rows = sum(len(holding.rows) for holding in held)
         count = 0
-        numel = Piece.numel.fget
+        numel = TensorSlice.numel.fget
         assert numel is not None
 
-        def counted(piece: Piece) -> int:
+        def counted(tensor_slice: TensorSlice) -> int:
             nonlocal count
             count += 1
-            return int(numel(piece))
+            return int(numel(tensor_slice))
 
         with monkeypatch.context() as patch:
-            patch.setattr(Piece, "numel", property(counted))
+            patch.setattr(TensorSlice, "numel", property(counted))
             plan_save(held, [rank // 8 for rank in range(ranks)], SAVE)
         return count, rows
 

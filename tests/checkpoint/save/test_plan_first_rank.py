@@ -9,15 +9,15 @@ from stepmark.checkpoint.format.tensor_file import header_size
 from stepmark.checkpoint.save import plan as planning
 from stepmark.checkpoint.save.plan import Holding, plan_save
 from stepmark.checkpoint.sections import Row
-from stepmark.sharding.layout import Piece
+from stepmark.sharding.layout import TensorSlice
 
 
 def row(name: str, numel: int, *, dtype: str = "F32", first: bool = False) -> Row:
-    return Row("model", name, dtype, (numel,), Piece.whole((numel,)), first)
+    return Row("model", name, dtype, (numel,), TensorSlice.full((numel,)), first)
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 1, 1], [1, 0, 1, 0]])
-def test_the_first_rank_writes_them_whole(nodes: list[int]) -> None:
+def test_the_first_rank_writes_all_of_them(nodes: list[int]) -> None:
     rows = []
     for layer in range(6):
         rows.append(row(f"{layer}.weight", 3_000_000))

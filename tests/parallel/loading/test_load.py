@@ -1,4 +1,4 @@
-"""Models made part by part: the very bits of the whole model, from few bytes, and errors that name what is wrong."""
+"""Models created shard by shard: the bits of the unsharded model, from few bytes, and precise errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformers import (
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError
 from stepmark.parallel.loading.deferred_init import DeferredInit, replace
-from stepmark.parallel.loading.load import Maker, load_model, making, new_model
+from stepmark.parallel.loading.load import ModelFactory, load_model, new_model, patched_constructors
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Box, Layout, annotate, layout_of
 from tests.support.counted_reads import counted_reads
@@ -58,7 +58,7 @@ RUNTIME = EagerRuntime(torch.device("cpu"))
 
 
 def cut(model: nn.Module, rank: int, size: int) -> None:
-    """Leaves a rank its parameters: of matrices rows or columns, padded, in two boxes; vectors whole."""
+    """Leaves a rank its parameters: of matrices rows or columns, padded, in two boxes; vectors complete."""
     for index, parameter in enumerate(model.parameters()):
         assert parameter.is_meta
         if parameter.dim() < 2:
@@ -79,8 +79,8 @@ def cut(model: nn.Module, rank: int, size: int) -> None:
         annotate(parameter, Layout.boxes(whole, boxes))
 
 
-def maker(rank: int = 0, size: int = 1, small: int = 0) -> Maker:
-    return Maker(lambda model: cut(model, rank, size), RUNTIME, small)
+def factory(rank: int = 0, size: int = 1, small: int = 0) -> ModelFactory:
+    return ModelFactory(lambda model: cut(model, rank, size), RUNTIME, small)
 
 
 def check_equal(local: nn.Module, whole: nn.Module) -> None:
@@ -96,8 +96,8 @@ def check_equal(local: nn.Module, whole: nn.Module) -> None:
             for part in layout.parts:
                 assert isinstance(part.at, tuple)
                 there, here = [
-                    tuple(slice(o, o + n) for o, n in zip(origin, part.piece.box.lengths, strict=True))
-                    for origin in (part.piece.box.offsets, part.at)
+                    tuple(slice(o, o + n) for o, n in zip(origin, part.slice.box.lengths, strict=True))
+                    for origin in (part.slice.box.offsets, part.at)
                 ]
                 value[here] = expected[name].detach()[there]
         assert parameter.dtype == value.dtype
@@ -116,7 +116,7 @@ def check_equal(local: nn.Module, whole: nn.Module) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_new_models_have_the_values_of_whole_ones(family: str, tied: bool, dtype: torch.dtype, small: int) -> None:
+def test_new_models_have_the_values_of_unsharded_ones(family: str, tied: bool, dtype: torch.dtype, small: int) -> None:
     config = CONFIGS[family](tie_word_embeddings=tied, dtype=dtype)
     torch.manual_seed(3)
     whole = AutoModelForCausalLM.from_config(config)
@@ -124,7 +124,7 @@ def test_new_models_have_the_values_of_whole_ones(family: str, tied: bool, dtype
     assert any(parameter.dtype == dtype for parameter in whole.parameters())
     for rank, size in ((0, 2), (1, 2), (3, 4)):
         torch.manual_seed(3)
-        with making(maker(rank, size, small)):
+        with patched_constructors(factory(rank, size, small)):
             local = AutoModelForCausalLM.from_config(config)
         assert torch.equal(torch.get_rng_state(), after)
         check_equal(local, whole)
@@ -135,7 +135,7 @@ def test_a_constructor_is_wrapped_and_only_inside() -> None:
     torch.manual_seed(0)
     whole = GPT2LMHeadModel(config)
     torch.manual_seed(0)
-    with making(maker(1, 2)):
+    with patched_constructors(factory(1, 2)):
         local = GPT2LMHeadModel(config)
     check_equal(local, whole)
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_a_constructor_is_wrapped_and_only_inside() -> None:
 
 def test_a_class_made_inside_and_an_error_in_a_constructor() -> None:
     config = CONFIGS["gpt2"]()
-    with making(maker(1, 2)):
+    with patched_constructors(factory(1, 2)):
 
         class Longer(GPT2LMHeadModel):
             def __init__(self, config: Any, fail: bool = False) -> None:
@@ -167,7 +167,7 @@ def test_new_model_is_drawn_and_then_taken_to_a_dtype() -> None:
     torch.manual_seed(5)
     whole = AutoModelForCausalLM.from_config(config).float()
     torch.manual_seed(5)
-    check_equal(new_model(maker(1, 2), config, dtype=torch.float32), whole)
+    check_equal(new_model(factory(1, 2), config, dtype=torch.float32), whole)
 
 
 INITIALISERS = [nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.xavier_uniform_, nn.init.eye_]
@@ -186,7 +186,7 @@ def test_every_way_to_initialise(initialise: Any) -> None:
     torch.manual_seed(1)
     whole = construct()
     torch.manual_seed(1)
-    check_equal(maker(1, 2).new(construct), whole)
+    check_equal(factory(1, 2).new(construct), whole)
 
 
 def test_no_more_than_one_tensor_at_a_time() -> None:
@@ -211,10 +211,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"torch_dtype": torch.float16}])
-def test_a_folder_gives_the_parts_of_the_whole(folder: Path, options: dict[str, Any]) -> None:
+def test_shards_loaded_from_a_folder_equal_the_unsharded_model(folder: Path, options: dict[str, Any]) -> None:
     whole = AutoModelForCausalLM.from_pretrained(folder, **options)
     for rank in range(2):
-        with making(maker(rank, 2)):
+        with patched_constructors(factory(rank, 2)):
             local = AutoModelForCausalLM.from_pretrained(folder, **options)
         check_equal(local, whole)
         assert local.generation_config.max_length == 77
@@ -235,8 +235,8 @@ def test_the_base_prefix_may_be_there_or_not(tmp_path: Path, prefix: str) -> Non
     file = tmp_path / "model.safetensors"
     stored = {prefix + name.removeprefix("transformer."): value for name, value in load_file(file).items()}
     save_file(stored, file, {"format": "pt"})
-    check_equal(load_model(maker(1, 2), tmp_path), whole)
-    check_equal(load_model(maker(1, 2), tmp_path, model_class=GPT2Model), whole.transformer)
+    check_equal(load_model(factory(1, 2), tmp_path), whole)
+    check_equal(load_model(factory(1, 2), tmp_path, model_class=GPT2Model), whole.transformer)
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -248,7 +248,7 @@ def test_tied_weights_that_are_both_stored(tmp_path: Path, same: bool) -> None:
     save_file({**stored, "lm_head.weight": head}, file, {"format": "pt"})
     whole = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (whole.lm_head.weight is whole.transformer.wte.weight) == same
-    check_equal(load_model(maker(1, 2), tmp_path), whole)
+    check_equal(load_model(factory(1, 2), tmp_path), whole)
 
 
 def test_each_byte_is_read_by_one_rank(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_each_byte_is_read_by_one_rank(tmp_path: Path) -> None:
     asked = []
     for rank in range(4):
         with counted_reads() as reads:
-            load_model(maker(rank, 4), tmp_path)
+            load_model(factory(rank, 4), tmp_path)
         asked.append(reads.count)
     assert sum(asked) == cut_bytes + 4 * whole_bytes
     assert max(asked) - whole_bytes <= cut_bytes * (0.25 + 0.05)
@@ -302,8 +302,8 @@ BAD: list[tuple[Callable[[Path], object], type[StepmarkError], list[str]]] = [
         ["model.safetensors", "transformer.wpe.weight", "[3, 32]", "[32, 32]"],
     ),
     (_truncate, CheckpointDamaged, ["model.safetensors", "ends at byte", "tensor"]),
-    (_break_header, CheckpointDamaged, ["model.safetensors", "damaged"]),
-    (lambda f: (f / "model.safetensors").write_bytes(b"12"), CheckpointDamaged, ["model.safetensors", "damaged"]),
+    (_break_header, CheckpointDamaged, ["model.safetensors", "corrupted"]),
+    (lambda f: (f / "model.safetensors").write_bytes(b"12"), CheckpointDamaged, ["model.safetensors", "corrupted"]),
     (lambda f: _index(f, {"a": "gone.safetensors"}), CheckpointDamaged, ["gone.safetensors", "missing"]),
     (lambda f: _index(f, {"a": "model.safetensors"}), CheckpointDamaged, ["model.safetensors", "'a'", "index"]),
     (lambda f: (f / "model.safetensors.index.json").write_text("{}"), CheckpointDamaged, ["index.json"]),
@@ -319,7 +319,7 @@ def test_errors_name_file_and_tensor_before_anything_is_read(
     gpt2_folder(tmp_path)
     spoil(tmp_path)
     with counted_reads() as reads, pytest.raises(kind) as caught:
-        load_model(maker(), tmp_path)
+        load_model(factory(), tmp_path)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
     assert reads.count == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-# What `load.making` replaces or calls, and `pretrained.prepare` uses: attributes by the object that has them.
+# What `load.patched_constructors` patches or calls, and `pretrained.prepare` uses: attributes by their object.
 NEEDED = {
     "transformers:PreTrainedModel": [
         "from_pretrained",

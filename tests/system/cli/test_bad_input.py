@@ -238,7 +238,7 @@ def test_a_model_folder_without_weights(refused: Callable[..., str], model_field
     assert refused(**model_fields).startswith(f"model_name_or_path: no model can be loaded from {folder}: ")
 
 
-def test_a_model_folder_with_damaged_weights(refused: Callable[..., str], model_fields: dict[str, Any]) -> None:
+def test_a_model_folder_with_corrupted_weights(refused: Callable[..., str], model_fields: dict[str, Any]) -> None:
     folder = Path(model_fields["model_name_or_path"])
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -265,7 +265,7 @@ def test_a_model_folder_without_config_or_tokenizer(refused: Callable[..., str],
     assert refused(**model_fields).startswith("model_name_or_path: no model can be loaded from ")
 
 
-def test_a_model_path_that_is_no_folder(refused: Callable[..., str], model_fields: dict[str, Any]) -> None:
+def test_a_model_path_that_is_not_a_folder(refused: Callable[..., str], model_fields: dict[str, Any]) -> None:
     for path in ("/nope/nothing", "./nothing"):
         error = refused(**{**model_fields, "model_name_or_path": path})
         assert error == f"model_name_or_path: {Path(path)} is not a folder; name a Hugging Face model folder"
@@ -379,7 +379,7 @@ def test_resuming_from_nothing(refused: Callable[..., str], trained: Path, tmp_p
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "manifest.json", "trainer_state.json", "config.json", "state.json"]
 )
-def test_resuming_from_a_damaged_checkpoint(refused: Callable[..., str], trained: Path, file: str) -> None:
+def test_resuming_from_a_corrupted_checkpoint(refused: Callable[..., str], trained: Path, file: str) -> None:
     flip_bit(trained / "checkpoint-2" / file)
     error = resume(refused, trained / "checkpoint-2")
     assert error.startswith("resume_from_checkpoint: ")
@@ -396,7 +396,7 @@ def test_resuming_from_a_checkpoint_with_a_file_missing(refused: Callable[..., s
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
-def test_resuming_takes_the_newest_that_is_whole(
+def test_resuming_takes_the_newest_complete_checkpoint(
     call: Callable[..., Told], trained: Path, tmp_path: Path, file: str
 ) -> None:
     flip_bit(trained / "checkpoint-2" / file)
@@ -421,7 +421,7 @@ def test_going_back_names_what_stays_the_newest(
     assert not warned(2)
 
 
-def test_resuming_where_no_checkpoint_is_whole(refused: Callable[..., str], trained: Path) -> None:
+def test_resuming_without_a_complete_checkpoint(refused: Callable[..., str], trained: Path) -> None:
     for step in (1, 2):
         flip_bit(trained / f"checkpoint-{step}" / "model.safetensors")
     error = refused(code=1, resume_from_checkpoint=True, max_steps=4)

@@ -133,7 +133,7 @@ def test_the_code_of_a_command_is_the_code_of_the_call(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_several_ranks_one_tells_of_a_wrong_call(
+def test_of_several_ranks_one_reports_a_wrong_call(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     slurm = {

@@ -85,7 +85,7 @@ def test_a_hugging_face_folder(folder: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(in_run(folder)[6]["eval_loss"], rel=1e-6)
 
 
-def test_a_whole_run_and_what_has_come_since(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_and_later_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.move(folder / "checkpoint-6", folder.parent / "later")
     assert run(["evaluate", str(folder)]) == 0
     assert "2 evaluated, 0 skipped, 0 failed" in capsys.readouterr().out
@@ -139,7 +139,7 @@ def test_a_function_that_fails_fails_that_checkpoint(
     assert not (folder / "best").exists()
 
 
-def test_a_damaged_checkpoint_fails_and_the_others_do_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupted_checkpoint_fails_and_the_others_do_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = folder / "checkpoint-4" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-3] ^= 1

@@ -55,7 +55,7 @@ def _equal(mesh: Mesh, local: nn.Parameter, whole: Tensor) -> bool:
         return torch.equal(values, whole)
     wanted = torch.zeros_like(values)
     for part in layout.parts:
-        there = tuple(slice(o, o + n) for o, n in zip(part.piece.box.offsets, part.piece.box.lengths, strict=True))
+        there = tuple(slice(o, o + n) for o, n in zip(part.slice.box.offsets, part.slice.box.lengths, strict=True))
         part_of(wanted, part).copy_(whole.detach()[there])
     return torch.equal(values, wanted)
 

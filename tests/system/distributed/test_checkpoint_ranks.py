@@ -17,7 +17,7 @@ from stepmark.checkpoint import checkpointer as checkpointer_module
 from stepmark.checkpoint.host_memory import MACHINE
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.errors import CheckpointError
-from stepmark.sharding.layout import Box, Layout, Part, Piece, Shard
+from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice
 from tests.system.distributed.checkpoint_world import RankError, join_ranks, run_ranks, start_ranks
 
 
@@ -138,9 +138,9 @@ def failing_rank(rank: int, folder: Path) -> None:
 
 
 def holes(rank: int, folder: Path) -> None:
-    piece = Part(Piece.of_range((8,), 0, 4), 0)
+    tensor_slice = Part(TensorSlice.of_range((8,), 0, 4), 0)
     with Checkpointer(folder) as checkpointer:
-        checkpointer.save(1, {"nest": {"t": Shard(torch.zeros(4), Layout((8,), (piece,)))}})
+        checkpointer.save(1, {"nest": {"t": Shard(torch.zeros(4), Layout((8,), (tensor_slice,)))}})
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def restore_after_trouble(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_an_error_of_one_rank_before_restoring_is_told_to_all(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_before_restoring_is_raised_on_all(tmp_path: Path) -> None:
     mine, others = run_ranks(2, restore_after_trouble, tmp_path)
     assert mine == "cannot delete checkpoint-0"
     assert others == "rank 0: cannot delete checkpoint-0"

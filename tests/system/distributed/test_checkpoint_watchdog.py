@@ -17,7 +17,7 @@ from stepmark.sharding.layout import Layout, Shard
 
 TIMEOUT = 4.0  # seconds, twice what 14 processes on two busy cores need for a phase
 ALLOWED = TIMEOUT + 5.0  # and five more that a supervisor gives the others
-PHASES = ["before", "joining", "planning", "copying", "writing", "sealing", "committing"]
+PHASES = ["before", "joining", "planning", "copying", "writing", "finalizing", "committing"]
 
 
 def train_and_save(rank: int, folder: Path, stopped: int, where: str) -> None:

@@ -83,7 +83,7 @@ def test_a_training_rank_that_is_killed_is_named_with_its_signal(environment: di
     assert (status["state"], status["reason"]) == ("failed", "rank 1: was killed by SIGKILL (out of memory?)")
 
 
-def test_a_wrong_call_is_told_before_any_rank_starts(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_wrong_call_is_reported_before_any_rank_starts(environment: dict[str, str], tmp_path: Path) -> None:
     done = run([*STEPMARK, "train", recipe(tmp_path), "--nproc", "2", "--bf16", "3"], environment, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: bf16: should be true or false, and is 3\n"
@@ -184,7 +184,7 @@ def test_torchrun_trains(environment: dict[str, str], tmp_path: Path) -> None:
     assert done.stderr.count("device: cpu, 2 ranks") == 1
 
 
-def test_a_failing_rank_under_torchrun_tells_once_and_first(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_failing_rank_under_torchrun_reports_once_and_first(environment: dict[str, str], tmp_path: Path) -> None:
     environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="raise")
     done = run(torchrun(recipe(tmp_path)), environment, tmp_path)
     assert done.returncode == 1
@@ -195,7 +195,7 @@ def test_a_failing_rank_under_torchrun_tells_once_and_first(environment: dict[st
     assert ours[0] < theirs[0]
 
 
-def test_a_missing_device_is_told_once_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_missing_device_is_reported_once_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
     done = run(torchrun(recipe(tmp_path), "--device", "neuron"), environment, tmp_path)
     assert done.returncode == 1
     assert [line[:22] for line in done.stderr.splitlines() if line.startswith("error: ")] == ["error: device: neuron "]

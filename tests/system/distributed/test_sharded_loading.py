@@ -19,7 +19,7 @@ PROGRAMS = "tests.system.distributed.loading_programs"
 @pytest.mark.parametrize("how", ["new", "folder"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("embedding", [True, False])
-def test_a_mesh_starts_from_the_whole_models_bits(
+def test_a_mesh_starts_from_the_unsharded_models_bits(
     ranks: Ranks, tmp_path: Path, family: str, how: str, embedding: bool
 ) -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS[family](tie_word_embeddings=family == "gpt2"))

@@ -70,7 +70,7 @@ def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path, alone: dict
     assert last["resumed"] == [2, 4]
 
 
-def test_a_model_that_was_cut_is_taken_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_already_sharded_model_is_used_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
     for first, second, third in ranks.run(
         "tests.support.mesh_programs:given_parallelized", str(tmp_path), nproc=2
     ).check():

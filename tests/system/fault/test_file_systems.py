@@ -63,7 +63,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("where", CALLS)
-def test_what_passes_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_transient_error_is_not_called_corruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     save_two(tmp_path)
     name, module, call = CALLS[where]
     for number in PASSING:
@@ -94,7 +96,9 @@ class Slow(io.FileIO):
         return super().readinto(memoryview(buffer)[:100])
 
 
-def test_a_header_that_comes_in_several_reads_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_that_takes_several_reads_is_not_called_corrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_two(tmp_path)
     usual = Path.open
 
@@ -261,7 +265,7 @@ def test_the_old_one_keeps_its_name_where_the_new_one_cannot_take_it(
     assert state["nest"]["at"] != 5.0
 
 
-def test_what_retention_cannot_delete_yet_is_no_checkpoint(tmp_path: Path, sticky: None) -> None:
+def test_what_retention_cannot_delete_yet_is_not_a_checkpoint(tmp_path: Path, sticky: None) -> None:
     save_two(tmp_path)
     (tmp_path / "checkpoint-1" / ".nfs0001").touch()
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:

@@ -247,7 +247,7 @@ def train_slowly(settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("state", [None, "running", "failed"])
-def test_a_signal_before_training_is_told_in_the_status(ranks: Ranks, tmp_path: Path, state: str | None) -> None:
+def test_a_signal_before_training_is_recorded_in_the_status(ranks: Ranks, tmp_path: Path, state: str | None) -> None:
     folder = tmp_path / "run"
     if state is not None:
         folder.mkdir()

@@ -17,7 +17,7 @@ from tests.support.recipes import write_recipe
 
 TIMEOUT = {"cpu": 4.0, "xla": 8.0}  # seconds: save_timeout; XLA's has room for a compilation
 MORE = {"nproc": 10, "torchrun": 45}  # seconds beyond it that the job may take to end
-SAVE_PHASES = ["joining", "planning", "copying", "writing", "sealing"]
+SAVE_PHASES = ["joining", "planning", "copying", "writing", "finalizing"]
 SUPERVISE = "import sys; from stepmark.launch.supervisor import supervise; sys.exit(supervise(sys.argv[1:], 2))"
 TRAINING = ["training", "evaluating"]  # no phase of a save waits for the rank there
 SAMPLE = [("cpu", "nproc", 0, "writing")]

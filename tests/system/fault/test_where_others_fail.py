@@ -124,7 +124,7 @@ def test_killed_while_saving_into_a_folder_that_exists(tmp_path: Path) -> None:
     assert not [problem for _, _, problem in run_points(points, tmp_path) if problem]
 
 
-def test_the_newest_checkpoint_is_damaged(run: Path) -> None:
+def test_the_newest_checkpoint_is_corrupted(run: Path) -> None:
     (run / "checkpoint-2" / "manifest.json").write_text("{}")
     state = state_of(0)
     with Checkpointer(run) as checkpointer:

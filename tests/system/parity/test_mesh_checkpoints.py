@@ -55,10 +55,10 @@ def check_pairs(
 
 
 def test_sample(ranks: Ranks, tmp_path: Path) -> None:
-    """GPT-2's fused projections are cut one by one, and a part of them under ZeRO-1 stays a few pieces."""
+    """GPT-2's fused projections are cut one by one, and a part of them under ZeRO-1 stays a few slices."""
     model = MODELS["gpt2"]
     told = save(ranks, tmp_path, "dp2-tp2-zero", model)
-    assert told["pieces"] <= 4 * 3
+    assert told["slices"] <= 4 * 3
     save(ranks, tmp_path, "dp1", model)
     check_pairs(ranks, tmp_path, ["dp1", "dp2-tp2-zero"], ["dp1", "dp2-tp2-zero", "tp4"], model=model)
 
@@ -106,7 +106,7 @@ SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda prob
         ),
     ],
 )
-def test_consolidated_it_is_the_whole_model(ranks: Ranks, tmp_path: Path, name: str, mesh: str) -> None:
+def test_consolidated_it_is_the_complete_model(ranks: Ranks, tmp_path: Path, name: str, mesh: str) -> None:
     """The weights of one rank, restored and saved on the mesh, come back bit for bit."""
     model = MODELS[name]
     save(ranks, tmp_path, "dp1", model)

@@ -148,11 +148,11 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
     manifest = read_manifest(checkpoint)
     for group, entries in manifest.tensors.items():
         for name, entry in entries.items():
-            for index, piece in entry.pieces:
+            for index, tensor_slice in entry.slices:
                 file = VerifiedFile(checkpoint, manifest, manifest.files[index])
-                stored = file.tensor(name, entry.dtype, piece)
+                stored = file.tensor(name, entry.dtype, tensor_slice)
                 data = bytes(file.read(stored, stored.begin, stored.end))
-                found.setdefault(f"{group}/{name}", {})[piece.start] = data
+                found.setdefault(f"{group}/{name}", {})[tensor_slice.start] = data
     return {name: b"".join(parts[start] for start in sorted(parts)) for name, parts in found.items()}
 
 

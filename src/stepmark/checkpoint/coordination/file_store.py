@@ -109,11 +109,11 @@ class StatusStore:
         Raises RankFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what
         they are doing, when the deadline has passed.
         """
-        pause, signed, first = _SHORTEST_PAUSE, time.monotonic(), True
+        pause, posted, first = _SHORTEST_PAUSE, time.monotonic(), True
         wanted = {f"{topic}.{rank}": rank for rank in ranks}
         while True:
-            due = time.monotonic() - signed > _POST_EVERY
-            if due or first or len(wanted) > _FEW:  # it is large, and every rank looks
+            due = time.monotonic() - posted > _POST_EVERY
+            if due or first or len(wanted) > _FEW:  # listing is expensive, and every rank polls
                 present = set(os.listdir(self.folder))
             else:
                 present = {name for name in wanted if (self.folder / name).exists()}
@@ -123,10 +123,10 @@ class StatusStore:
             if wanted.keys() <= present:
                 return {rank: self.read(topic, rank) for rank in ranks}
             if time.monotonic() > deadline:
-                raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} came too late")
+                raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} was posted too late")
             if due:
                 self.try_to_post(_PHASE, self._phase)
-                signed = time.monotonic()
+                posted = time.monotonic()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -150,7 +150,7 @@ class StatusStore:
         return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
     def _now(self) -> float:
-        """The time by the file system's clock, as far as this rank could leave a sign there."""
+        """The time by the file system's clock; by this machine's if this rank could not post."""
         try:
             return os.stat(self.folder / f"{_PHASE}.{self.rank}").st_mtime
         except OSError:

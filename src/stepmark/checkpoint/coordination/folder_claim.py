@@ -81,7 +81,7 @@ class FolderClaim:
             try:
                 own._remove_leftovers(folder, dead)
             except BaseException:
-                own.release(whole=True)
+                own.release(entire=True)
                 raise
             return own
         raise CheckpointBusy(f"{folder} is being claimed by several runs at once; stop all but one")
@@ -145,13 +145,13 @@ class FolderClaim:
             return True
         return self._term is not None and _latest_term(self.folder.parent)[0] > self._term
 
-    def release(self, *, whole: bool) -> None:
-        """Ends this rank's part of the claim, or with `whole` all of it."""
+    def release(self, *, entire: bool) -> None:
+        """Ends this rank's part of the claim, or with `entire` the complete claim."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
             files.remove_file(self._heartbeat.path)
             self._heartbeat = None
-        if whole:
+        if entire:
             files.remove_tree(self.folder)
 
 

@@ -1,6 +1,6 @@
-"""Heartbeats: a file that a process touches and locks for as long as it lives, and how others judge it.
+"""Heartbeats: files that a process touches and locks while it lives, and how other processes read them.
 
-Process numbers say nothing on another machine, and files alone say nothing of a process that was killed. So:
+Process ids are meaningless on another machine, and a file alone does not show that its process was killed. So:
 
 - on the same machine (same boot id) and the same mounted file system, the kernel's lock on the file says at once
   whether the process still exists. Two containers of a machine that each mount a file system for themselves may not see
@@ -44,7 +44,7 @@ _alive_here: list[_Own] = []
 
 
 def boot_id() -> str:
-    """What tells this running machine from every other, and from itself before a restart."""
+    """Identifies this boot of this machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -83,7 +83,7 @@ class Heartbeat:
         while not self._stop.wait(BEAT):
             try:
                 os.utime(self._descriptor)
-            except OSError as error:  # seen by others as silence, which is what it is
+            except OSError as error:  # others then see no heartbeat, which is correct
                 logger.warning("cannot show that this run is alive in %s: %s", self.path, error)
 
     def stop(self) -> None:
@@ -151,7 +151,7 @@ def lock_verdict(path: Path) -> bool | None:
         return None
     try:
         free = try_lock(descriptor)
-        if free and data.get("dev") != os.fstat(descriptor).st_dev:  # another mount, which may have locks of its own
+        if free and data.get("dev") != os.fstat(descriptor).st_dev:  # another mount, whose locks may be separate
             return None
         return None if free is None else not free
     finally:
@@ -159,7 +159,7 @@ def lock_verdict(path: Path) -> bool | None:
 
 
 def host_of(path: Path) -> str | None:
-    """The name of the machine that the file's process runs on, None where the file does not tell."""
+    """The host name of the process that owns the file; None where the file does not contain it."""
     try:
         return str(json.loads(path.read_bytes())["host"])
     except (OSError, ValueError, KeyError):
@@ -172,10 +172,10 @@ def is_here(path: Path) -> bool:
 
 
 def _find_own(path: Path) -> _Own | None:
-    """This process's heartbeat in that file: by the file itself, or by its path where the file system does not number
-    its files for good."""
+    """This process's heartbeat in that file: by the file's identity, or by its path where inode numbers are not
+    stable."""
     resolved, file = path.resolve(), None
-    with contextlib.suppress(OSError):  # gone, or out of reach: then its path has to tell
+    with contextlib.suppress(OSError):  # gone or unreachable: then its path decides
         status = os.stat(path)
         file = (status.st_dev, status.st_ino)
     return next((own for own in list(_alive_here) if own.file == file or own.path == resolved), None)

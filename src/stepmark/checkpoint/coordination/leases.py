@@ -1,6 +1,6 @@
 """Leases: which checkpoints are being read, so that a live run does not delete them.
 
-A reader makes a file `.stepmark/lease.checkpoint-N.<label>.<random id>` beside the checkpoints, with a
+A reader creates a file `.stepmark/lease.checkpoint-N.<label>.<random id>` beside the checkpoints, with a
 heartbeat. Retention does not delete a checkpoint while there is such a file. The lease of a reader that died expires:
 at once on the same machine, else when its heartbeat has not changed for STALE seconds.
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("stepmark")
 
 
 class Lease:
-    """A promise that the checkpoint is not deleted, until `release`, or until this process dies."""
+    """Protects a checkpoint from deletion until `release`, or until this process dies."""
 
     def __init__(self, checkpoint: Path, label: str) -> None:
         """`label`, without dots, is the purpose. Raises OSError where the run's folder cannot be written to."""

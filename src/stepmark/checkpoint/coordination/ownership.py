@@ -1,4 +1,4 @@
-"""Who owns a folder: a run's claim (folder_claim.py), as its ranks share it."""
+"""Ownership of a folder: a run's claim (folder_claim.py), shared by its ranks."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ class RunOwnership:
     def release(self) -> None:
         """Ends this rank's part of the claim, on rank 0 all of it. The next owner removes what remains."""
         try:
-            self._owner.release(whole=self._meeting.rank == 0)
+            self._owner.release(entire=self._meeting.rank == 0)
         except OSError as error:  # all that was saved is safe
             logger.warning("cannot release %s: %s", self._owner.folder, describe_error(error))

@@ -15,7 +15,7 @@ from stepmark.errors import CheckpointError, CheckpointTimeout
 from stepmark.launch.process_exit import print_stacks
 from stepmark.runtime.host_group import HostGroup
 
-_ABSENT = "not all ranks came"
+_ABSENT = "not all ranks joined"
 _LOOKING = 5.0  # seconds that finding out which ranks did not join may take
 
 
@@ -42,20 +42,20 @@ class TimedGroup:
         self, function: Callable[[], Any], what: str, timeout: float | None = None, board: StatusStore | None = None
     ) -> Any:
         """The result of `function` on rank 0, on all ranks. An error that it raises there is raised on all."""
-        told: tuple[Any, type[CheckpointError] | None, str] = (None, None, "")
+        answer: tuple[Any, type[CheckpointError] | None, str] = (None, None, "")
         problem: BaseException | None = None
         if self.rank == 0:
             try:
-                told = (function(), None, "")
+                answer = (function(), None, "")
             except (CheckpointError, OSError) as error:
                 problem = error
-                told = (
+                answer = (
                     None,
                     type(error) if isinstance(error, CheckpointError) else CheckpointError,
                     describe_error(error),
                 )
         absent = "rank 0 did not answer" if self.rank else _ABSENT
-        value, kind, message = self._bounded(lambda: self._group.broadcast(told), what, board, timeout, absent)
+        value, kind, message = self._bounded(lambda: self._group.broadcast(answer), what, board, timeout, absent)
         if kind is not None:
             raise kind(message) from problem
         return value
@@ -84,7 +84,7 @@ class TimedGroup:
             except BaseException as error:
                 answers.put((None, error))
 
-        threading.Thread(target=run, name="stepmark-meeting", daemon=True).start()
+        threading.Thread(target=run, name="stepmark-collective", daemon=True).start()
         try:
             result, error = answers.get(timeout=timeout)
         except queue.Empty:
@@ -105,7 +105,7 @@ class TimedGroup:
         missing = [rank for rank in range(self.size) if not board.has(_topic(what), rank)]
         if not missing:
             return f"{what}: all ranks reached the collective but received no data from each other"
-        return f"{what}: {board.describe(missing)} did not come"
+        return f"{what}: {board.describe(missing)} did not join"
 
     def _missing_soon(self, what: str, board: StatusStore | None, absent: str) -> str:
         """The same, with a deadline, since the board's file system may hang."""

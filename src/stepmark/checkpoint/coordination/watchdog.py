@@ -21,7 +21,7 @@ from stepmark.launch.process_exit import STDERR, end_process
 # Seconds. A supervisor gives the other ranks five more, and all is to be over ten after the deadline.
 GRACE = 2.5  # that a process has to end by itself once a deadline has passed
 BACKSTOP = GRACE + 1.0
-_MARGIN = 0.5  # seconds that a wait with a deadline of its own has to raise by itself
+_MARGIN = 0.5  # seconds that a wait with its own deadline has to raise by itself
 
 
 _FAR = 30 * 86400.0  # no deadline is further away: clocks and timers of the system take no infinity
@@ -118,4 +118,4 @@ def end_unless(collected: threading.Event, error: BaseException, rank: int) -> N
         if not collected.wait(GRACE):
             end_process(error, rank)
 
-    threading.Thread(target=wait_and_end, name="stepmark-ultimatum", daemon=True).start()
+    threading.Thread(target=wait_and_end, name="stepmark-termination", daemon=True).start()

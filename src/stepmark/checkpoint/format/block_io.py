@@ -53,7 +53,7 @@ def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int) ->
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
     except OSError as error:
-        if flag and error.errno in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
+        if flag and error.errno in (errno.EINVAL, errno.ENOTSUP):  # not supported by the file system
             return 0
         raise
     try:
@@ -63,7 +63,7 @@ def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int) ->
                 break
             done += count
     except OSError as error:
-        if not flag or error.errno != errno.EINVAL:  # opened, and refused all the same: some network file systems
+        if not flag or error.errno != errno.EINVAL:  # some network file systems open it, and then refuse to read
             raise
     finally:
         os.close(descriptor)

@@ -36,8 +36,8 @@ def checksum_blocks(begin: int, end: int) -> list[tuple[int, int]]:
     """The checksum blocks of [begin, end) of a data region: split at multiples of CHECKSUM_BLOCK."""
     if begin >= end:
         return []
-    cuts = [begin, *range((begin // CHECKSUM_BLOCK + 1) * CHECKSUM_BLOCK, end, CHECKSUM_BLOCK), end]
-    return list(pairwise(cuts))
+    bounds = [begin, *range((begin // CHECKSUM_BLOCK + 1) * CHECKSUM_BLOCK, end, CHECKSUM_BLOCK), end]
+    return list(pairwise(bounds))
 
 
 def covering_blocks(begin: int, end: int, low: int, high: int) -> list[tuple[int, int, int]]:

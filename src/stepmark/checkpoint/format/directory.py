@@ -4,8 +4,8 @@ checkpoint-N                    always complete
 .checkpoint-N.<save>            being written, or left by a save that died
 .replaced-checkpoint-N.<save>   the old one while a new one takes its name, where the file system cannot exchange names
 .deleted-checkpoint-N.<save>    being deleted
-damaged-checkpoint-N[.k]        quarantined: bytes are missing or wrong
-.stepmark/                      who owns the folder, who reads in it, and how far saves are
+damaged-checkpoint-N[.k]        quarantined, because it is corrupted
+.stepmark/                      which run owns the folder, leases of its readers, status of saves
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REPLACED, _DELETED = ".replaced-", ".deleted-"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The path of a step's checkpoint."""
     return folder / f"checkpoint-{step}"
 
 
@@ -68,8 +68,8 @@ def publish(temporary: Path, save: str) -> Path:
     """Gives a complete, synced temporary folder its final name, in one step; returns the path.
 
     An existing checkpoint of the same step stays complete under that name until the new one replaces it. If the old
-    one cannot be deleted then, the new one is committed all the same, and the next owner of the folder removes what
-    is left.
+    one cannot be deleted, the new one is committed nevertheless, and the next owner of the folder removes what is
+    left.
     """
     match = _HIDDEN.match(temporary.name)
     assert match is not None
@@ -97,7 +97,7 @@ def publish(temporary: Path, save: str) -> Path:
 
 
 def remove_temporary(path: Path) -> None:
-    """Deletes a folder whose name is no checkpoint's.
+    """Deletes a folder that does not have a checkpoint's name.
 
     The names are synced before: on the disk, this folder may still have been a checkpoint until then.
     """
@@ -108,8 +108,8 @@ def remove_temporary(path: Path) -> None:
 
 
 def _remove_or_leave(path: Path) -> bool:
-    """Deletes a hidden folder, none of whose names on the disk is a checkpoint's. Where that fails (somebody has a file
-    open on NFS, or the rights are gone) it stays, under a name that no checkpoint is brought back from."""
+    """Deletes a hidden folder, none of whose names on the disk is a checkpoint's. Where that fails (a file is still
+    open on NFS, or permissions were revoked) it stays, under a name that is never renamed back to a checkpoint's."""
     try:
         files.remove_tree(path)
     except OSError as error:
@@ -128,8 +128,8 @@ def _never_bring_back(path: Path) -> None:
 
 
 def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
-    """Deletes a checkpoint: it loses its name in one step, and then its contents. It gets its name back where `unless`,
-    asked in between, says so, or cannot tell. Returns whether it was deleted."""
+    """Deletes a checkpoint: renames it in one step, then removes its contents. Between the two, `unless` is called:
+    if it returns True or raises, the checkpoint gets its name back. Returns whether it was deleted."""
     hidden = path.with_name(f".deleted-{path.name}.{save}")
     files.rename(path, hidden)
     kept = True
@@ -145,7 +145,7 @@ def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
 
 
 def quarantine(path: Path) -> Path:
-    """Renames a damaged checkpoint so that it is not used again; returns the new path."""
+    """Renames a corrupted checkpoint so that it is not used again; returns the new path."""
     number = 0
     while True:
         target = path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))

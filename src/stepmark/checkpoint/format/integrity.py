@@ -1,7 +1,7 @@
 """Integrity checks of a checkpoint that do not read the tensors' bytes.
 
 Everything here raises CheckpointDamaged for files that are missing or wrong, and a plain CheckpointError where a file
-cannot be read at the moment, which says nothing about damage.
+cannot be read at the moment, which does not mean corruption.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
     if entry.header is None:
         raise CheckpointDamaged(f"{path} is listed without a header, and is needed as a tensor file")
     try:
-        with path.open("rb") as file:  # buffered, which goes on where a single read gives fewer bytes
+        with path.open("rb") as file:  # buffered, which continues after a short read
             data = file.read(entry.header)
     except OSError as error:
         raise cannot_read(path, error) from error

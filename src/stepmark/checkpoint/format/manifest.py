@@ -15,7 +15,7 @@ from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import natural_numbers
 from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.sharding.layout import Box, Piece, Shape
+from stepmark.sharding.layout import Box, Shape, TensorSlice
 
 MANIFEST = "manifest.json"
 VALUES = "state.json"
@@ -58,7 +58,7 @@ class TensorEntry:
 
     dtype: str
     shape: Shape
-    pieces: tuple[tuple[int, Piece], ...]
+    slices: tuple[tuple[int, TensorSlice], ...]
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ def _file_to_json(file: FileEntry) -> dict[str, Any]:
 
 def _tensor_to_json(tensor: TensorEntry) -> list[Any]:
     entry: list[Any] = [tensor.dtype, list(tensor.shape)]
-    if len(tensor.pieces) == 1 and tensor.pieces[0][1].is_whole(tensor.shape):
-        return [*entry, tensor.pieces[0][0]]
-    pieces: list[list[Any]] = []
-    for index, piece in tensor.pieces:
-        place: list[Any] = [index, list(piece.box.offsets), list(piece.box.lengths)]
-        pieces.append(place if piece.is_box else [*place, piece.start, piece.stop])
-    return [*entry, pieces]
+    if len(tensor.slices) == 1 and tensor.slices[0][1].is_full(tensor.shape):
+        return [*entry, tensor.slices[0][0]]
+    slices: list[list[Any]] = []
+    for index, tensor_slice in tensor.slices:
+        place: list[Any] = [index, list(tensor_slice.box.offsets), list(tensor_slice.box.lengths)]
+        slices.append(place if tensor_slice.is_box else [*place, tensor_slice.start, tensor_slice.stop])
+    return [*entry, slices]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -270,16 +270,16 @@ def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorE
         if not isinstance(dtype, str):
             raise ValueError(f"{dtype!r} is not a dtype")
         raise CheckpointError(f"the checkpoint has a tensor of unknown dtype {dtype[:80]!r}; use a newer Stepmark")
-    whole = [place, [0] * len(shape), list(shape)]
-    pieces = []
-    for raw in [whole] if type(place) is int else place:
+    unsharded = [place, [0] * len(shape), list(shape)]
+    slices = []
+    for raw in [unsharded] if type(place) is int else place:
         (index,) = natural_numbers(raw[:1])
         box = Box(natural_numbers(raw[1]), natural_numbers(raw[2]))
         start, stop = natural_numbers(raw[3:]) if len(raw) > 3 else (0, box.numel)
-        piece = Piece(box, start, stop)
-        if not piece.within(shape) or piece.numel * item_size(dtype) > files[index].size:
+        tensor_slice = TensorSlice(box, start, stop)
+        if not tensor_slice.within(shape) or tensor_slice.numel * item_size(dtype) > files[index].size:
             raise ValueError("a shard does not fit its tensor or its file")
-        pieces.append((index, piece))
-    if sum(piece.numel for _, piece in pieces) != math.prod(shape):
+        slices.append((index, tensor_slice))
+    if sum(tensor_slice.numel for _, tensor_slice in slices) != math.prod(shape):
         raise ValueError("the shards do not cover their tensor")
-    return TensorEntry(dtype, shape, tuple(pieces))
+    return TensorEntry(dtype, shape, tuple(slices))

@@ -1,4 +1,4 @@
-"""Whether a failed read means that a checkpoint is damaged."""
+"""Whether a failed read means that a checkpoint is corrupted."""
 
 from __future__ import annotations
 

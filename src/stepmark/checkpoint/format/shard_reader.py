@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
-from stepmark.sharding.layout import Block, Box, Piece
+from stepmark.sharding.layout import Block, Box, TensorSlice
 from stepmark.sharding.overlap import Overlap, overlaps
 
 Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
@@ -38,13 +38,13 @@ def element_blocks(stored: StoredTensor, pairs: Sequence[Overlap]) -> Iterator[t
 
 
 def copy_block(
-    file: VerifiedFile, stored: StoredTensor, start: int, stop: int, wanted: Piece, views: Sequence[View]
+    file: VerifiedFile, stored: StoredTensor, start: int, stop: int, wanted: TensorSlice, views: Sequence[View]
 ) -> None:
     """Copies what elements [start, stop) of a stored shard, at most one block, and the wanted slice have in common.
 
     `views` are the blocks of `wanted`. Raises CheckpointDamaged for bytes that differ from their checksum.
     """
-    pairs = overlaps(Piece(stored.piece.box, stored.piece.start + start, stored.piece.start + stop), wanted)
+    pairs = overlaps(TensorSlice(stored.slice.box, stored.slice.start + start, stored.slice.start + stop), wanted)
     if not pairs:
         return
     size = item_size(stored.dtype)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from stepmark.checkpoint.format.checksums import BLOCK_CHECKSUM_LENGTH, CHECKSUM_BLOCK, checksum_blocks
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointDamaged
-from stepmark.sharding.layout import Piece, Shape
+from stepmark.sharding.layout import Shape, TensorSlice
 
 PAGE = 4096
 _STEP_DIGITS = 20
@@ -33,12 +33,12 @@ class StoredTensor(NamedTuple):
     name: str
     dtype: str
     shape: Shape  # global
-    piece: Piece
+    slice: TensorSlice
     begin: int
 
     @property
     def end(self) -> int:
-        return self.begin + self.piece.numel * item_size(self.dtype)
+        return self.begin + self.slice.numel * item_size(self.dtype)
 
     def checksum_blocks(self) -> list[tuple[int, int]]:
         """The byte ranges of the data region that have one checksum each."""
@@ -66,13 +66,13 @@ class Header:
         return struct.pack("<Q", self.size - 8) + text.ljust(self.size - 8)
 
 
-def order(tensors: Sequence[tuple[str, str, Shape, Piece]]) -> tuple[StoredTensor, ...]:
+def order(tensors: Sequence[tuple[str, str, Shape, TensorSlice]]) -> tuple[StoredTensor, ...]:
     """Lays out (name, dtype, global shape, shard) one after the other, larger elements first."""
     stored, begin = [], 0
     sizes = {dtype: item_size(dtype) for dtype in {tensor[1] for tensor in tensors}}
-    for name, dtype, shape, piece in sorted(tensors, key=lambda tensor: -sizes[tensor[1]]):
-        stored.append(StoredTensor(name, dtype, shape, piece, begin))
-        begin += piece.numel * sizes[dtype]
+    for name, dtype, shape, tensor_slice in sorted(tensors, key=lambda tensor: -sizes[tensor[1]]):
+        stored.append(StoredTensor(name, dtype, shape, tensor_slice, begin))
+        begin += tensor_slice.numel * sizes[dtype]
     return tuple(stored)
 
 
@@ -90,9 +90,9 @@ def _render(tensors: Sequence[StoredTensor], step: int, save: str, digests: Mapp
         "save": save,
         "cell": CHECKSUM_BLOCK,
         "digests": {tensor.name: "".join(digests[tensor.name]) for tensor in tensors},
-        "pieces": {t.name: _piece_to_json(t) for t in tensors if not t.piece.is_whole(t.shape)},
+        "pieces": {t.name: _slice_to_json(t) for t in tensors if not t.slice.is_full(t.shape)},
     }
-    sharding = {t.name: {"saved_offsets": list(t.piece.box.offsets)} for t in tensors}
+    sharding = {t.name: {"saved_offsets": list(t.slice.box.offsets)} for t in tensors}
     header: dict[str, Any] = {
         "__metadata__": {
             "format": "pt",
@@ -102,14 +102,18 @@ def _render(tensors: Sequence[StoredTensor], step: int, save: str, digests: Mapp
         }
     }
     for t in tensors:
-        header[t.name] = {"dtype": t.dtype, "shape": list(t.piece.shape), "data_offsets": [t.begin, t.end]}
+        header[t.name] = {"dtype": t.dtype, "shape": list(t.slice.shape), "data_offsets": [t.begin, t.end]}
     return json.dumps(header, separators=(",", ":")).encode()
 
 
-def _piece_to_json(tensor: StoredTensor) -> dict[str, Any]:
-    piece = tensor.piece
-    entry = {"shape": list(tensor.shape), "offsets": list(piece.box.offsets), "lengths": list(piece.box.lengths)}
-    return entry if piece.is_box else {**entry, "range": [piece.start, piece.stop]}
+def _slice_to_json(tensor: StoredTensor) -> dict[str, Any]:
+    tensor_slice = tensor.slice
+    entry = {
+        "shape": list(tensor.shape),
+        "offsets": list(tensor_slice.box.offsets),
+        "lengths": list(tensor_slice.box.lengths),
+    }
+    return entry if tensor_slice.is_box else {**entry, "range": [tensor_slice.start, tensor_slice.stop]}
 
 
 def parse_header(data: bytes, file_size: int) -> Header:
@@ -169,21 +173,23 @@ def _parse(data: bytes, file_size: int) -> Header:
     return Header(size, int(own["step"]), str(own["save"]), tuple(tensors), digests)
 
 
-def _parse_tensor(name: str, entry: dict[str, Any], piece_entry: dict[str, Any] | None) -> StoredTensor:
+def _parse_tensor(name: str, entry: dict[str, Any], slice_entry: dict[str, Any] | None) -> StoredTensor:
     dtype, stored_shape = entry["dtype"], natural_numbers(entry["shape"])
     begin, end = natural_numbers(entry["data_offsets"])
     if dtype not in DTYPES:
         raise ValueError(f"tensor {name!r} has the unknown type {dtype!r}")
-    if piece_entry is None:
-        shape, piece = stored_shape, Piece.whole(stored_shape)
+    if slice_entry is None:
+        shape, tensor_slice = stored_shape, TensorSlice.full(stored_shape)
     else:
-        shape = natural_numbers(piece_entry["shape"])
-        piece = Piece.of_box(natural_numbers(piece_entry["offsets"]), natural_numbers(piece_entry["lengths"]))
-        if "range" in piece_entry:
-            piece = Piece(piece.box, *natural_numbers(piece_entry["range"]))
-    if not piece.within(shape) or piece.shape != stored_shape:
+        shape = natural_numbers(slice_entry["shape"])
+        tensor_slice = TensorSlice.of_box(
+            natural_numbers(slice_entry["offsets"]), natural_numbers(slice_entry["lengths"])
+        )
+        if "range" in slice_entry:
+            tensor_slice = TensorSlice(tensor_slice.box, *natural_numbers(slice_entry["range"]))
+    if not tensor_slice.within(shape) or tensor_slice.shape != stored_shape:
         raise ValueError(f"tensor {name!r} has a shard that does not fit its shape")
-    tensor = StoredTensor(name, dtype, shape, piece, begin)
+    tensor = StoredTensor(name, dtype, shape, tensor_slice, begin)
     if tensor.end != end:
         raise ValueError(f"tensor {name!r} has {end - begin} bytes, and its shape needs {tensor.end - begin}")
     return tensor

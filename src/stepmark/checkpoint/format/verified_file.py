@@ -14,7 +14,7 @@ from stepmark.checkpoint.format.manifest import FileEntry, Manifest
 from stepmark.checkpoint.format.tensor_file import PAGE, Header, StoredTensor
 from stepmark.errors import CheckpointDamaged
 from stepmark.filesystem.page_cache import PageCacheEviction
-from stepmark.sharding.layout import Piece
+from stepmark.sharding.layout import TensorSlice
 
 BLOCK = 2 * CHECKSUM_BLOCK  # bytes of one read, without the checksum blocks at its ends: they fit the processor's cache
 
@@ -34,10 +34,10 @@ class VerifiedFile:
         self._passing = PageCacheEviction(self.path) if passing else None
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
 
-    def tensor(self, name: str, dtype: str, piece: Piece) -> StoredTensor:
+    def tensor(self, name: str, dtype: str, tensor_slice: TensorSlice) -> StoredTensor:
         """The place of a shard. Raises CheckpointDamaged where header and manifest disagree."""
         found = self._tensors.get(name)
-        if found is None or (found.dtype, found.piece) != (dtype, piece):
+        if found is None or (found.dtype, found.slice) != (dtype, tensor_slice):
             raise CheckpointDamaged(f"{self.path}: the manifest and the file's header disagree about {name!r}")
         return found
 

@@ -21,7 +21,7 @@ _ChecksumBlock = tuple[int, int, str, str]  # first byte, last + 1, tensor, chec
 
 @dataclass(frozen=True)
 class Corruption:
-    """A corruption that was found. `rank` wrote the damaged bytes, which belong to `tensor`."""
+    """A corruption that was found. `rank` wrote the corrupted bytes, which belong to `tensor`."""
 
     file: str
     problem: str
@@ -30,8 +30,8 @@ class Corruption:
 
     def __str__(self) -> str:
         where = f", tensor {self.tensor}" if self.tensor is not None else ""
-        who = f" (written by rank {self.rank})" if self.rank is not None else ""
-        return f"{self.file}{where}: {self.problem}{who}"
+        writer = f" (written by rank {self.rank})" if self.rank is not None else ""
+        return f"{self.file}{where}: {self.problem}{writer}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class VerifyReport:
 
 
 def verify(folder: Path, *, threads: int = 4) -> VerifyReport:
-    """Checks the checkpoint in `folder`; starts over where a live run saves the step again meanwhile. Raises
+    """Checks the checkpoint in `folder`; starts over if a live run saves the step again in the meantime. Raises
     CheckpointError where a file cannot be read at the moment."""
     while True:
         save = save_of(folder)
@@ -126,13 +126,13 @@ def _compare(manifest: Manifest, number: int, header: Header) -> Iterator[Corrup
     """Where manifest and header disagree about which tensors are in the file."""
     name = manifest.files[number].name
     listed = {
-        (tensor, entry.dtype, entry.shape, piece)
+        (tensor, entry.dtype, entry.shape, tensor_slice)
         for tensors in manifest.tensors.values()
         for tensor, entry in tensors.items()
-        for index, piece in entry.pieces
+        for index, tensor_slice in entry.slices
         if index == number
     }
-    there = {(tensor.name, tensor.dtype, tensor.shape, tensor.piece) for tensor in header.tensors}
+    there = {(tensor.name, tensor.dtype, tensor.shape, tensor.slice) for tensor in header.tensors}
     for tensor, *_ in sorted(listed ^ there, key=lambda item: item[0]):
         yield Corruption(name, "the manifest and the file's header disagree about it", tensor)
 

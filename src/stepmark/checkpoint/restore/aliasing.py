@@ -1,6 +1,6 @@
 """Finds live tensors that share memory, such as an average that starts as the model itself, but have different values
-in the checkpoint. Equal values are found by reading: checksum blocks lie on the file's grid, so that equal tensors at
-different places of a file have different checksums."""
+in the checkpoint. Values are compared by reading them: checksum blocks are aligned in the file, so equal
+tensors at different positions have different checksums."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _places(index: int, target: ReadTarget) -> Iterator[_Place]:
     for part in target.layout.parts:
         assert isinstance(part.at, int)
         first = begin + part.at * live.element_size()
-        yield _Place(memory, first, first + part.piece.numel * live.element_size(), index)
+        yield _Place(memory, first, first + part.slice.numel * live.element_size(), index)
 
 
 def _extent(live: Tensor) -> tuple[str, int, int]:

@@ -1,7 +1,7 @@
-"""Brings a described state to the values of a checkpoint, in place.
+"""Sets a described state to the values of a checkpoint, in place.
 
-First everything is compared, and nothing is written where something differs. Then tensors are read, each checked before
-it is used, into the live ones; at last plain values are set. Parameters and existing states keep their objects.
+First everything is compared, and nothing is written where something differs. Then tensors are read into the live ones,
+each verified before it is used; plain values are set last. Parameters and existing states keep their objects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StateComparison(ReadPlan):
         super().__init__(manifest, runtime, where)
         self._values = values
         self._groups: set[str] = set()
-        self._nested: set[int] = set()  # the identities of targets that may get a tensor of their own
+        self._nested: set[int] = set()  # the identities of targets that may get a separate tensor
 
     def compare(self, state: Mapping[str, Any], sections: Iterable[Section]) -> None:
         """Plans the restoring of these sections of the state. Raises CheckpointMismatch, naming what differs."""
@@ -57,7 +57,7 @@ class StateComparison(ReadPlan):
                 ) from error
 
     def separate(self, reader: TensorReader) -> None:
-        """Gives nested state a tensor of its own where its live one shares memory with another, and the checkpoint has
+        """Gives nested state a separate tensor where its live one shares memory with another, and the checkpoint has
         different values for the two.
 
         Raises CheckpointMismatch where both are parts of modules or optimizers, which keep their tensors.
@@ -186,9 +186,9 @@ class StateComparison(ReadPlan):
 
 
 def load_extra(module: nn.Module, values: Mapping[str, Any], where: str) -> None:
-    """Gives a module what its state dict has besides parameters and buffers, by name in the state dict.
+    """Loads what a module's state dict has besides parameters and buffers, by name in the state dict.
 
-    Raises CheckpointMismatch where the module does not take it.
+    Raises CheckpointMismatch where the module rejects it.
     """
     rest = {name: value for name, value in values.items() if not is_extra_state(name)}
     try:
@@ -202,7 +202,7 @@ def load_extra(module: nn.Module, values: Mapping[str, Any], where: str) -> None
             owner.set_extra_state(value)
     except RuntimeError as error:
         raise CheckpointMismatch(
-            f"{where}: the module's load_state_dict() does not take what its state_dict() had saved, "
+            f"{where}: the module's load_state_dict() rejects what its state_dict() had saved, "
             f"{', '.join(sorted(values))}: {error}"
         ) from error
 

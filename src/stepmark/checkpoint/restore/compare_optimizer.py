@@ -109,14 +109,14 @@ class OptimizerComparison:
         used = {id(target.live) for target in self._plan.targets if target.live is not None}
         tensors: dict[int, list[Entry]] = {}
         for _, entry in self._blank:
-            if id(entry.tensor) not in used or entry.layout != Layout.whole(entry.layout.shape):
+            if id(entry.tensor) not in used or entry.layout != Layout.full(entry.layout.shape):
                 tensors.setdefault(id(entry.tensor), []).append(entry)
         for entries in tensors.values():
             tensor = entries[0].tensor.detach()
             on_host = tensor.device.type == "cpu"
             host = (tensor if on_host else self._plan.runtime.to_host([tensor])[0]).contiguous()
             for part in (part for entry in entries for part in entry.layout.parts):
-                for _, view in block_views(host, part, 0, part.piece.numel):
+                for _, view in block_views(host, part, 0, part.slice.numel):
                     view.zero_()
             if not on_host:
                 self._plan.runtime.write(entries[0].tensor, host)
@@ -179,7 +179,7 @@ class OptimizerComparison:
         plan.finishers.append(load)
 
     def _compare_others(self) -> None:
-        """State under keys that are no parameters, and members that the optimizer's own state_dict() has."""
+        """State under keys other than parameters, and what the optimizer's own state_dict() adds."""
         plan, optimizer = self._plan, self._section.value
         keys, members = self._saved.get("keys"), self._saved.get("own")
         encoded = [keys, members]

@@ -29,7 +29,7 @@ class ReadPlan:
         self.finishers: list[Callable[[], None]] = []
 
     def finish(self) -> None:
-        """Sets what is not in live tensors, once all targets are filled."""
+        """Sets everything other than live tensors, once all targets are filled."""
         for finisher in self.finishers:
             finisher()
 
@@ -56,7 +56,7 @@ class ReadPlan:
         entry = self.manifest.tensors.get(group, {}).get(name)
         if entry is None:
             raise CheckpointMismatch(f"{self.where} has no tensor {name!r}, but its stored values refer to it")
-        target = self.want(group, name, None, layout or Layout.whole(entry.shape), entry.dtype)
+        target = self.want(group, name, None, layout or Layout.full(entry.shape), entry.dtype)
         target.shape = shape
         return target
 

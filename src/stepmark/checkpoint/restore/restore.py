@@ -30,8 +30,8 @@ Accept = Callable[[Path, Manifest], None]
 
 @dataclass(frozen=True)
 class RestoreOutcome:
-    """How a stage went on one rank. `damaged`: another checkpoint may do; `incomplete`: a file is missing or short,
-    which every rank should see."""
+    """The result of a stage on one rank. `damaged`: another checkpoint may be used; `incomplete`: a file is missing or
+    truncated, which every rank should see."""
 
     problem: str | None = None
     damaged: bool = False
@@ -51,7 +51,7 @@ class Restorer:
 
     def __init__(
         self,
-        meeting: TimedGroup,
+        group: TimedGroup,
         phases: PhaseDeadlines,
         runtime: Runtime,
         threads: int,
@@ -60,8 +60,8 @@ class Restorer:
         clock: TimestampSource,
     ) -> None:
         """`alone`: no other rank is on this node. `accept` may refuse a checkpoint, by raising, before it is compared
-        with the state. `clock` learns of what times the checkpoints are."""
-        self._meeting = meeting
+        with the state. `clock` is informed of the checkpoints' times."""
+        self._group = group
         self._clock = clock
         self._phases = phases
         self._runtime = runtime
@@ -70,7 +70,7 @@ class Restorer:
         self._accept = accept
         self._step = -1  # of the checkpoint that was compared last
         self._save: str | None = None  # likewise
-        self.aside: list[tuple[Path, str]] = []  # what was quarantined on this rank, and why
+        self.quarantined: list[tuple[Path, str]] = []  # on this rank, each with the reason
 
     def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
         """Restores from the first complete candidate and quarantines those before it; None without candidates.
@@ -81,10 +81,10 @@ class Restorer:
         for path in candidates:
             reason = self._attempt(path, state)
             if reason is None:
-                self._set_aside(damaged, path)
+                self._quarantine(damaged, path)
                 return path
-            if self._meeting.rank == 0:
-                logger.error("%s is damaged: %s", path, reason)
+            if self._group.rank == 0:
+                logger.error("%s is corrupted: %s", path, reason)
             damaged.append((path, reason))
         if damaged:
             raise CheckpointDamaged(
@@ -104,26 +104,26 @@ class Restorer:
         return self._step
 
     def _attempt(self, path: Path, state: Mapping[str, Any]) -> str | None:
-        """Restores from this checkpoint; the reason where it is damaged, on all ranks."""
+        """Restores from this checkpoint; the reason where it is corrupted, on all ranks."""
         reader: TensorReader | None = None
-        restoration: StateComparison | None = None
+        comparison: StateComparison | None = None
         fresh: list[tuple[Any, list[str]]] = []  # optimizers, and the parameters of which they had no state
         same = False
         self._save = None
 
         def compare() -> Names:
-            nonlocal reader, restoration
+            nonlocal reader, comparison
             manifest = read_manifest(path)
             self._step, self._save = manifest.step, manifest.save
             self._clock.saw(manifest.time)
             if self._accept is not None:
                 self._accept(path, manifest)
-            if self._meeting.rank == 0:
+            if self._group.rank == 0:
                 check_integrity(path, manifest)
             reader = TensorReader(path, manifest, threads=self._threads, alone=self._alone)
             values = read_values(path, manifest)
             _check_types(values, state, path)
-            restoration = StateComparison(manifest, values, self._runtime, str(path))
+            comparison = StateComparison(manifest, values, self._runtime, str(path))
             for value in state.values():
                 if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
                     fresh.append(
@@ -131,9 +131,9 @@ class Restorer:
                     )
                     value.ensure_state()
             sections: list[Section] = describe(state)
-            restoration.compare(state, sections)
-            restoration.separate(reader)
-            return restoration.unexpected()
+            comparison.compare(state, sections)
+            comparison.separate(reader)
+            return comparison.unexpected()
 
         try:
             reason = self._together("comparing", compare, path)
@@ -141,9 +141,9 @@ class Restorer:
                 return reason
             same = True
             assert reader is not None
-            assert restoration is not None
-            fill = _no_names(reader.fill, restoration.targets, self._runtime)
-            finish = _no_names(restoration.finish)
+            assert comparison is not None
+            fill = _no_names(reader.fill, comparison.targets, self._runtime)
+            finish = _no_names(comparison.finish)
             return self._together("reading", fill, path) or self._together("setting", finish, path)
         finally:
             for optimizer, names in fresh if not same else ():
@@ -153,12 +153,12 @@ class Restorer:
                 reader.close()
 
     def _together(self, name: str, stage: Callable[[], Names], path: Path) -> str | None:
-        """Runs a stage on every rank; the reason where the checkpoint is damaged. Raises on all ranks for the rest."""
+        """Runs a stage on all ranks; returns the reason where the checkpoint is corrupted, raises other errors."""
         error: BaseException | None = None
         self._phases.enter(name)
         try:
             outcome = RestoreOutcome(unexpected=frozenset(stage()))
-            self._phases.leave()  # the meeting, which begins now, has a deadline of its own
+            self._phases.leave()  # the collective, which begins now, has its own deadline
         except CheckpointDamaged as problem:
             outcome = RestoreOutcome(str(problem), damaged=True, incomplete=isinstance(problem, FileIncomplete))
             error = problem
@@ -169,13 +169,11 @@ class Restorer:
         finally:
             self._phases.stop()
         what, outcome = f"{name} {path.name}", replace(outcome, save=self._save)
-        outcomes: list[RestoreOutcome] = self._meeting.all_gather(outcome, what, self._phases.board)
+        outcomes: list[RestoreOutcome] = self._group.all_gather(outcome, what, self._phases.board)
         if outcome.troubled and error is not None:
             raise error
         for rank, other in enumerate(outcomes):
-            if (
-                other.troubled
-            ):  # whatever else a rank reports: a checkpoint is quarantined only where nothing is in doubt
+            if other.troubled:  # takes precedence: a checkpoint is quarantined only where nothing is in doubt
                 raise CheckpointError(f"rank {rank}: {other.problem}")
         _check_same(outcomes, path)
         reason = self._damage(outcomes, path)
@@ -193,15 +191,15 @@ class Restorer:
         return None
 
     def _damage(self, outcomes: Sequence[RestoreOutcome], path: Path) -> str | None:
-        """The reason where a rank has found the checkpoint damaged. What only other ranks miss rank 0 looks for itself:
-        raises CheckpointError, on all ranks, where it is there."""
+        """The reason where a rank has found the checkpoint corrupted. If only other ranks miss files, rank 0 looks for
+        them: raises CheckpointError, on all ranks, where it finds them."""
         damaged = [(rank, outcome.problem) for rank, outcome in enumerate(outcomes) if outcome.damaged]
         if not damaged:
             return None
         rank, reason = damaged[0]
         if rank == 0 or not all(outcome.incomplete for outcome in outcomes if outcome.damaged):
             return reason
-        seen: str | None = self._meeting.ask_first(
+        seen: str | None = self._group.ask_first(
             lambda: _what_is_wrong(path), f"looking at {path.name} again", board=self._phases.board
         )
         if seen is None:
@@ -211,17 +209,17 @@ class Restorer:
             )
         return seen
 
-    def _set_aside(self, damaged: Sequence[tuple[Path, str]], used: Path) -> None:
-        if self._meeting.rank != 0:
+    def _quarantine(self, damaged: Sequence[tuple[Path, str]], used: Path) -> None:
+        if self._group.rank != 0:
             return
         for path, reason in damaged:
             try:
-                aside = quarantine(path).name
-                self.aside.append((path, reason))
-            except OSError as error:  # what has been restored is right all the same
-                logger.error("the damaged %s could not be quarantined: %s", path, describe_error(error))
+                new_name = quarantine(path).name
+                self.quarantined.append((path, reason))
+            except OSError as error:  # the restored state is valid nevertheless
+                logger.error("the corrupted %s could not be quarantined: %s", path, describe_error(error))
             else:
-                logger.error("quarantined the damaged %s as %s; using %s instead", path.name, aside, used.name)
+                logger.error("quarantined the corrupted %s as %s; using %s instead", path.name, new_name, used.name)
 
 
 def _check_types(values: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
@@ -233,8 +231,8 @@ def _check_types(values: Mapping[str, Any], state: Mapping[str, Any], path: Path
 
 
 def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:
-    """Raises CheckpointError, on all ranks, where they have read different manifests: what one finds damaged, or
-    restores, says nothing about the others then."""
+    """Raises CheckpointError, on all ranks, where they have read different manifests: then the result of one rank says
+    nothing about the others."""
     seen = [(rank, outcome.save) for rank, outcome in enumerate(outcomes) if outcome.save is not None]
     for rank, save in seen[1:]:
         if save != seen[0][1]:

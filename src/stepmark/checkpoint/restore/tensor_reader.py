@@ -27,7 +27,7 @@ from stepmark.sharding.overlap import disjoint, overlaps
 from stepmark.sharding.views import block_views, is_row_major
 
 Bytes = NDArray[np.uint8]
-LARGE = 4 << 20  # bytes from which a tensor's memory on the host is a mapping of its own
+LARGE = 4 << 20  # bytes from which a tensor's host memory is a separate mapping
 IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read straight into place
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -53,7 +53,7 @@ class ReadTarget:
         if self.shape is not None:
             return torch.zeros(self.shape, dtype=dtype)
         assert len(self.layout.parts) == 1
-        return torch.empty(self.layout.parts[0].piece.shape, dtype=dtype)
+        return torch.empty(self.layout.parts[0].slice.shape, dtype=dtype)
 
 
 class TensorReader:
@@ -109,8 +109,8 @@ class TensorReader:
         if live is not None and live.device.type == "cpu" and is_row_major(live):
             host, size = live.detach(), 0
         elif live is not None:
-            parts = {(part.at, part.piece) for target in group for part in target.layout.parts}
-            covered = sum(piece.numel for _, piece in parts)
+            parts = {(part.at, part.slice) for target in group for part in target.layout.parts}
+            covered = sum(tensor_slice.numel for _, tensor_slice in parts)
             host = _like_on_host(live, memory) if covered == live.numel() else _copy_on_host(live, runtime)
             size = host.nbytes
         else:
@@ -140,18 +140,18 @@ class TensorReader:
         entry = self.manifest.tensors[target.group][target.name]
         assert target.host is not None
         for part in target.layout.parts:
-            runs = isinstance(part.at, int) and all(stored.box == part.piece.box for _, stored in entry.pieces)
+            runs = isinstance(part.at, int) and all(stored.box == part.slice.box for _, stored in entry.slices)
             yield from self._runs(target, part, entry) if runs else self._boxes(target, part, entry)
 
     def _runs(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
         """Stored shards and wanted slices are ranges of the same box: straight copies."""
         assert target.host is not None
         assert isinstance(part.at, int)
-        size, position = item_size(entry.dtype), part.piece.start
+        size, position = item_size(entry.dtype), part.slice.start
         flat = target.host.view(-1).view(torch.uint8).numpy()
         copy = _copy_run if _in_use(target) else _read_run
-        for index, stored in sorted(entry.pieces, key=lambda piece: piece[1].start):
-            start, stop = max(stored.start, part.piece.start), min(stored.stop, part.piece.stop)
+        for index, stored in sorted(entry.slices, key=lambda tensor_slice: tensor_slice[1].start):
+            start, stop = max(stored.start, part.slice.start), min(stored.stop, part.slice.stop)
             if start >= stop:
                 continue
             if start != position:
@@ -160,24 +160,24 @@ class TensorReader:
             file = self._file(index)
             tensor = file.tensor(target.name, entry.dtype, stored)
             origin = tensor.begin - stored.start * size  # where in the data the box would begin
-            shift = (part.at - part.piece.start) * size - origin
+            shift = (part.at - part.slice.start) * size - origin
             for begin, end in byte_blocks(origin + start * size, origin + stop * size):
                 yield partial(copy, file, tensor, begin, end, flat[begin + shift : end + shift])
-        if position != part.piece.stop:
+        if position != part.slice.stop:
             raise self._incomplete(target)
 
     def _boxes(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
-        """Any two layouts: their intersection, block by block of what is stored."""
+        """The intersection of any two layouts, one stored block at a time."""
         found: list[Box] = []
-        for index, stored in entry.pieces:
-            pairs = overlaps(stored, part.piece)
+        for index, stored in entry.slices:
+            pairs = overlaps(stored, part.slice)
             if pairs:
                 found += [pair.box for pair in pairs]
                 file = self._file(index)
                 tensor = file.tensor(target.name, entry.dtype, stored)
                 for start, stop in element_blocks(tensor, pairs):
                     yield partial(_copy_boxes, file, tensor, start, stop, target, part)
-        if sum(box.numel for box in found) != part.piece.numel or not disjoint(found):
+        if sum(box.numel for box in found) != part.slice.numel or not disjoint(found):
             raise self._incomplete(target)
 
     def _incomplete(self, target: ReadTarget) -> CheckpointDamaged:
@@ -226,8 +226,8 @@ def _copy_boxes(
     """Copies what elements [start, stop) of a stored shard, at most one block, and a part of the target share."""
     assert target.host is not None
     integers = _INTEGERS[item_size(tensor.dtype)]
-    views = block_views(target.host, part, 0, part.piece.numel)
-    copy_block(file, tensor, start, stop, part.piece, [(block, view.view(integers).numpy()) for block, view in views])
+    views = block_views(target.host, part, 0, part.slice.numel)
+    copy_block(file, tensor, start, stop, part.slice, [(block, view.view(integers).numpy()) for block, view in views])
 
 
 def check_entry(entry: TensorEntry | None, target: ReadTarget, where: str) -> None:

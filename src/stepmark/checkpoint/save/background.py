@@ -1,4 +1,4 @@
-"""The threads behind the training loop: they write the save in progress and delete old checkpoints after it."""
+"""Background threads: they write the save in progress, and then delete old checkpoints."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Background:
 
     def tidy(self) -> None:
         """Removes what failed saves left, on rank 0, once all ranks have started another one, so that a full disk does
-        not stay full. That every rank reports to be done cannot be awaited, since a full disk prevents it."""
+        not stay full. It does not wait for all ranks to report completion, since a full disk prevents that."""
         for temporary in list(self._left):
             self._discard(temporary)
 
@@ -106,7 +106,7 @@ class Background:
             self._left.discard(temporary)
 
     def leave(self, board: StatusStore, temporary: Path | None, handle: SaveHandle) -> None:
-        """Leaves the board of a save or restore that has ended; see `_farewell`."""
+        """Leaves the status store of a save or restore that has ended; see `_farewell`."""
         self._spawn(self._farewell, board, temporary, handle)
 
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:

@@ -92,7 +92,7 @@ def _saved(path: Path) -> tuple[Saved, str]:
     """What retention needs to know of a checkpoint. Its step must be the one in its name."""
     manifest = read_manifest(path)
     check_name(path, manifest)
-    saved = Saved(manifest.step, manifest.time, decode_plain(manifest.metrics), whole=not manifest.model_only)
+    saved = Saved(manifest.step, manifest.time, decode_plain(manifest.metrics), resumable=not manifest.model_only)
     return saved, manifest.save
 
 

@@ -83,7 +83,7 @@ def model_index(plan: SavePlan) -> bytes | None:
     """transformers' index of the model's files; None where there is one file, or tensors are sharded."""
     model_files = [file for file in plan.files if file.group == MODEL]
     tensors = [(tensor, file.name) for file in model_files for tensor in file.tensors]
-    if len(model_files) < 2 or not all(tensor.piece.is_whole(tensor.shape) for tensor, _ in tensors):
+    if len(model_files) < 2 or not all(tensor.slice.is_full(tensor.shape) for tensor, _ in tensors):
         return None
     weight_map = {tensor.name: name for tensor, name in tensors}
     size = sum(file.data_size for file in model_files)
@@ -96,6 +96,6 @@ def tensor_entries(plan: SavePlan) -> dict[str, dict[str, TensorEntry]]:
     for index, file in enumerate(plan.files):
         tensors = groups.setdefault(file.group, {})
         for tensor in file.tensors:
-            known: Any = tensors[tensor.name].pieces if tensor.name in tensors else ()
-            tensors[tensor.name] = TensorEntry(tensor.dtype, tensor.shape, (*known, (index, tensor.piece)))
+            known: Any = tensors[tensor.name].slices if tensor.name in tensors else ()
+            tensors[tensor.name] = TensorEntry(tensor.dtype, tensor.shape, (*known, (index, tensor.slice)))
     return groups

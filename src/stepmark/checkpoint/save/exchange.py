@@ -15,7 +15,7 @@ from stepmark.checkpoint.format.json_values import TAG
 from stepmark.checkpoint.save.plan import Holding
 from stepmark.checkpoint.sections import Row, Section
 from stepmark.errors import UsageError
-from stepmark.sharding.layout import Box, Piece
+from stepmark.sharding.layout import Box, TensorSlice
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,12 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
 
 
 def _row_to_json(row: Row) -> list[Any]:
-    piece = row.piece
-    place = None if piece.is_whole(row.shape) else [piece.box.offsets, piece.box.lengths, piece.start, piece.stop]
+    tensor_slice = row.slice
+    place = (
+        None
+        if tensor_slice.is_full(row.shape)
+        else [tensor_slice.box.offsets, tensor_slice.box.lengths, tensor_slice.start, tensor_slice.stop]
+    )
     return [row.name, row.dtype, row.shape, place, row.first]
 
 
@@ -57,18 +61,18 @@ def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
     rows = []
     last: Any = None
     shape: tuple[int, ...] = ()
-    piece = Piece.whole(())
+    tensor_slice = TensorSlice.full(())
     for name, dtype, raw_shape, place, first in json.loads(data):
         if (raw_shape, place) != last:
             last, shape = (raw_shape, place), tuple(raw_shape)
-            piece = Piece.whole(shape) if place is None else _piece_from_json(place)
-        rows.append(Row(group, name, dtype, shape, piece, first))
+            tensor_slice = TensorSlice.full(shape) if place is None else _slice_from_json(place)
+        rows.append(Row(group, name, dtype, shape, tensor_slice, first))
     return tuple(rows)
 
 
-def _piece_from_json(place: list[Any]) -> Piece:
+def _slice_from_json(place: list[Any]) -> TensorSlice:
     offsets, lengths, start, stop = place
-    return Piece(Box(tuple(offsets), tuple(lengths)), start, stop)
+    return TensorSlice(Box(tuple(offsets), tuple(lengths)), start, stop)
 
 
 TableChecksums = Sequence[dict[str, str]]  # each rank's `RankTables.checksums()`

@@ -1,7 +1,7 @@
 """One save, from the copy in host memory to the committed folder. Runs on every rank, in the background or in line.
 
 writing      each rank writes and syncs its shares of the files       -> "written", to the ranks that finalize files
-sealing      a file's first writer adds the header with all checksums -> "sealed", to rank 0
+finalizing   a file's first writer adds the header with all checksums -> "finalized", to rank 0
 committing   rank 0 commits (commit.py)                               -> "committed", to all
 """
 
@@ -76,7 +76,7 @@ class SaveOperation:
 
     def _finalize_files(self, checksums: Checksums) -> None:
         """Writes the headers of the files whose first writer this rank is."""
-        self.phases.enter("sealing")
+        self.phases.enter("finalizing")
         own = [index for index, file in enumerate(self.plan.files) if file.finalizer == self.rank]
         others = {share.rank for index in own for share in self.plan.files[index].shares} - {self.rank}
         posts = self.phases.wait("written", others)
@@ -88,16 +88,16 @@ class SaveOperation:
                     merged.setdefault(name, {}).update({int(number): checksum for number, checksum in found.items()})
             header = write_header(self.temporary, self.plan.files[index], self.step, self.save, merged)
             headers[index] = bytes_checksum(header)
-        self.board.post("sealed", headers)
+        self.board.post("finalized", headers)
 
     def _commit(self) -> tuple[Path, int | None]:
         self.phases.enter("committing")
         written = ("written", {share.rank for file in self.plan.files for share in file.shares})
-        finalized = ("sealed", {file.finalizer for file in self.plan.files})
+        finalized = ("finalized", {file.finalizer for file in self.plan.files})
         if self.rank != 0:
             posted = self.phases.wait("committed", [0], [written, finalized])
             return Path(posted[0]), None
-        posts = self.phases.wait("sealed", finalized[1], [written])
+        posts = self.phases.wait("finalized", finalized[1], [written])
         headers = {int(index): checksum for post in posts.values() for index, checksum in post.items()}
         path, size = self.commit.run(self.temporary, self.plan, headers)
         self.board.post("committed", str(path))

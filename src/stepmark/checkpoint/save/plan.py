@@ -1,4 +1,4 @@
-"""Who writes which bytes of which file: a pure function of what the ranks hold, the same on every rank.
+"""Which rank writes which bytes of which file: a pure function of what the ranks hold, the same on every rank.
 
 Ranks that hold the same slice of a tensor are its replicas. Slices with the same replicas are written together: they
 are divided among the nodes that have replicas, a node's slices are laid out in files, and the bytes of these files are
@@ -146,7 +146,7 @@ def _check_coverage(rows: Iterable[Row]) -> None:
     """Raises UsageError unless the ranks agree on each tensor and hold all of it."""
     tensors: dict[tuple[str, str], tuple[str, Shape]] = {}
     held: dict[tuple[str, str], int] = defaultdict(int)
-    for group, name, dtype, shape, piece, _ in rows:
+    for group, name, dtype, shape, tensor_slice, _ in rows:
         key = (group, name)
         known = tensors.setdefault(key, (dtype, shape))
         if known != (dtype, shape):
@@ -154,7 +154,7 @@ def _check_coverage(rows: Iterable[Row]) -> None:
                 f"tensor {name!r} is {known[0]} {list(known[1])} on one rank and {dtype} {list(shape)} on another; all "
                 "ranks have to save the same tensor under one name"
             )
-        held[key] += piece.stop - piece.start
+        held[key] += tensor_slice.stop - tensor_slice.start
     for (group, name), count in held.items():
         numel = math.prod(tensors[group, name][1])
         if count != numel:
@@ -229,13 +229,13 @@ def _divide_bytes(
     # The least loaded first: a remainder, which cannot be divided, goes to one with much room.
     order = sorted(range(len(members)), key=lambda index: -quotas[index])
     members, quotas = [members[index] for index in order], [quotas[index] for index in order]
-    cuts = [_snap(position, starts) for position in accumulate(quotas, initial=0)]
-    cuts[-1] = starts[-1]
+    bounds = [_snap(position, starts) for position in accumulate(quotas, initial=0)]
+    bounds[-1] = starts[-1]
     divided = []
     for start, end in pairwise(starts):
         shares = [
             Share(rank, max(begin, start) - start, min(stop, end) - start)
-            for rank, (begin, stop) in zip(members, pairwise(cuts), strict=True)
+            for rank, (begin, stop) in zip(members, pairwise(bounds), strict=True)
             if max(begin, start) < min(stop, end)
         ]
         divided.append(tuple(shares) or (Share(members[0], 0, 0),))

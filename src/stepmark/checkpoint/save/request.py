@@ -1,4 +1,4 @@
-"""The first part of a save, in the training loop: agree on what is saved, plan it, and copy it to host memory."""
+"""The first part of a save, in the training loop: agree on the contents, plan, and copy to host memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def prepare_save(
     metrics: Mapping[str, float] | None,
     model_only: bool,
 ) -> SaveRequest:
-    """Describes what is to be saved, and lets `write_files` add its own to the temporary folder.
+    """Describes the state, and lets `write_files` add files to the temporary folder.
 
     Raises UsageError for what cannot be saved.
     """

@@ -1,8 +1,8 @@
 """Copies what this rank will write from the live tensors to host memory, laid out as in the files.
 
-One step boundary, then copies; no live tensor is changed or replaced. On a lazy device tensors come to the host whole,
-in groups, so that what is held besides the copy is bounded by the largest tensor; slices are cut on the host, because
-on the device each would be a graph of its own.
+One step boundary, then copies; no live tensor is changed or replaced. On a lazy device complete tensors are copied
+to the host, in groups, so that memory besides the copy is bounded by the largest tensor; they are sliced on the host,
+because each slice on the device would be a separate graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.sections import Entry
 from stepmark.checkpoint.threads import in_parallel
 from stepmark.runtime.base import Runtime
-from stepmark.sharding.layout import Part, Piece
+from stepmark.sharding.layout import Part, TensorSlice
 from stepmark.sharding.views import block_views, flattened, is_row_major
 
 _CHUNK = 8 << 20  # bytes that a thread copies at a time
@@ -72,10 +72,10 @@ def staging_sizes(plan: SavePlan) -> Counter[int]:
 
 def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tuple[str, str], Entry]) -> list[Copy]:
     """The copies that fill the extents, those from the same tensor together. `entries` is by group and name."""
-    parts: dict[tuple[str, str, Piece], Part] = {}
+    parts: dict[tuple[str, str, TensorSlice], Part] = {}
     for (group, name), entry in entries.items():
         for part in entry.layout.parts:
-            parts[group, name, part.piece] = part
+            parts[group, name, part.slice] = part
     copies = []
     for extent in extents:
         file = plan.files[extent.file]
@@ -84,7 +84,7 @@ def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tupl
             if begin < end:
                 size = item_size(tensor.dtype)
                 start, stop = (begin - tensor.begin) // size, (end - tensor.begin) // size
-                part = parts[file.group, tensor.name, tensor.piece]
+                part = parts[file.group, tensor.name, tensor.slice]
                 entry = entries[file.group, tensor.name]
                 copies.append(Copy(entry, part, start, stop, extent.at + begin - extent.begin))
     order: dict[int, int] = {}
@@ -111,7 +111,7 @@ def copy_to_host(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, th
 
 
 def _groups(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Cuts the copies where the tensors of a group would exceed GROUP_BYTES; a tensor is never in two groups."""
+    """Groups the copies so that the tensors of a group do not exceed GROUP_BYTES; a tensor is never in two groups."""
     group: list[Copy] = []
     size, last = 0, None
     for copy in copies:
@@ -127,7 +127,7 @@ def _groups(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
 
 
 def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int) -> None:
-    """Runs of bytes of host memory by threads of our own, since torch's may be one per process; the rest by torch."""
+    """Copies contiguous host memory with our own threads, since torch may have one per process; the rest with torch."""
     target = memory.numpy()
     runs: list[tuple[int, NDArray[np.uint8]]] = []
     for copy, source in found:
@@ -161,11 +161,11 @@ def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:
 
 
 def _by_boxes(part: Part, source: Tensor) -> Part:
-    """The same part, by its offsets where it lies in host memory that is not in row-major order: else the whole tensor
-    would be copied first."""
-    piece = part.piece
+    """The same part, by its offsets where it lies in host memory that is not in row-major order: otherwise the complete
+    tensor would be copied first."""
+    tensor_slice = part.slice
     if source.device.type != "cpu" or source.is_contiguous():
         return part
-    if part.at != piece.start or piece.box.lengths != tuple(source.shape):
+    if part.at != tensor_slice.start or tensor_slice.box.lengths != tuple(source.shape):
         return part
-    return Part(piece, (0,) * source.dim())
+    return Part(tensor_slice, (0,) * source.dim())

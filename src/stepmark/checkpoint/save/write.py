@@ -1,4 +1,4 @@
-"""Writes this rank's share of the files from staging memory, with the checksums on the way."""
+"""Writes this rank's share of the files from staging memory, and computes checksums on the way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Checksums = dict[int, dict[str, dict[int, str]]]
 
 
 class _Output:
-    """A file that is being written: whole pages past the page cache, where that can be, the rest through it."""
+    """A file that is being written: complete pages with direct I/O where possible, the rest through the page cache."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,16 +30,16 @@ class _Output:
 
     def write(self, data: memoryview, offset: int) -> None:
         """`offset` and the memory are page-aligned."""
-        whole = len(data) // PAGE * PAGE if self._direct is not None else 0
+        aligned = len(data) // PAGE * PAGE if self._direct is not None else 0
         try:
-            if whole and self._direct is not None:
+            if aligned and self._direct is not None:
                 try:
-                    files.write_at(self._direct, data[:whole], offset)
+                    files.write_at(self._direct, data[:aligned], offset)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    whole = 0  # opened, and refused all the same: some network file systems
-            files.write_at(self._cached, data[whole:], offset + whole)
+                    aligned = 0  # some network file systems open it, and then refuse to write
+            files.write_at(self._cached, data[aligned:], offset + aligned)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
@@ -105,7 +105,7 @@ def _checksums_by_block(file: PlannedFile, extent: Extent) -> dict[int, list[tup
 
 
 def write_header(folder: Path, file: PlannedFile, step: int, save: str, checksums: dict[str, dict[int, str]]) -> bytes:
-    """Adds the header once all of the file's data is there; returns its bytes.
+    """Adds the header once all of the file's data is written; returns its bytes.
 
     `checksums` is by tensor name and number of the block, complete. Raises OSError where the file does
     not have its planned size.

@@ -6,7 +6,7 @@ so that the generator advances as it would have, and the tape notes the generato
 the tensor's values bit for bit, in any order and as often as wanted. An operation that overwrites the complete tensor
 clears its tape, so that what constructors draw and models then draw again is replayed once.
 
-Small tensors are real, and so is what is computed from others: rotary frequencies, causal masks.
+Small tensors are real, and so are tensors computed from others: rotary frequencies, causal masks.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class Drawn:
     value: Callable[[], Tensor]
 
     def fill(self, local: Tensor, layout: Layout) -> None:
-        whole = self.value()
+        full = self.value()
         for part in layout.parts:
-            part_of(local, part).copy_(narrow(whole, part.piece.box))
+            part_of(local, part).copy_(narrow(full, part.slice.box))
 
 
 class _NotMeta(TorchFunctionMode):

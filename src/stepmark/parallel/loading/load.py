@@ -37,26 +37,26 @@ ShardModel = Callable[[nn.Module], object]
 
 
 @dataclass(frozen=True)
-class Maker:
-    """How models are created: `shard` shards a model that is on the meta device; `runtime` has the device on which its
-    parameters end. Tensors of less than `small` bytes are held while a new model is drawn."""
+class ModelFactory:
+    """Creates models for one rank: `shard` shards a model on the meta device; its parameters are moved to `runtime`'s
+    device. Tensors of less than `small` bytes are kept in memory while a new model is initialized."""
 
     shard: ShardModel
     runtime: Runtime
     small: int = SMALL
 
     def new(self, construct: Callable[[], Any], dtype: torch.dtype | None = None) -> Any:
-        """The model that `construct` makes, its values those that it would have drawn alone, then taken to `dtype`.
+        """The model that `construct` creates, with the values of an unsharded construction, then converted to `dtype`.
 
-        The generator's state afterwards is the one after the complete construction.
+        The generator's state afterwards is that after an unsharded construction.
         """
         deferral = DeferredInit(self.small)
         with deferral:
             model = construct()
-        self.complete(model, deferral, dtype)
+        self.shard_and_fill(model, deferral, dtype)
         return model
 
-    def complete(self, model: nn.Module, deferral: DeferredInit, dtype: torch.dtype | None = None) -> None:
+    def shard_and_fill(self, model: nn.Module, deferral: DeferredInit, dtype: torch.dtype | None = None) -> None:
         """Shards and fills a model that was constructed under `deferral`."""
         sources = deferral.settle(model)
         if dtype is not None:
@@ -64,16 +64,16 @@ class Maker:
         self.shard(model)
         fill(model, sources, self.runtime)
 
-    def loaded(self, model: Any, files: list[Path], config: Any) -> None:
-        """Shards and fills a model that `from_pretrained` has constructed on the meta device. `config` is what
-        transformers knows of this loading: dtypes, names that differ."""
+    def fill_from_files(self, model: Any, files: list[Path], config: Any) -> None:
+        """Shards and fills a model that `from_pretrained` has constructed on the meta device. `config` is
+        transformers' description of this loading: dtypes, renamed tensors."""
         sources = prepare(model, open_files(files), config)
         self.shard(model)
         fill(model, sources, self.runtime)
 
 
 def fill(model: nn.Module, sources: Mapping[str, TensorSource], runtime: Runtime) -> None:
-    """Gives every parameter on the meta device its values, and takes the buffers to the device.
+    """Gives every parameter on the meta device its values, and moves the buffers to the device.
 
     A parameter's source has its name, or one of its names where it is tied. Parameters keep their identity;
     elements outside their layout are 0. Raises CheckpointMismatch, before anything is read, where a source
@@ -85,10 +85,10 @@ def fill(model: nn.Module, sources: Mapping[str, TensorSource], runtime: Runtime
     found: list[tuple[nn.Parameter, Layout, TensorSource]] = []
     for parameter in model.parameters():
         if parameter.is_meta:
-            layout = layout_of(parameter) or Layout.whole(parameter.shape)
+            layout = layout_of(parameter) or Layout.full(parameter.shape)
             found.append((parameter, layout, _source(names[id(parameter)], layout, sources)))
     for parameter, layout, source in found:
-        covered = sum(part.piece.numel for part in layout.parts) == parameter.numel()
+        covered = sum(part.slice.numel for part in layout.parts) == parameter.numel()
         local = (torch.empty if covered else torch.zeros)(parameter.shape, dtype=parameter.dtype)
         source.fill(local, layout)
         replace(parameter, nn.Parameter(runtime.place(local), requires_grad=parameter.requires_grad))
@@ -129,66 +129,68 @@ def load_for_parallelism(
         CheckpointMismatch: The folder's tensors and the model's differ in names or shapes.
         UsageError: The model cannot be created or loaded in shards.
     """
-    with making(maker(mesh, sequence_parallel, parallelize_embedding, plan)):
+    with patched_constructors(model_factory(mesh, sequence_parallel, parallelize_embedding, plan)):
         yield
 
 
-def maker(mesh: Mesh, sequence_parallel: bool = False, parallelize_embedding: bool = True, plan: Any = None) -> Maker:
-    """How models are made for a rank of the mesh; the arguments are those of `parallelize`."""
+def model_factory(
+    mesh: Mesh, sequence_parallel: bool = False, parallelize_embedding: bool = True, plan: Any = None
+) -> ModelFactory:
+    """The factory of models for a rank of the mesh; the arguments are those of `parallelize`."""
     from stepmark.parallel.tensor.parallelize import parallelize
 
     options = {"sequence_parallel": sequence_parallel, "parallelize_embedding": parallelize_embedding, "plan": plan}
-    return Maker(functools.partial(parallelize, mesh=mesh, **options), mesh.runtime)
+    return ModelFactory(functools.partial(parallelize, mesh=mesh, **options), mesh.runtime)
 
 
-def load_model(make: Maker, folder: str | Path, *, model_class: Any = None, **options: Any) -> Any:
+def load_model(factory: ModelFactory, folder: str | Path, *, model_class: Any = None, **options: Any) -> Any:
     """A model from a Hugging Face folder; `model_class` is AutoModelForCausalLM unless given, `options` are those of
     its `from_pretrained`: dtype, config and others."""
     if model_class is None:
         from transformers import AutoModelForCausalLM as model_class
-    with making(make):
+    with patched_constructors(factory):
         return model_class.from_pretrained(str(folder), **options)
 
 
-def new_model(make: Maker, config: Any, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
+def new_model(factory: ModelFactory, config: Any, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
     """A new model of a configuration, with the values that the complete model would draw, converted to `dtype` after
     drawing."""
     if model_class is None:
         from transformers import AutoModelForCausalLM as model_class
-    return make.new(lambda: model_class.from_config(config), dtype)
+    return factory.new(lambda: model_class.from_config(config), dtype)
 
 
 @contextmanager
-def making(make: Maker) -> Iterator[None]:
-    """Context in which transformers models are created by `make`."""
+def patched_constructors(factory: ModelFactory) -> Iterator[None]:
+    """Context in which transformers models are created by `factory`, through patched constructors."""
     from transformers import PreTrainedModel
 
-    busy = _Busy()
+    building = _Building()
     with ExitStack() as patches:
         for each in _subclasses(PreTrainedModel):
             if "__init__" in vars(each):
-                patches.enter_context(mock.patch.object(each, "__init__", _constructor(each, make, busy)))
-        later = _watching(PreTrainedModel.__dict__["__init_subclass__"], make, busy, patches)
+                patches.enter_context(mock.patch.object(each, "__init__", _constructor(each, factory, building)))
+        later = _patching_new_classes(PreTrainedModel.__dict__["__init_subclass__"], factory, building, patches)
         patches.enter_context(mock.patch.object(PreTrainedModel, "__init_subclass__", classmethod(later)))
         patches.enter_context(
-            mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained(make, busy)))
+            mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained(factory, building)))
         )
         yield
 
 
 @dataclass
-class _Busy:
+class _Building:
     """Whether a model is being created: models inside it are not created separately."""
 
-    now: bool = False
+    active: bool = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        self.now = True
+        self.active = True
         try:
             yield
         finally:
-            self.now = False
+            self.active = False
 
 
 def _subclasses(parent: type) -> list[type]:
@@ -200,36 +202,38 @@ def _subclasses(parent: type) -> list[type]:
     return found
 
 
-def _constructor(owner: type, make: Maker, busy: _Busy) -> Callable[..., None]:
+def _constructor(owner: type, factory: ModelFactory, building: _Building) -> Callable[..., None]:
     original: Any = vars(owner)["__init__"]
 
     @functools.wraps(original)
     def construct(self: Any, *args: Any, **options: Any) -> None:
         # The first constructor to be called is the model's own; those of its parents and parts follow inside it.
-        if busy.now:
+        if building.active:
             original(self, *args, **options)
             return
-        with busy():
-            deferral = DeferredInit(make.small)
+        with building():
+            deferral = DeferredInit(factory.small)
             with deferral:
                 original(self, *args, **options)
-            make.complete(self, deferral)
+            factory.shard_and_fill(self, deferral)
 
     return construct
 
 
-def _watching(original: Any, make: Maker, busy: _Busy, patches: ExitStack) -> Callable[..., None]:
-    """Wraps classes that are defined meanwhile: transformers imports its models' modules lazily."""
+def _patching_new_classes(
+    original: Any, factory: ModelFactory, building: _Building, patches: ExitStack
+) -> Callable[..., None]:
+    """Also patches classes that are defined meanwhile: transformers imports its models' modules lazily."""
 
     def prepare_class(owner: type, **options: Any) -> None:
         original.__get__(None, owner)(**options)
         if "__init__" in vars(owner):
-            patches.enter_context(mock.patch.object(owner, "__init__", _constructor(owner, make, busy)))
+            patches.enter_context(mock.patch.object(owner, "__init__", _constructor(owner, factory, building)))
 
     return prepare_class
 
 
-def _from_pretrained(make: Maker, busy: _Busy) -> Callable[..., Any]:
+def _from_pretrained(factory: ModelFactory, building: _Building) -> Callable[..., Any]:
     from transformers import PreTrainedModel
     from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -237,15 +241,17 @@ def _from_pretrained(make: Maker, busy: _Busy) -> Callable[..., Any]:
 
     def read(model: Any, state_dict: Any, files: Any, config: Any, *_: Any, **__: Any) -> Any:
         if state_dict is not None or config.hf_quantizer is not None or config.device_map is not None:
-            raise UsageError("from_pretrained: state_dict, device_map and quantization do not go with parallel loading")
-        make.loaded(model, [Path(file) for file in files], config)
+            raise UsageError(
+                "from_pretrained: state_dict, device_map and quantization are not supported with parallel loading"
+            )
+        factory.fill_from_files(model, [Path(file) for file in files], config)
         return LoadStateDictInfo(set(), set(), set(), [], {}, set()), None
 
     def from_pretrained(owner: Any, name: Any, *args: Any, **options: Any) -> Any:
         if Path(str(name)).is_dir() and not options.get("variant") and not options.get("subfolder"):
-            open_folder(Path(str(name)))  # its errors say more, and come before anything is made
+            open_folder(Path(str(name)))  # fails earlier than transformers does, and with a clearer error
         with (
-            busy(),
+            building(),
             mock.patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read)),
             mock.patch.object(
                 PreTrainedModel, "_finalize_model_loading", staticmethod(lambda model, config, info: info)

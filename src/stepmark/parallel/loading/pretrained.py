@@ -17,7 +17,7 @@ Stored = Mapping[str, SafetensorsSource]
 
 
 def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
-    """Ties what is tied, gives parameters the dtype they are to have and buffers their values.
+    """Ties tied parameters, converts parameters to their final dtype and sets the values of buffers.
 
     Returns the sources of the parameters by name. `config` is transformers' account of this loading. Raises
     CheckpointMismatch where the folder and the model differ, with the first tensor's name.
@@ -97,17 +97,17 @@ def _check(
 
     report = LoadStateDictInfo(set(missing), set(named) - set(wanted), set(), [], {}, set())
     model._adjust_missing_and_unexpected_keys(report)
-    who = type(model).__name__
+    model_name = type(model).__name__
     absent = sorted(missing)  # also those that transformers would initialize
     if absent:
         raise CheckpointMismatch(
-            f"{at} lacks tensor {absent[0]!r} of {who}{_more(absent)}; give the folder of a complete model"
+            f"{at} lacks tensor {absent[0]!r} of {model_name}{_more(absent)}; give the folder of a complete model"
         )
     surplus = sorted(report.unexpected_keys)
     if surplus:
         tensor = named[surplus[0]]
         raise CheckpointMismatch(
-            f"{tensor.path} has tensor {tensor.name!r}, which {who} does not have{_more(surplus)}; load it with "
+            f"{tensor.path} has tensor {tensor.name!r}, which {model_name} does not have{_more(surplus)}; load it with "
             "the class that its config.json names"
         )
     for name in set(named) - set(wanted):
@@ -116,7 +116,7 @@ def _check(
         if tensor.shape != tuple(wanted[name].shape):
             here = list(wanted[name].shape)
             raise CheckpointMismatch(
-                f"{tensor.path}: tensor {tensor.name!r} is {list(tensor.shape)}; in {who} it is {here}"
+                f"{tensor.path}: tensor {tensor.name!r} is {list(tensor.shape)}; in {model_name} it is {here}"
             )
 
 
@@ -147,6 +147,6 @@ def _fill_buffers(model: Any, named: dict[str, SafetensorsSource]) -> None:
         if buffer.is_meta:
             replace(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype))
         if requires_reading:
-            named.pop(name).fill(buffer, Layout.whole(buffer.shape))
+            named.pop(name).fill(buffer, Layout.full(buffer.shape))
             buffer._is_hf_initialized = True
     model.initialize_weights()

@@ -52,10 +52,10 @@ def passing(numel: int, dtype: torch.dtype) -> Tensor:
 
 def part_of(local: Tensor, part: Part) -> Tensor:
     """The view of `local` (contiguous) that holds a part, of the shape of its box."""
-    assert part.piece.is_box, "parameters are cut in boxes"
-    lengths = part.piece.box.lengths
+    assert part.slice.is_box, "parameters are sharded into boxes"
+    lengths = part.slice.box.lengths
     if isinstance(part.at, int):
-        return local.view(-1)[part.at : part.at + part.piece.numel].view(lengths)
+        return local.view(-1)[part.at : part.at + part.slice.numel].view(lengths)
     return narrow(local, Box(part.at, lengths))
 
 
@@ -81,7 +81,7 @@ class SafetensorsSource:
             raise CheckpointDamaged(f"{self.path} cannot be opened: {error.strerror}") from error
         try:
             for part in layout.parts:
-                self._read_box(descriptor, part.piece.box, part_of(local, part))
+                self._read_box(descriptor, part.slice.box, part_of(local, part))
         finally:
             os.close(descriptor)
 
@@ -95,7 +95,7 @@ class SafetensorsSource:
                 narrow(target, slab.relative_to(box.offsets)).copy_(buffer.view(self.dtype).view(slab.lengths))
 
     def _read_runs(self, descriptor: int, box: Box, memory: memoryview) -> None:
-        """Reads the box, in row-major order, by the runs in which it lies in the file."""
+        """Reads the box, in row-major order, one contiguous run of the file at a time."""
         done = 0
         for start, numel in _runs(box, self.shape):
             nbytes = numel * self.dtype.itemsize
@@ -117,7 +117,7 @@ class SafetensorsSource:
 
 
 def _slabs(box: Box, limit: int) -> Iterator[Box]:
-    """Cuts a box, in row-major order, in boxes of at most `limit` elements."""
+    """Splits a box, in row-major order, into boxes of at most `limit` elements."""
     if box.numel <= limit or not box.lengths:
         yield box
         return
@@ -203,7 +203,7 @@ def _read_header(path: Path) -> list[SafetensorsSource]:
         raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError, CheckpointDamaged) as error:
         raise CheckpointDamaged(
-            f"{path} is damaged or not a safetensors file: its header is invalid: {error}"
+            f"{path} is corrupted or not a safetensors file: its header is invalid: {error}"
         ) from error
     for tensor in found:
         if tensor.begin + tensor.nbytes > size:

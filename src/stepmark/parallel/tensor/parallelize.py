@@ -251,7 +251,7 @@ def local_shard(complete: Tensor, layout: Layout, shape: Shape) -> Tensor:
     """The local tensor of `shape` that `layout` describes, copied from the complete one; padding is zero."""
     local = torch.zeros(shape, dtype=complete.dtype)
     for each in layout.parts:
-        box = each.piece.box
+        box = each.slice.box
         at = each.at if isinstance(each.at, tuple) else (0,) * local.dim()
         target = tuple(slice(start, start + length) for start, length in zip(at, box.lengths, strict=True))
         source = tuple(slice(start, start + length) for start, length in zip(box.offsets, box.lengths, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives
-from stepmark.sharding.layout import Box, Layout, Part, Piece, Shape, layout_of
+from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of
 from stepmark.sharding.replication import replication_of
 
 HOST_BUCKET_ELEMENTS = 2**20  # several are in flight while received ones are added up, and they fit in caches
@@ -41,24 +41,24 @@ class Member:
     parameter: nn.Parameter
     begin: int
     boxes: tuple[Box, ...]
-    runs: tuple[tuple[Piece, int], ...]
+    runs: tuple[tuple[TensorSlice, int], ...]
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter, begin: int) -> Member:
         shape = tuple(parameter.shape)
-        layout = layout_of(parameter) or Layout.whole(shape)
+        layout = layout_of(parameter) or Layout.full(shape)
         places = [_place_of_run(part, shape) for part in layout.parts]
         if None not in places:
-            runs = zip((part.piece for part in layout.parts), places, strict=True)
-            return cls(name, parameter, begin, (Box.whole(shape),), tuple((p, at) for p, at in runs if at is not None))
-        boxes, pieces, filled = [], [], 0
+            runs = zip((part.slice for part in layout.parts), places, strict=True)
+            return cls(name, parameter, begin, (Box.full(shape),), tuple((p, at) for p, at in runs if at is not None))
+        boxes, slices, filled = [], [], 0
         for part in layout.parts:
             assert isinstance(part.at, tuple)
-            boxes.append(Box(part.at, part.piece.box.lengths))
-            pieces.append((part.piece, filled))
-            filled += part.piece.numel
+            boxes.append(Box(part.at, part.slice.box.lengths))
+            slices.append((part.slice, filled))
+            filled += part.slice.numel
         assert filled == parameter.numel()
-        return cls(name, parameter, begin, tuple(boxes), tuple(pieces))
+        return cls(name, parameter, begin, tuple(boxes), tuple(slices))
 
     @property
     def end(self) -> int:
@@ -121,21 +121,21 @@ class Bucket:
         for member in self.members:
             begin, end = max(self.begin, member.begin), min(self.end, member.end)
             if begin < end:
-                shape = layout_of(member.parameter) or Layout.whole(member.parameter.shape)
+                shape = layout_of(member.parameter) or Layout.full(member.parameter.shape)
                 yield (
                     member,
                     slice_of(member.runs, shape.shape, begin - member.begin, end - member.begin, begin - self.begin),
                 )
 
 
-def slice_of(runs: Sequence[tuple[Piece, int]], shape: Shape, start: int, stop: int, at: int) -> Layout:
+def slice_of(runs: Sequence[tuple[TensorSlice, int]], shape: Shape, start: int, stop: int, at: int) -> Layout:
     """Layout of elements [start, stop) of a member with these runs, of a global tensor of `shape`, stored at offset
     `at` of another tensor."""
     parts = []
-    for piece, begin in runs:
-        low, high = max(start, begin), min(stop, begin + piece.numel)
+    for tensor_slice, begin in runs:
+        low, high = max(start, begin), min(stop, begin + tensor_slice.numel)
         if low < high:
-            inner = Piece(piece.box, piece.start + low - begin, piece.start + high - begin)
+            inner = TensorSlice(tensor_slice.box, tensor_slice.start + low - begin, tensor_slice.start + high - begin)
             parts.append(Part(inner, at + low - start))
     return Layout(shape, tuple(parts))
 
@@ -144,7 +144,7 @@ def _place_of_run(part: Part, local_shape: Shape) -> int | None:
     """Offset of the part in the flattened local tensor; None where it is not contiguous there."""
     if isinstance(part.at, int):
         return part.at
-    lengths = part.piece.box.lengths
+    lengths = part.slice.box.lengths
     first = next((dim for dim, length in enumerate(lengths) if length > 1), len(lengths))
     if lengths[first + 1 :] != local_shape[first + 1 :]:
         return None

@@ -102,7 +102,7 @@ def weights_fingerprint(checkpoint: Path) -> str | None:
             header = read_header(checkpoint, manifest, entry)
             for tensor in header.tensors:
                 if tensor.name in names:
-                    hashed.update(repr((tensor.name, tensor.piece, header.digests[tensor.name])).encode())
+                    hashed.update(repr((tensor.name, tensor.slice, header.digests[tensor.name])).encode())
     except (CheckpointError, OSError):  # restoring it will report why
         return None
     return hashed.hexdigest() if names else None

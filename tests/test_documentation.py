@@ -1,0 +1,82 @@
+"""The paths and links in the documentation exist, and the map of the source in docs/architecture.md is complete."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import stepmark
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "stepmark"
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+QUOTED = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w./-]*\w\.py\Z")
+FOLDER = re.compile(r"(?:[a-z_0-9]+/)+\Z")
+MODULE = re.compile(r"stepmark(?:\.\w+)+\Z")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+MAP = re.compile(r"^### (\w+)/$(.*?)(?=^##)", re.DOTALL | re.MULTILINE)
+TOPS = ("src", "tests", "docs", "examples", "scripts", "benchmarks")
+EXAMPLES = {"my_module.py"}  # files of the reader
+ON_DISK = {"optimizer/", "state/"}  # folders in a checkpoint
+
+
+def repository() -> list[str]:
+    """Paths of the repository's files and folders, with a leading slash; folders with a trailing one."""
+    found = [path for top in TOPS for path in (ROOT / top, *(ROOT / top).rglob("*"))]
+    return [f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}" for path in found]
+
+
+def missing_paths(text: str, paths: list[str]) -> Iterator[str]:
+    """Files, folders and modules in backquotes that are neither in the repository nor public names."""
+    for quoted in QUOTED.findall(text):
+        if (FILE.match(quoted) or FOLDER.match(quoted)) and quoted not in EXAMPLES | ON_DISK:
+            if not any(path.endswith("/" + quoted) for path in paths):
+                yield quoted
+        elif MODULE.match(quoted):
+            parent, _, name = quoted.rpartition(".")
+            public = parent == "stepmark" and name in {*stepmark.__all__, "errors", "checkpoint"}
+            if not public and find_spec(quoted) is None:
+                yield quoted
+
+
+def mapped_files(text: str) -> Iterator[Path]:
+    """The files of the tables under "Where to find what". A name without a folder is beside the first of its row."""
+    for package, table in MAP.findall(text):
+        for line in table.splitlines():
+            names = QUOTED.findall(line.split("|")[1]) if line.startswith("|") else []
+            names = [name for name in names if FILE.match(name)]
+            for name in names:
+                folder = Path(package) / Path(names[0]).parent
+                yield folder / name if "/" not in name else Path(package) / name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_and_modules_exist(page: Path) -> None:
+    assert list(missing_paths(page.read_text(encoding="utf-8"), repository())) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_map_of_the_source_has_every_file() -> None:
+    mapped = list(mapped_files((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
+    packages = sorted({path.parts[0] for path in mapped})
+    assert packages == ["checkpoint", "parallel", "trainer"]
+    files = {path.relative_to(SOURCE) for package in packages for path in (SOURCE / package).rglob("*.py")}
+    assert sorted(mapped) == sorted(path for path in files if path.name != "__init__.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["`checkpoint/nothing.py`", "`nothing.py`", "`parallel/nothing/`", "`stepmark.nothing`", "`stepmark.cli.nothing`"],
+)
+def test_a_missing_path_is_found(text: str) -> None:
+    assert list(missing_paths(text, repository())) == [text.strip("`")]
