@@ -70,3 +70,22 @@ def write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> 
     for part in parts:
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(folder)
+
+
+class SavedFiles:
+    """The files that an overridden `save_model` writes for the next checkpoint, in a folder inside the run's."""
+
+    def __init__(self, output_folder: Path) -> None:
+        self.folder = (output_folder / ".save_model").absolute()
+
+    def clear(self) -> None:
+        """Makes the folder empty."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+    def move_to(self, checkpoint: Path) -> None:
+        """Moves everything but the weights, which a checkpoint has already, and removes the folder."""
+        for path in self.folder.iterdir():
+            if not path.match("model*.safetensors*"):
+                shutil.move(path, checkpoint / path.name)
+        shutil.rmtree(self.folder)
