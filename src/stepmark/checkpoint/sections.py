@@ -146,7 +146,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 def _describe_module(name: str, module: nn.Module) -> Section:
     """What is no parameter may differ between the ranks that train copies of a module, such as the statistics of batch
     normalisation: it is taken from the first of them, as DistributedDataParallel does."""
-    section = Section(name, "module", MODEL if name == MODEL else f"{STATE}/{name}", module)
+    group = getattr(module, "tensor_group", MODEL) if name == MODEL else f"{STATE}/{name}"
+    section = Section(name, "module", group, module)
     state = module.state_dict(keep_vars=True)
     tensors = {
         key: value for key, value in state.items() if isinstance(value, Tensor | Shard) and not is_extra_state(key)

@@ -39,12 +39,14 @@ OPTIMIZER_STATES = 2  # of a parameter, as many as the usual optimizers have, ea
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one run. `identity` is what a run that resumes it must have in common with it."""
+    """The parts of one run. `identity` is what a run that resumes it must have in common with it; `saved` is the module
+    that checkpoints hold: the model, or its adapter."""
 
     args: TrainingArguments
     context: Context
     mesh: Mesh
     model: nn.Module
+    saved: nn.Module
     loader: TrainLoader
     optimizer: StepOptimizer
     schedule: Any

@@ -30,6 +30,7 @@ from stepmark.optim.protocols import StepOptimizer
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.liveness import PeerWatch
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
+from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.given_loader import GivenLoader, PlainBatches
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
@@ -116,6 +117,9 @@ class Trainer:
         self.context: Context = start(self.args.device)
         self.mesh = prepare_model(model, self.args, self.context)
         self.model = model
+        self._saved = adapter_of(model) or model
+        if isinstance(self._saved, Adapter) and self.mesh.tensor_parallel.size > 1:
+            raise UsageError("tensor_parallel_size: an adapter of peft cannot be sharded; set it to 1")
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -366,7 +370,8 @@ class Trainer:
 
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with the one that saved, as plain values."""
-        return identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self.data_seed)
+        own = identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self.data_seed)
+        return own | (self._saved.identity(self.context) if isinstance(self._saved, Adapter) else {})
 
     # The loss
 
@@ -461,7 +466,7 @@ class Trainer:
                 write_files=self._write_files,
                 before_save=self._stage_model_files,
             )
-            check_start(folder, self.model, self.args, self.context, resumes=bool(resume))
+            check_start(folder, self._saved, self.args, self.context, resumes=bool(resume))
             if self.args.eval_strategy != "no":
                 self._check_eval_data(None)
             if self.args.save_strategy != "no":
@@ -493,6 +498,7 @@ class Trainer:
             context=self.context,
             mesh=self.mesh,
             model=self.model,
+            saved=self._saved,
             loader=loader,
             optimizer=optimizer,
             schedule=schedule,
@@ -535,7 +541,7 @@ class Trainer:
         loop.run(restored)
         seconds, steps = time.perf_counter() - began, self.state.global_step - first
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            checkpointer.restore({"model": self.model}, Path(self.state.best_model_checkpoint))
+            checkpointer.restore({"model": self._saved}, Path(self.state.best_model_checkpoint))
             self._best_step = self.state.best_global_step
         samples = steps * parts.loader.layout.global_batch
         metrics = {
@@ -580,12 +586,12 @@ class Trainer:
         folder = Path(output_dir or self.args.output_dir).absolute()
         if folder == self._staged:
             if self.is_world_process_zero():
-                write_model_files(folder, self.model, self.processing_class)
+                write_model_files(folder, self._saved, self.processing_class)
             return
         if extracting_graphs():
             warn_not_saved(f"the model in {folder}")
             return
-        write_model(folder, self.model, self.mesh, self.processing_class, self.args.save_timeout)
+        write_model(folder, self._saved, self.mesh, self.processing_class, self.args.save_timeout)
 
     def _stage_model_files(self) -> None:
         """Before a checkpoint: lets an overridden `save_model` write the files that the checkpoint gets. Collective."""
@@ -611,7 +617,7 @@ class Trainer:
         if overrides(self, Trainer, "save_model"):
             self._saved_files.move_to(folder)
         else:
-            write_model_files(folder, self.model, self.processing_class)
+            write_model_files(folder, self._saved, self.processing_class)
         self._write_state(folder)
 
     def _write_state(self, folder: Path) -> None:

@@ -69,7 +69,7 @@ class TrainingLoop:
 
     def sections(self) -> dict[str, Any]:
         """What a checkpoint of this run holds, for `Checkpointer.save` and `Checkpointer.restore`."""
-        return {"model": self._parts.model, "optimizer": self._parts.optimizer, "run": self}
+        return {"model": self._parts.saved, "optimizer": self._parts.optimizer, "run": self}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, as plain values."""
@@ -300,7 +300,7 @@ class TrainingLoop:
         self._before_save()
         handle = self._checkpointer.save(
             self._step,
-            {"model": self._parts.model} if model_only else self.sections(),
+            {"model": self._parts.saved} if model_only else self.sections(),
             files=self._write_files,
             metadata={"identity": self._parts.identity, "model_only": model_only},
             model_only=model_only,
