@@ -146,7 +146,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 def _describe_module(name: str, module: nn.Module) -> Section:
     """Tensors other than parameters, such as the statistics of batch normalisation, may differ between the ranks that
     train replicas of a module: those of the first rank are saved, as in DistributedDataParallel."""
-    section = Section(name, "module", MODEL if name == MODEL else f"{STATE}/{name}", module)
+    group = getattr(module, "tensor_group", MODEL) if name == MODEL else f"{STATE}/{name}"
+    section = Section(name, "module", group, module)
     state = module.state_dict(keep_vars=True)
     tensors = {
         key: value for key, value in state.items() if isinstance(value, Tensor | Shard) and not is_extra_state(key)

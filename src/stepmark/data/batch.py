@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -49,3 +49,19 @@ class StepBatch:
 
     def __getitem__(self, index: int) -> MicroBatch:
         return self.micro_batches[index]
+
+
+class StepLoader(Protocol):
+    """The steps of a run or an evaluation, epoch by epoch, with a position that can be saved; see `DataLoader`."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def ahead(self) -> Iterator[StepBatch]:
+        """The steps from the position to the end of its epoch, without moving the position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position that the consumer has reached, as plain values; `samples` is 0 at the beginning of an epoch."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves to a position."""

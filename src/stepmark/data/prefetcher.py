@@ -12,8 +12,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from stepmark.data.batch import StepBatch
-from stepmark.data.loader import DataLoader
+from stepmark.data.batch import StepBatch, StepLoader
 from stepmark.runtime.base import Runtime
 
 
@@ -24,7 +23,7 @@ class DevicePrefetcher:
     prefetched. An error in fetching or moving a step is raised when the consumer reaches that step.
     """
 
-    def __init__(self, loader: DataLoader, runtime: Runtime, lookahead: int = 2) -> None:
+    def __init__(self, loader: StepLoader, runtime: Runtime, lookahead: int = 2) -> None:
         self.loader = loader
         self.runtime = runtime
         self.lookahead = lookahead

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.batch import MicroBatch
-from stepmark.data.loader import DataLoader
+from stepmark.data.batch import MicroBatch, StepLoader
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
@@ -24,6 +23,8 @@ from stepmark.training.lazy_transformers import lazy_forward
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
+
+PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
 
 HELD_BATCHES = 16  # whose losses wait on the device before they are fetched, and whose predictions travel at a time
 
@@ -59,6 +60,8 @@ class Evaluator:
         preprocess_logits: `(logits, labels) -> tensor`, applied on the device; only its result is gathered.
         reporting: the ranks whose results count (`Mesh.reporting_ranks`); the others have the same samples as one of
             them; default None: all.
+        prediction_step: `(inputs, loss_only, ignore_keys)` to the batch's mean loss, its predictions and labels, each
+            None where there is none; default None: `predict_batch`.
     """
 
     model: nn.Module
@@ -68,12 +71,14 @@ class Evaluator:
     autocast_dtype: torch.dtype | None = None
     preprocess_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
     reporting: Sequence[int] | None = None
+    prediction_step: PredictionStep | None = None
 
     def __call__(
         self,
-        loader: DataLoader,
+        loader: StepLoader,
         *,
         gather: bool = False,
+        ignore_keys: Sequence[str] | None = None,
         before_batch: Callable[[], Any] = lambda: None,
         after_batch: Callable[[], Any] = lambda: None,
     ) -> Evaluation:
@@ -82,6 +87,8 @@ class Evaluator:
         Args:
             loader: the samples, on the host; iterated from its position to the end of the epoch.
             gather: also collect predictions and labels of all samples, in host memory.
+            ignore_keys: outputs of the model that are not predictions; default None: `logits` are the predictions of a
+                model that has them.
             before_batch, after_batch: called on the host around each batch. An error that `before_batch` raises on all
                 ranks ends the evaluation."""
         started = time.perf_counter()
@@ -92,7 +99,7 @@ class Evaluator:
             for batch in batches:
                 before_batch()
                 (micro_batch,) = batch.micro_batches
-                loss, logits = self._forward(micro_batch)
+                loss, logits, labels = self._forward(micro_batch, not gather, ignore_keys)
                 sums[1] += self.loss.count(self.model, micro_batch)
                 sums[2] += micro_batch.rows
                 sums[3] += 1
@@ -100,7 +107,7 @@ class Evaluator:
                     pending.append(loss)
                     sums[4] += 1
                 if gather:
-                    kept.append(self._fetch(logits, micro_batch))
+                    kept.append((self._rows(logits, micro_batch.rows), self._rows(labels, micro_batch.rows)))
                 if len(pending) == HELD_BATCHES:
                     sums[0] += self._settle(pending)
                 after_batch()
@@ -117,25 +124,58 @@ class Evaluator:
             labels=labels,
         )
 
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor | None, Any]:
-        """The sum of the losses over the batch's targets (None where it has no labels), and its predictions."""
+    def _forward(
+        self, micro_batch: MicroBatch, loss_only: bool, ignore_keys: Sequence[str] | None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The sum of the losses over the batch's targets (None where it has no labels), its predictions and labels."""
         inputs = micro_batch.inputs
-        with torch.no_grad(), autocast(self.runtime, self.autocast_dtype):
-            if self._has_loss(inputs):
-                count = float(self.loss.count(self.model, micro_batch))
-                targets, one = self.runtime.place([torch.tensor([count]), torch.ones(1)])
-                loss, outputs = self.loss(self.model, inputs, Weight(targets.reshape(()), one.reshape(())))
+        with torch.no_grad(), autocast(self.runtime, self.autocast_dtype), self._on_device(inputs):
+            if self.prediction_step is None:
+                weight = self._weight(micro_batch) if self._has_loss(inputs) else None
+                loss, logits = self._call(inputs, weight, ignore_keys)
+                labels = self._labels(inputs)
             else:
-                with lazy_forward(inputs) if self.runtime.lazy else contextlib.nullcontext():
-                    loss, outputs = None, self.model(**inputs)
-            logits = _logits(outputs)
-            if self.preprocess_logits is not None:
-                logits = self.preprocess_logits(logits, self._labels(inputs))
+                mean, logits, labels = self.prediction_step(inputs, loss_only, ignore_keys)
+                weight = None if mean is None else self._weight(micro_batch)
+                loss = None if mean is None or weight is None else weighted_sum(mean, weight)
+            if self.preprocess_logits is not None and logits is not None:
+                logits = self.preprocess_logits(logits, labels)
         self.runtime.step_boundary()
-        return (None if loss is None else loss.float()), logits
+        return (None if loss is None else loss.float()), logits, labels
+
+    def predict_batch(self, inputs: Any, ignore_keys: Sequence[str] | None = None) -> tuple[Tensor | None, Any, Any]:
+        """The mean loss of a batch on the device (None where it has no labels), its predictions and labels."""
+        with torch.no_grad(), self._on_device(inputs):
+            items = self.loss.targets(self.model, inputs) if self._has_loss(inputs) else None
+            loss, logits = self._call(inputs, None if items is None else Weight(items, items), ignore_keys)
+        return loss, logits, self._labels(inputs)
+
+    def _call(self, inputs: Any, weight: Weight | None, ignore_keys: Sequence[str] | None) -> tuple[Tensor | None, Any]:
+        """The weighted loss, None without a weight, and the predictions."""
+        loss, outputs = (None, self.model(**inputs)) if weight is None else self.loss(self.model, inputs, weight)
+        return loss, _logits(outputs, ignore_keys)
+
+    def _weight(self, micro_batch: MicroBatch) -> Weight:
+        """The weight with which a mean over the batch's targets becomes their sum."""
+        count = float(self.loss.count(self.model, micro_batch))
+        targets, one = self.runtime.place([torch.tensor([count]), torch.ones(1)])
+        return Weight(targets.reshape(()), one.reshape(()))
+
+    def _on_device(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
+        return lazy_forward(inputs) if self.runtime.lazy else contextlib.nullcontext()
 
     def _has_loss(self, inputs: Any) -> bool:
-        return bool(self.loss.labels.present(inputs)) or self._loss_without_labels
+        return bool(self.loss.labels.present(inputs)) or self._loss_without_labels or self._only_for_loss(inputs)
+
+    def _only_for_loss(self, inputs: Any) -> bool:
+        """Whether only an overridden loss can use the batch: the model does not accept all of it."""
+        if self.loss.override is None:
+            return False
+        parameters = inspect.signature(unwrapped(self.model).forward).parameters
+        if not isinstance(inputs, Mapping):
+            return True
+        any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        return not any_name and not set(inputs) <= set(parameters)
 
     @functools.cached_property
     def _loss_without_labels(self) -> bool:
@@ -153,12 +193,8 @@ class Evaluator:
         pending.clear()
         return total
 
-    def _fetch(self, logits: Any, micro_batch: MicroBatch) -> tuple[Any, Any]:
-        """Predictions and labels of the batch's real rows, as numpy arrays on the host."""
-        rows = micro_batch.rows
-        return self._rows(logits, rows), self._rows(self._labels(micro_batch.inputs), rows)
-
     def _rows(self, tree: Any, rows: int) -> Any:
+        """Predictions or labels of the batch's real rows, as numpy arrays on the host."""
         if isinstance(tree, (list, tuple)):
             return tuple(self._rows(value, rows) for value in tree)
         if not isinstance(tree, Tensor):
@@ -207,12 +243,20 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _logits(outputs: Any) -> Any:
-    """The predictions: `logits`, else all outputs but the loss and caches, alone where it is one."""
+def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
+    """The sum of the losses over a batch's targets, 0 without targets; `mean` may be on the host."""
+    mean = mean.to(weight.count.device).mean()
+    return torch.where(weight.count > 0, mean, torch.zeros_like(mean)) * weight.share
+
+
+def _logits(outputs: Any, ignore_keys: Sequence[str] | None = None) -> Any:
+    """The predictions: `logits`, or, where there are none or `ignore_keys` says what to leave out, all outputs but the
+    loss, caches and `ignore_keys`, alone where it is one."""
     if isinstance(outputs, Mapping):
-        if "logits" in outputs:
+        if "logits" in outputs and ignore_keys is None:
             return outputs["logits"]
-        outputs = tuple(value for key, value in outputs.items() if key not in ("loss", "past_key_values"))
+        left_out = ("loss", "past_key_values", *(ignore_keys or ()))
+        outputs = tuple(value for key, value in outputs.items() if key not in left_out)
     if isinstance(outputs, (tuple, list)):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
     return getattr(outputs, "logits", outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,8 @@ class RunCallbacks:
     """Calls the callbacks, whose answers change `control`, and keeps `state`, the run's log and the progress bar.
 
     `last_evaluation` is the step of the last evaluation of the Trainer's own data, with its metrics. `begun` is set
-    once training has begun, so that how the process ends is how the run ends.
+    once training has begun, so that how the process ends is how the run ends. `log` is the Trainer's, which
+    subclasses may override; it calls `record`.
     """
 
     def __init__(
@@ -39,12 +40,15 @@ class RunCallbacks:
         run_log: RunLog,
         *,
         leads_node: bool,
+        log: Callable[[Metrics], None],
     ) -> None:
         self.args = args
         self.run_log = run_log
         self.handler: Any = CallbackHandler([StrategyCallback, *callbacks], model, processing_class, None, None)
         self.last_evaluation: tuple[int, Metrics] | None = None
         self._leads_node = leads_node
+        self._log = log
+        self._machine: Metrics = {}
         self.reset()
 
     def reset(self) -> None:
@@ -84,11 +88,20 @@ class RunCallbacks:
         self.event("on_evaluate", metrics)
 
     def log(self, logs: Metrics, machine: Metrics | None = None) -> None:
-        """Adds `logs` to the history, to metrics.jsonl and to the callbacks' logs, with the step and epoch. `machine`,
-        which describes the machine and not the model, is not part of the history that checkpoints hold."""
+        """Logs through the Trainer's method. `machine`, which describes the machine and not the model, is added to the
+        log files and to the callbacks' logs, not to the history that checkpoints hold."""
+        self._machine = machine or {}
+        try:
+            self._log(logs)
+        finally:
+            self._machine = {}
+
+    def record(self, logs: Metrics) -> None:
+        """Adds `logs` to the history, to metrics.jsonl and to the callbacks' logs, with the step and epoch."""
         epoch, step = self.state.epoch, self.state.global_step
+        machine, self._machine = self._machine, {}
         self.state.log_history.append({**logs, "epoch": epoch, "step": step})
-        logs = {**logs, **(machine or {})}
+        logs = {**logs, **machine}
         self.run_log.metrics({"step": step, "epoch": epoch, **logs})
         if self._training:
             self.run_log.status("running", step)

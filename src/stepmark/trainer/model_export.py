@@ -69,7 +69,8 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
     (section,) = describe({"model": model})
     names = list(section.entries)
     on_host = dict(zip(names, runtime.to_host([section.entries[name].tensor for name in names]), strict=True))
-    split = split_torch_state_dict_into_shards(on_host, max_shard_size=MAX_SHARD_SIZE)
+    pattern = section.group + "{suffix}.safetensors"
+    split = split_torch_state_dict_into_shards(on_host, filename_pattern=pattern, max_shard_size=MAX_SHARD_SIZE)
     for file, tensors in split.filename_to_tensors.items():
         save_file({name: on_host[name].contiguous() for name in tensors}, folder / file, metadata={"format": "pt"})
     if split.is_sharded:

@@ -13,6 +13,7 @@ from torch import nn
 
 from stepmark.errors import LaunchError, StepmarkError, UsageError
 from stepmark.runtime.host_group import HostGroup
+from stepmark.trainer.adapters import Adapter
 
 VISIBLE_WITHIN = 30.0  # seconds that a network file system may take to show a new file
 
@@ -65,8 +66,31 @@ def check_room(folder: Path, needed: int, host: HostGroup) -> None:
 
 
 def write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> None:
-    """Writes the files of a Hugging Face model folder except the weights: config, generation config, tokenizer."""
+    """Writes the files of a Hugging Face model folder except the weights: config, generation config, tokenizer. Of an
+    adapter there is only its own config, since one of the base would make a model with random weights of the folder."""
     parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), processing_class]
+    if isinstance(model, Adapter):
+        model.write_config(folder)
+        parts = [processing_class]
     for part in parts:
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(folder)
+
+
+class SavedFiles:
+    """The files that an overridden `save_model` writes for the next checkpoint, in a folder inside the run's."""
+
+    def __init__(self, output_folder: Path) -> None:
+        self.folder = (output_folder / ".save_model").absolute()
+
+    def clear(self) -> None:
+        """Makes the folder empty."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+    def move_to(self, checkpoint: Path) -> None:
+        """Moves everything but the weights, which a checkpoint has already, and removes the folder."""
+        for path in self.folder.iterdir():
+            if not path.match("model*.safetensors*"):
+                shutil.move(path, checkpoint / path.name)
+        shutil.rmtree(self.folder)

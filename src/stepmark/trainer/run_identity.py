@@ -16,10 +16,11 @@ MAY_DIFFER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "
 
 def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, data_seed: int) -> dict[str, Any]:
     """Plain values that are saved with each checkpoint and compared on resuming."""
+    samples = len(dataset) if hasattr(dataset, "__len__") else None
     return {
         "model": _model(model),
         "tokenizer": _tokenizer(processing_class),
-        "data": getattr(dataset, "fingerprint", None) or {"samples": len(dataset)},
+        "data": getattr(dataset, "fingerprint", None) or {"samples": samples},
         "seed": seed,
         "data_seed": data_seed,
     }

@@ -23,6 +23,7 @@ from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import agree_on_weights, place_module
 from stepmark.sharding.layout import layout_of
+from stepmark.trainer.given_loader import GivenLoader
 from stepmark.trainer.outputs import check_room
 from stepmark.training.model_options import check_bf16, enable_gradient_checkpointing
 from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
@@ -31,18 +32,22 @@ from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
+TrainLoader = DataLoader | GivenLoader
+
 OPTIMIZER_STATES = 2  # of a parameter, as many as the usual optimizers have, each fp32
 
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one run. `identity` is what a run that resumes it must have in common with it."""
+    """The parts of one run. `identity` is what a run that resumes it must have in common with it; `saved` is the module
+    that checkpoints hold: the model, or its adapter."""
 
     args: TrainingArguments
     context: Context
     mesh: Mesh
     model: nn.Module
-    loader: DataLoader
+    saved: nn.Module
+    loader: TrainLoader
     optimizer: StepOptimizer
     schedule: Any
     step: TrainStep
@@ -50,12 +55,12 @@ class RunParts:
     identity: dict[str, Any]
 
 
-def count_steps(args: TrainingArguments, loader: DataLoader) -> int:
+def count_steps(args: TrainingArguments, loader: TrainLoader) -> int:
     """Optimizer steps of the complete run."""
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * loader.steps_per_epoch)
 
 
-def count_epochs(args: TrainingArguments, loader: DataLoader) -> int:
+def count_epochs(args: TrainingArguments, loader: TrainLoader) -> int:
     """Epochs of the complete run, the last of which may be partial."""
     return max(1, -(-count_steps(args, loader) // loader.steps_per_epoch))
 
@@ -97,14 +102,17 @@ def _check_sharding(applied: ParallelizedModel | None, args: TrainingArguments) 
             raise UsageError(f"{name}: is {getattr(args, name)}, but the model was made with {value}; make them equal")
 
 
-def make_optimizer(
-    model: nn.Module, args: TrainingArguments, mesh: Mesh, given: torch.optim.Optimizer | None
+def step_optimizer(
+    model: nn.Module,
+    args: TrainingArguments,
+    mesh: Mesh,
+    given: torch.optim.Optimizer | None = None,
 ) -> StepOptimizer:
-    """The optimizer that the user passed, or the one that the arguments name."""
+    """The optimizer that a step needs: around `given`, or the one that the arguments name."""
     if given is not None and args.zero_1:
         raise UsageError(
-            "zero_1 and optimizers: an optimizer passed to the Trainer keeps its complete state on every rank; leave "
-            "one of the two out"
+            "zero_1 and optimizers: an optimizer passed to the Trainer, or made by create_optimizer, keeps its "
+            "complete state on every rank; leave one of the two out"
         )
     if given is not None:
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -121,6 +129,11 @@ def make_optimizer(
         options=args.optimizer_options,
         sharded_over=mesh if args.zero_1 else None,
     )
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The identities of the tensors that an optimizer updates."""
+    return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
 
 def make_schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +30,42 @@ from stepmark.optim.protocols import StepOptimizer
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.liveness import PeerWatch
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
+from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.given_loader import GivenLoader, PlainBatches
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.model_export import write_model
-from stepmark.trainer.outputs import prepare_output_folder, write_model_files
+from stepmark.trainer.outputs import SavedFiles, prepare_output_folder, write_model_files
+from stepmark.trainer.overrides import check_overrides, overrides
 from stepmark.trainer.results import PredictionOutput, TrainOutput
 from stepmark.trainer.resume import TRAINER_STATE
 from stepmark.trainer.run_identity import identity
 from stepmark.trainer.setup import (
     RunParts,
+    TrainLoader,
     check_start,
     count_epochs,
     count_steps,
     make_checkpointer,
-    make_optimizer,
     make_schedule,
     prepare_model,
     reporters,
+    step_optimizer,
+    tensors_of,
 )
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.micro_batches import autocast
 from stepmark.training.step import TrainStep
 
 
 class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
+
+    A subclass may override `compute_loss`, `get_train_dataloader`, `get_eval_dataloader`, `create_optimizer`,
+    `create_scheduler`, `create_optimizer_and_scheduler`, `prediction_step`, `evaluate`, `log` and `save_model`, which
+    are called as transformers' Trainer calls them. A class that overrides another hook of transformers is an error.
 
     Args:
         model: A module that returns a loss when it is called with a batch, such as transformers' models. It is moved to
@@ -72,10 +84,19 @@ class Trainer:
         optimizers: (optimizer, schedule); each that is None is made from `args`.
         preprocess_logits_for_metrics: `(logits, labels)` to what `compute_metrics` gets as predictions.
 
+    Attributes:
+        optimizer: The `torch.optim` optimizer of the run; None before `create_optimizer`.
+        lr_scheduler: The schedule of the run; None before `create_scheduler`.
+
     Raises:
         UsageError: The arguments do not fit together, or not the model.
         DeviceError: There is no such device.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raises UsageError where the class overrides a method that would never be called."""
+        super().__init_subclass__(**options)
+        check_overrides(cls, Trainer)
 
     def __init__(
         self,
@@ -96,12 +117,18 @@ class Trainer:
         self.context: Context = start(self.args.device)
         self.mesh = prepare_model(model, self.args, self.context)
         self.model = model
+        self._saved = adapter_of(model) or model
+        if isinstance(self._saved, Adapter) and self.mesh.tensor_parallel.size > 1:
+            raise UsageError("tensor_parallel_size: an adapter of peft cannot be sharded; set it to 1")
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
-        self._optimizers = optimizers
+        self.optimizer, self.lr_scheduler = optimizers
+        self._made: tuple[Any, Any] = (None, None)  # the optimizer and the schedule of the run before
+        self._step_optimizer: StepOptimizer | None = None
+        self._made_tensors: set[int] = set()  # that it updates
         self._best_step: int | None = None  # of the best model, where the model holds its weights
         self.loss = MicroBatchLoss(
             model,
@@ -109,6 +136,10 @@ class Trainer:
             label_smoothing=self.args.label_smoothing_factor,
             lazy=self.context.runtime.lazy,
         )
+        if overrides(self, Trainer, "compute_loss"):
+            self.loss.override = self._overridden_loss
+        self._pausable: PausableEvaluation | None = None  # that of the evaluation in the training loop
+        self._staged: Path | None = None  # where save_model writes the files of a checkpoint
         self.evaluator = Evaluator(
             model,
             self.loss,
@@ -117,6 +148,7 @@ class Trainer:
             self._autocast_dtype,
             preprocess_logits_for_metrics,
             reporting=self.mesh.reporting_ranks,
+            prediction_step=self._overridden_step if overrides(self, Trainer, "prediction_step") else None,
         )
         self._callbacks = RunCallbacks(
             self.args,
@@ -125,6 +157,7 @@ class Trainer:
             processing_class,
             RunLog(Path(self.args.output_dir), writes=self.is_world_process_zero() and not extracting_graphs()),
             leads_node=self.context.world.local_rank == 0,
+            log=lambda logs: self.log(logs),
         )
         self._callbacks.event("on_init_end")
 
@@ -153,13 +186,16 @@ class Trainer:
         """Removes a callback, or the first one of a class."""
         self._callbacks.handler.remove_callback(callback)
 
-    def log(self, logs: dict[str, float]) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds values to the history, to metrics.jsonl and to the callbacks' logs, with the current step and epoch.
+
+        Everything that a run logs passes through this method. A subclass may override it, to add values for example.
 
         Args:
             logs: Plain numbers by name.
+            start_time: Not used: logs have their own measurements. transformers' signature has it.
         """
-        self._callbacks.log(logs)
+        self._callbacks.record(logs)
 
     # Parts
 
@@ -187,6 +223,60 @@ class Trainer:
             drop_last=self.args.dataloader_drop_last,
         )
 
+    def get_train_dataloader(self) -> Any:
+        """Returns the batches of the training data. A subclass may return any iterable of batches of its own.
+
+        The order of such an iterable is kept. The ranks take its batches in turn, unless its sampler is one of each
+        rank, such as DistributedSampler. Its position is saved if it has `state_dict` and `load_state_dict`; otherwise
+        a resumed run skips the batches that were taken.
+
+        Returns:
+            An iterable with a length and a `dataset`, of this rank's batches on the host.
+
+        Raises:
+            UsageError: There is no training data.
+        """
+        return PlainBatches(self.train_loader())
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> Any:
+        """Returns the batches of evaluation data, in order. A subclass may return any iterable of batches of its own.
+
+        Args:
+            eval_dataset: The data, or the name of one of the Trainer's sets; default: the Trainer's own.
+
+        Returns:
+            An iterable as that of `get_train_dataloader`.
+
+        Raises:
+            UsageError: There is no evaluation data.
+        """
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            assert isinstance(self.eval_dataset, Mapping)
+            dataset = self.eval_dataset[dataset]
+        if dataset is None:
+            raise UsageError("eval_dataset: evaluation needs one")
+        return PlainBatches(self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False))
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> Any:
+        """Returns the batches of the data of `predict`, as `get_eval_dataloader` does."""
+        return PlainBatches(self._loader(test_dataset, self.args.per_device_eval_batch_size, shuffle=False))
+
+    def _steps_of(self, batches: Any, accumulation: int = 1) -> TrainLoader:
+        """The steps that a loader of the methods above stands for."""
+        if isinstance(batches, PlainBatches):
+            return batches.loader
+        return GivenLoader(
+            batches,
+            rank=self.mesh.data_parallel.rank,
+            world_size=self.mesh.data_parallel.size,
+            accumulation=accumulation,
+            seed=self.data_seed,
+            labels=self.loss.labels,
+            max_steps=self.args.max_steps if self.args.max_steps > 0 else None,
+            fixed_shape=self.context.runtime.lazy,
+        )
+
     @property
     def data_seed(self) -> int:
         """The seed of the sample order."""
@@ -208,13 +298,63 @@ class Trainer:
             **options,
         )
 
-    def make_optimizer(self) -> StepOptimizer:
-        """Returns the optimizer that the user passed, or the one that the arguments name."""
-        return make_optimizer(self.model, self.args, self.mesh, self._optimizers[0])
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Sets `optimizer` and `lr_scheduler`, those that are not set yet.
 
-    def make_schedule(self, optimizer: StepOptimizer, total_steps: int) -> Any:
-        """Returns the schedule that the user passed, or the one that the arguments name."""
-        return self._optimizers[1] or make_schedule(self.args, optimizer.inner, total_steps)
+        Args:
+            num_training_steps: Steps of the run.
+        """
+        optimizer = self.create_optimizer()
+        self.optimizer = optimizer if self.optimizer is None else self.optimizer
+        schedule = self.create_scheduler(num_training_steps)
+        self.lr_scheduler = schedule if self.lr_scheduler is None else self.lr_scheduler
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Sets `optimizer` to the one that the arguments name, unless it is set, and returns it.
+
+        Args:
+            model: The model to optimize; default: the Trainer's.
+        """
+        if self.optimizer is None:
+            self._step_optimizer = step_optimizer(model or self.model, self.args, self.mesh)
+            self.optimizer = self._step_optimizer.inner
+            self._made_tensors = tensors_of(self.optimizer)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Sets `lr_scheduler` to the one that the arguments name, unless it is set, and returns it.
+
+        Args:
+            num_training_steps: Steps of the run.
+            optimizer: Whose learning rates it sets; default: `optimizer` of the Trainer.
+        """
+        optimizer = optimizer or self.optimizer
+        if self.lr_scheduler is None:
+            if optimizer is None:
+                raise UsageError("create_scheduler: there is no optimizer yet; call create_optimizer first")
+            self.lr_scheduler = make_schedule(self.args, optimizer, num_training_steps)
+        return self.lr_scheduler
+
+    def _make_optimizer_and_schedule(self, total_steps: int) -> tuple[StepOptimizer, Any]:
+        """Those of a run. Made for an earlier run, they are made again; others stay."""
+        if self.optimizer is not None and self.optimizer is self._made[0]:
+            self.optimizer = None
+        if self.lr_scheduler is not None and self.lr_scheduler is self._made[1]:
+            self.lr_scheduler = None
+        given = self.optimizer, self.lr_scheduler
+        self.create_optimizer_and_scheduler(total_steps)
+        if self.optimizer is None or self.lr_scheduler is None:
+            raise UsageError(
+                "create_optimizer_and_scheduler: it has set no optimizer or no lr_scheduler; set both attributes"
+            )
+        self._made = (
+            self.optimizer if given[0] is None else None,
+            self.lr_scheduler if given[1] is None else None,
+        )
+        made = self._step_optimizer
+        if made is not None and made.inner is self.optimizer and tensors_of(made.inner) == self._made_tensors:
+            return made, self.lr_scheduler
+        return step_optimizer(self.model, self.args, self.mesh, self.optimizer), self.lr_scheduler
 
     def make_step(self, optimizer: StepOptimizer) -> TrainStep:
         return TrainStep(
@@ -230,7 +370,65 @@ class Trainer:
 
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with the one that saved, as plain values."""
-        return identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self.data_seed)
+        own = identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self.data_seed)
+        return own | (self._saved.identity(self.context) if isinstance(self._saved, Adapter) else {})
+
+    # The loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | float | None = None,
+    ) -> Any:
+        """Computes the loss of one batch: the model's own, the smoothed one, or that of `compute_loss_func`.
+
+        A subclass may override it, and return a mean over the batch, or a sum divided by `num_items_in_batch`. Batches
+        are weighted by their targets, so that either is the mean over a complete step on all ranks.
+
+        Args:
+            model: The model.
+            inputs: A batch on the device.
+            return_outputs: Also return the model's outputs. Default: False.
+            num_items_in_batch: The targets of this batch (a 0-dim tensor), which a summed loss is divided by. Default:
+                as many as the batch has.
+
+        Returns:
+            The loss, a 0-dim tensor, or a tuple of it and the outputs.
+        """
+        loss, outputs = self.loss.mean(model, inputs, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _overridden_loss(self, model: nn.Module, inputs: Any, items: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Calls a subclass's `compute_loss`; the outputs only matter in evaluations."""
+        compute: Callable[..., Any] = self.compute_loss
+        wants_outputs = not torch.is_grad_enabled()
+        options: dict[str, Any] = {"num_items_in_batch": items} if _accepts(compute, "num_items_in_batch") else {}
+        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        options |= {"return_outputs": True} if wants_outputs else {}
+        found = compute(model, given, **options)
+        loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (wants_outputs and not isinstance(found, tuple)):
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            expected = "a loss with one element" + (" and the outputs (return_outputs=True)" if wants_outputs else "")
+            raise UsageError(
+                f"{type(self).__name__}.compute_loss returned a {type(found).__name__}{shape}; return {expected}"
+            )
+        return loss.reshape(()), outputs
+
+    def compute_loss_context_manager(self) -> torch.autocast:
+        """Returns the context in which models are called: autocast, as `bf16` says."""
+        return autocast(self.context.runtime, self._autocast_dtype)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The batch on the device, for a subclass that calls it; batches that the Trainer passes are there already."""
+        return self.context.runtime.place(inputs)
+
+    @property
+    def label_names(self) -> list[str]:
+        """The names of the inputs that are labels."""
+        return list(self.loss.labels.names)
 
     # Training
 
@@ -260,10 +458,17 @@ class Trainer:
         self._best_step = None
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
             parts = self._make_parts()
-            loop = TrainingLoop(parts, self._callbacks, checkpointer, self._evaluate_own_data, self._write_files)
-            check_start(folder, self.model, self.args, self.context, resumes=bool(resume))
+            loop = TrainingLoop(
+                parts,
+                self._callbacks,
+                checkpointer,
+                evaluate=self._evaluate_own_data,
+                write_files=self._write_files,
+                before_save=self._stage_model_files,
+            )
+            check_start(folder, self._saved, self.args, self.context, resumes=bool(resume))
             if self.args.eval_strategy != "no":
-                self._eval_sets(None, "eval")
+                self._check_eval_data(None)
             if self.args.save_strategy != "no":
                 checkpointer.claim()
                 loop.withdraw_stop_request()
@@ -285,17 +490,18 @@ class Trainer:
                 self._callbacks.close()
 
     def _make_parts(self) -> RunParts:
-        loader = self.train_loader()
+        loader = self._steps_of(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
         total_steps = count_steps(self.args, loader)
-        optimizer = self.make_optimizer()
+        optimizer, schedule = self._make_optimizer_and_schedule(total_steps)
         return RunParts(
             args=self.args,
             context=self.context,
             mesh=self.mesh,
             model=self.model,
+            saved=self._saved,
             loader=loader,
             optimizer=optimizer,
-            schedule=self.make_schedule(optimizer, total_steps),
+            schedule=schedule,
             step=self.make_step(optimizer),
             total_steps=total_steps,
             identity=self.identity(),
@@ -310,7 +516,8 @@ class Trainer:
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, parts.total_steps)
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, parts.optimizer.inner, parts.schedule
-        handler.train_dataloader = self.train_loader()
+        own = parts.loader
+        handler.train_dataloader = own.given if isinstance(own, GivenLoader) else self.train_loader()
 
     def _peer_watch(self) -> PeerWatch:
         """Inside the block, a rank without a heartbeat for `save_timeout` ends the run as a failed one."""
@@ -334,7 +541,7 @@ class Trainer:
         loop.run(restored)
         seconds, steps = time.perf_counter() - began, self.state.global_step - first
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            checkpointer.restore({"model": self.model}, Path(self.state.best_model_checkpoint))
+            checkpointer.restore({"model": self._saved}, Path(self.state.best_model_checkpoint))
             self._best_step = self.state.best_global_step
         samples = steps * parts.loader.layout.global_batch
         metrics = {
@@ -363,23 +570,54 @@ class Trainer:
 
     # Saving
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective.
+
+        If a subclass overrides it, it is also called for every checkpoint: the files that it writes are added. Called
+        from there, this method writes no weights, which a checkpoint has already.
 
         Args:
             output_dir: Where to; default: the run's folder.
+            _internal_call: True where the call is for a checkpoint, as in transformers.
 
         Raises:
             StepmarkError: The folder cannot be written to; on all ranks.
         """
         folder = Path(output_dir or self.args.output_dir).absolute()
+        if folder == self._staged:
+            if self.is_world_process_zero():
+                write_model_files(folder, self._saved, self.processing_class)
+            return
         if extracting_graphs():
             warn_not_saved(f"the model in {folder}")
             return
-        write_model(folder, self.model, self.mesh, self.processing_class, self.args.save_timeout)
+        write_model(folder, self._saved, self.mesh, self.processing_class, self.args.save_timeout)
+
+    def _stage_model_files(self) -> None:
+        """Before a checkpoint: lets an overridden `save_model` write the files that the checkpoint gets. Collective."""
+        if not overrides(self, Trainer, "save_model"):
+            return
+        host, files = self.context.host, self._saved_files
+        if host.rank == 0:
+            files.clear()
+        host.barrier()
+        self._staged = files.folder
+        options = {"_internal_call": True} if _accepts(self.save_model, "_internal_call") else {}
+        try:
+            self.save_model(str(files.folder), **options)
+        finally:
+            self._staged = None
+        host.barrier()
+
+    @property
+    def _saved_files(self) -> SavedFiles:
+        return SavedFiles(Path(self.args.output_dir))
 
     def _write_files(self, folder: Path) -> None:
-        write_model_files(folder, self.model, self.processing_class)
+        if overrides(self, Trainer, "save_model"):
+            self._saved_files.move_to(folder)
+        else:
+            write_model_files(folder, self._saved, self.processing_class)
         self._write_state(folder)
 
     def _write_state(self, folder: Path) -> None:
@@ -389,13 +627,19 @@ class Trainer:
 
     def evaluate(
         self,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        eval_dataset: str | Dataset | Mapping[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Computes loss and metrics over exactly the samples of a dataset. Collective.
 
+        A subclass may override it; evaluations in training are made by it too. Several datasets are evaluated by a call
+        for each.
+
         Args:
-            eval_dataset: The data, or several datasets by name; default: the Trainer's own.
+            eval_dataset: The data, or several datasets by name, or the name of one of the Trainer's sets; default: the
+                Trainer's own.
+            ignore_keys: Outputs of the model that are not predictions. Default: all but `logits`, if there are logits.
             metric_key_prefix: What the metrics' names begin with; the names of several datasets are appended to it.
 
         Returns:
@@ -405,28 +649,57 @@ class Trainer:
             UsageError: There is no evaluation data.
             DataError: A dataset is empty.
         """
-        return self._evaluate_sets(eval_dataset, metric_key_prefix, PausableEvaluation())
-
-    def _evaluate_own_data(self, evaluation: PausableEvaluation) -> dict[str, float]:
-        return self._evaluate_sets(None, "eval", evaluation)
-
-    def _evaluate_sets(self, given: Any, prefix: str, evaluation: PausableEvaluation) -> dict[str, float]:
-        completed = evaluation.completed
-        metrics: dict[str, float] = {}
-        for name, dataset in self._eval_sets(given, prefix):
-            if name not in completed:
-                gather = self.compute_metrics is not None
-                found = self._evaluate(dataset, gather=gather, before_batch=evaluation.before_batch)
-                completed[name] = self._metrics(found, name)
-                self._callbacks.evaluated(completed[name], name)
-            metrics |= completed[name]
-        if given is None and prefix == "eval":
+        self._check_eval_data(eval_dataset)
+        own = eval_dataset is None
+        data = self.eval_dataset if own else eval_dataset
+        if isinstance(data, Mapping):
+            metrics: dict[str, float] = {}
+            for name, dataset in data.items():
+                metrics |= self.evaluate(
+                    eval_dataset=name if own else dataset,
+                    ignore_keys=ignore_keys,
+                    metric_key_prefix=f"{metric_key_prefix}_{name}",
+                )
+        else:
+            metrics = self._evaluate_set(eval_dataset, ignore_keys, metric_key_prefix)
+        if own and metric_key_prefix == "eval":
             self._callbacks.last_evaluation = (self.state.global_step, metrics)
         return metrics
+
+    def _evaluate_own_data(self, evaluation: PausableEvaluation) -> dict[str, float]:
+        """An evaluation in training, which a signal may stop."""
+        self._pausable = evaluation
+        try:
+            metrics = self.evaluate()
+        finally:
+            self._pausable = None
+        self._callbacks.last_evaluation = (self.state.global_step, metrics)
+        return metrics
+
+    def _evaluate_set(self, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
+        evaluation = self._pausable or PausableEvaluation()
+        key = evaluation.key(prefix)
+        if key not in evaluation.completed:
+            found = self._run_evaluation(
+                self.get_eval_dataloader(dataset),
+                gather=self.compute_metrics is not None,
+                ignore_keys=ignore_keys,
+                before_batch=evaluation.before_batch,
+            )
+            evaluation.completed[key] = metrics = self._metrics(found, prefix)
+            self._callbacks.evaluated(metrics, prefix)
+        return dict(evaluation.completed[key])
+
+    def _check_eval_data(self, given: Any) -> None:
+        """Raises UsageError without evaluation data, DataError where a set is empty."""
+        if not isinstance(given, str):
+            self._eval_sets(given, "eval")
 
     def _eval_sets(self, given: Any, prefix: str) -> list[tuple[str, Any]]:
         """The sets to evaluate, each with the prefix of its metrics."""
         dataset = self.eval_dataset if given is None else given
+        if dataset is None and overrides(self, Trainer, "get_eval_dataloader"):
+            return [(prefix, None)]
         if dataset is None:
             raise UsageError("eval_dataset: evaluation needs one")
         try:
@@ -456,11 +729,14 @@ class Trainer:
             metrics |= {name: value for name, value in log.items() if name not in ("step", "epoch")}
         return metrics
 
-    def predict(self, test_dataset: Dataset, metric_key_prefix: str = "test") -> PredictionOutput:
+    def predict(
+        self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
         """Computes predictions, labels and metrics over exactly the samples of a dataset. Collective.
 
         Args:
             test_dataset: The data.
+            ignore_keys: Outputs of the model that are not predictions. Default: all but `logits`, if there are logits.
             metric_key_prefix: What the metrics' names begin with.
 
         Returns:
@@ -471,16 +747,51 @@ class Trainer:
         """
         if not len(test_dataset):  # type: ignore[arg-type]
             raise DataError("test_dataset: it is empty; pass one with samples")
-        evaluation = self._evaluate(test_dataset, gather=True)
+        evaluation = self._run_evaluation(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
         metrics = self._metrics(evaluation, metric_key_prefix)
         self._callbacks.event("on_predict", metrics)
         return PredictionOutput(evaluation.predictions, evaluation.labels, metrics)
 
-    def _evaluate(self, dataset: Any, *, gather: bool, before_batch: Callable[[], None] = lambda: None) -> Evaluation:
-        loader = self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False)
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Evaluates one batch. A subclass may override it.
+
+        Args:
+            model: The model.
+            inputs: A batch on the device.
+            prediction_loss_only: Return no predictions and labels.
+            ignore_keys: Outputs of the model that are not predictions. Default: all but `logits`, if there are logits.
+
+        Returns:
+            The batch's mean loss, a 0-dim tensor (None without labels), predictions and labels: tensors, or tuples.
+        """
+        loss, predictions, labels = replace(self.evaluator, model=model).predict_batch(inputs, ignore_keys)
+        return (loss, None, None) if prediction_loss_only else (loss, predictions, labels)
+
+    def _overridden_step(
+        self, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Calls a subclass's `prediction_step`."""
+        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        return self.prediction_step(self.model, given, loss_only, ignore_keys)  # type: ignore[arg-type]
+
+    def _run_evaluation(
+        self,
+        batches: Any,
+        *,
+        gather: bool,
+        ignore_keys: list[str] | None,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> Evaluation:
         return self.evaluator(
-            loader,
+            self._steps_of(batches),
             gather=gather,
+            ignore_keys=ignore_keys,
             before_batch=before_batch,
             after_batch=lambda: self._callbacks.event("on_prediction_step"),
         )
@@ -499,15 +810,15 @@ class Trainer:
             if earlier is not None and earlier.get("epoch") == metrics["epoch"]:
                 return {name: earlier[name] for name in metrics if name in earlier}
         with self._recording():
-            run_log.results("train", {**metrics, "train_samples": len(self.train_dataset)})  # type: ignore[arg-type]
+            run_log.results("train", {**metrics, **_count("train_samples", [self.train_dataset])})
         return metrics
 
     def _write_evaluation(self) -> None:
         """Writes the results of evaluating the model that the output folder holds."""
         if self.args.eval_strategy == "no":
             return
-        samples = sum(len(dataset) for _, dataset in self._eval_sets(None, "eval"))
-        results = {**self.final_evaluation(), "eval_samples": samples}
+        sets = [dataset for _, dataset in self._eval_sets(None, "eval")]
+        results = {**self.final_evaluation(), **_count("eval_samples", sets)}
         with self._recording():
             self._callbacks.run_log.results("eval", results)
 
@@ -521,6 +832,18 @@ class Trainer:
                 f"the results cannot be written to {self.args.output_dir}: {error.strerror or error}; free some space "
                 "there, and start the run again with resume_from_checkpoint: true"
             ) from error
+
+
+def _count(name: str, datasets: Sequence[Any]) -> dict[str, int]:
+    """The number of samples, where all datasets have one."""
+    counted = all(hasattr(dataset, "__len__") for dataset in datasets)
+    return {name: sum(len(dataset) for dataset in datasets)} if counted else {}
+
+
+def _accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether a method of a subclass has a parameter of this name, or any."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def record_end(callbacks: RunCallbacks, error: BaseException) -> None:

@@ -34,7 +34,7 @@ class TrainingLoop:
     """Moves a run's state from step to step. All that a resumed run needs is in `sections`.
 
     `evaluate` evaluates the Trainer's own data and returns the metrics; `write_files` adds a run's files to the folder
-    of a checkpoint.
+    of a checkpoint, on rank 0, and `before_save` is called on all ranks before that.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class TrainingLoop:
         checkpointer: Checkpointer,
         evaluate: Callable[[PausableEvaluation], dict[str, float]],
         write_files: Callable[[Path], None],
+        before_save: Callable[[], None],
     ) -> None:
         self._parts = parts
         self._args = parts.args
@@ -51,6 +52,7 @@ class TrainingLoop:
         self._checkpointer = checkpointer
         self._evaluate_data = evaluate
         self._write_files = write_files
+        self._before_save = before_save
         self._monitor = Monitor.for_run(parts, callbacks.run_log)
         self._losses = LossMeter(parts.context.runtime, self._monitor.look)
         self._epoch_open = False
@@ -67,7 +69,7 @@ class TrainingLoop:
 
     def sections(self) -> dict[str, Any]:
         """What a checkpoint of this run holds, for `Checkpointer.save` and `Checkpointer.restore`."""
-        return {"model": self._parts.model, "optimizer": self._parts.optimizer, "run": self}
+        return {"model": self._parts.saved, "optimizer": self._parts.optimizer, "run": self}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, as plain values."""
@@ -295,9 +297,10 @@ class TrainingLoop:
         state, model_only = self._callbacks.state, self._args.save_only_model
         if state.best_global_step == self._step:
             state.best_model_checkpoint = str(checkpoint_path(self._checkpointer.folder, self._step))
+        self._before_save()
         handle = self._checkpointer.save(
             self._step,
-            {"model": self._parts.model} if model_only else self.sections(),
+            {"model": self._parts.saved} if model_only else self.sections(),
             files=self._write_files,
             metadata={"identity": self._parts.identity, "model_only": model_only},
             model_only=model_only,

@@ -34,6 +34,7 @@ from stepmark.training.model_labels import (
 )
 
 LossFunction = Callable[..., Tensor]
+Override = Callable[[nn.Module, Any, Tensor], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class MicroBatchLoss:
     `compute_loss_func` may return a mean, or a sum divided by `num_items_in_batch`: it is given the number of targets
     of its own micro-batch, so that both are the same, and its result is weighted like a model's own loss.
 
+    `override(model, inputs, num_items_in_batch)`, where it is set, replaces all of these. It returns a loss on the same
+    terms, and the outputs; `mean` is the loss that it replaces.
+
     Args:
         model: the model that will be called; only its class and configuration are read.
         compute_loss_func: the user's function; None for the model's own loss.
@@ -75,6 +79,7 @@ class MicroBatchLoss:
         lazy: bool = False,
     ) -> None:
         self.labels: LabelRule = label_rule(model)
+        self.override: Override | None = None
         self._lazy = lazy
         self._compute = compute_loss_func
         self._smoothing = label_smoothing
@@ -104,6 +109,33 @@ class MicroBatchLoss:
 
         Raises UsageError where the model returns no loss.
         """
+        if self.override is None:
+            return self._share(model, inputs, weight)
+        given = with_targets(self.labels, inputs, weight) if isinstance(inputs, Mapping) else inputs
+        with self._lazy_device(inputs):
+            loss, outputs = self.override(model, given, weight.count.clamp(min=1))
+        return self._weighted(loss, weight), outputs
+
+    def mean(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Tensor | float | None = None) -> Any:
+        """The loss of one batch, without `override`, and the outputs: a mean over its targets, or their sum divided by
+        `num_items`."""
+        count = self.targets(model, inputs)
+        items = count if num_items is None else torch.as_tensor(num_items, dtype=torch.float32, device=count.device)
+        return self._share(model, inputs, Weight(items, items))
+
+    def targets(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """The targets of a batch, or its samples where no labels can be counted: a 0-dim float32 tensor, at least 1,
+        which is computed on the device."""
+        integers = {} if self.labels.by_sample else self.labels.integers(inputs)
+        labels = integers.get("shift_labels", integers.get("labels"))
+        if labels is None:
+            rows = next(each for each in inputs.values() if isinstance(each, Tensor) and each.ndim)
+            return torch.full((), float(len(rows)), device=rows.device)
+        if "shift_labels" not in integers and labels.ndim > 1 and self._shifts_labels(model, inputs):
+            labels = labels[..., 1:]
+        return (labels != self.labels.ignored).sum().float().clamp(min=1)
+
+    def _share(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
         with self._lazy_device(inputs):
             if "labels" in inputs and (self._compute is not None or self._smoothing):
                 return self._from_logits(model, inputs, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 Metrics = dict[str, float]
@@ -13,13 +14,20 @@ class EvaluationPaused(Exception):
 
 class PausableEvaluation:
     """The progress of an evaluation that may be stopped. `completed` has the metrics of each set that is done, by the
-    prefix of its keys; sets that an earlier process completed are not evaluated again."""
+    prefix of its keys (numbered where a prefix occurs again); sets that an earlier process completed are not evaluated
+    again."""
 
     def __init__(
         self, may_continue: Callable[[], bool] = lambda: True, earlier: Mapping[str, Metrics] | None = None
     ) -> None:
         self._may_continue = may_continue
         self.completed = {prefix: dict(metrics) for prefix, metrics in (earlier or {}).items()}
+        self._begun: Counter[str] = Counter()
+
+    def key(self, prefix: str) -> str:
+        """The key in `completed` of the set that is evaluated next, whose metrics begin with `prefix`."""
+        self._begun[prefix] += 1
+        return prefix if self._begun[prefix] == 1 else f"{prefix} ({self._begun[prefix]})"
 
     def before_batch(self) -> None:
         """Raises EvaluationPaused, on all ranks before the same batch, where the run stops."""
