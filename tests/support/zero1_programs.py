@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import stepmark
 from stepmark import Checkpointer, Mesh, ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 
@@ -203,3 +204,136 @@ def go_on(net: Net, optimizer: Any, mesh: Mesh, begin: int) -> list[float]:
         gradients.reset()
         losses.append(float(reduced.loss))
     return losses
+
+
+def sent_dtypes(options: dict[str, Any]) -> list[str]:
+    """The dtypes of the tensors that are reduce-scattered in a step of a bfloat16 model."""
+    from unittest import mock
+
+    from stepmark.runtime.collectives import GroupCollectives
+
+    mesh, net, found = Mesh.create(device="cpu"), Net().to(torch.bfloat16), set()
+    optimizer = ZeroRedundancyOptimizer(net.named_parameters(), torch.optim.AdamW, mesh=mesh, lr=0.1, **options)
+    send = GroupCollectives.start_reduce_scatter
+
+    def record(self: GroupCollectives, tensor: Tensor) -> Any:
+        found.add(str(tensor.dtype))
+        return send(self, tensor)
+
+    with mock.patch.object(GroupCollectives, "start_reduce_scatter", record):
+        net(data(0, 0, 1).to(torch.bfloat16)).backward()
+        optimizer.step()
+    return sorted(found)
+
+
+def rank_groups() -> tuple[list[str], list[str]]:
+    """Messages for groups of two ranks that are the mesh's, and for others."""
+    mesh = Mesh.create(device="cpu")
+    accepted: list[dict[str, Any]] = [
+        {"sharding_groups": [[0, 1]]},
+        {"sharding_groups": ((1, 0),)},
+        {"grad_norm_groups": [[0], [1]]},
+    ]
+    refused: list[dict[str, Any]] = [{"sharding_groups": [[0], [1]]}, {"grad_norm_groups": [[0, 1]]}]
+    return [_message(mesh, options) for options in accepted], [_message(mesh, options) for options in refused]
+
+
+def _message(mesh: Mesh, options: dict[str, Any]) -> str:
+    try:
+        ZeroRedundancyOptimizer(Net().named_parameters(), torch.optim.AdamW, mesh=mesh, lr=0.1, **options)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def position(other: dict[str, Any] | None = None) -> Any:
+    """Where a state dict belongs; with `other`, also what loading one that belongs there says."""
+    mesh = Mesh.create(device="cpu")
+    optimizer = ZeroRedundancyOptimizer(Net().named_parameters(), torch.optim.AdamW, mesh=mesh, lr=0.1)
+    saved = optimizer.state_dict()
+    if other is None:
+        return saved["zero_1"]
+    message = ""
+    try:
+        optimizer.load_state_dict({**saved, "zero_1": other})
+    except UsageError as error:
+        message = str(error)
+    return {"position": saved["zero_1"], "message": message}
+
+
+def lazy_steps(hook: bool) -> dict[str, Any]:
+    """Graphs that each of ten steps of two backward passes executes, after the first two, and their weights; nothing
+    else ends a step."""
+    from stepmark import place_module
+
+    mesh = Mesh.create(device="xla")
+    net, eager = Net(), Net()
+    place_module(net, mesh.runtime)
+    optimizer = ZeroRedundancyOptimizer(
+        net.named_parameters(), torch.optim.AdamW, mesh=mesh, lr=0.01, use_grad_acc_hook=hook
+    )
+    reference = torch.optim.AdamW(eager.parameters(), lr=0.01)
+    executions, counts = [], mesh.runtime.counters()
+    before = counts
+    for step in range(10):
+        for half in data(step, 0, 1).chunk(2):
+            net(mesh.runtime.place(half)).backward()
+            eager(half).backward()
+        optimizer.step()
+        nn.utils.clip_grad_norm_(eager.parameters(), 1.0)
+        reference.step()
+        reference.zero_grad()
+        after = mesh.runtime.counters()
+        assert before is not None
+        assert after is not None
+        executions.append(after.executions - before.executions)
+        before = after
+    assert counts is not None
+    assert before is not None
+    weights = [value.reshape(-1).tolist() for value in mesh.runtime.to_host(list(net.parameters()))]
+    return {
+        "executions": executions[2:],
+        "compilations": before.compilations - counts.compilations,
+        "weights": [number for each in weights for number in each],
+        "expected": [number for each in eager.parameters() for number in each.detach().reshape(-1).tolist()],
+    }
+
+
+def accelerated(plain: bool = False) -> list[float]:
+    """Weights after steps of a loop written like AWS's GPT-2 example; with `plain`, of torch's AdamW on the host."""
+    from accelerate import Accelerator
+    from transformers import get_scheduler
+
+    net = Net()
+    groups: list[dict[str, Any]] = [
+        {"params": [p for _, p in net.named_parameters() if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for _, p in net.named_parameters() if p.dim() != 2], "weight_decay": 0.0},
+    ]
+    if plain:
+        rank, size, runtime = 0, 1, None
+        wrapped: Any = torch.optim.AdamW(groups, lr=0.01)
+        optimizer = wrapped
+    else:
+        mesh = Mesh.create(device="xla")
+        rank, size, runtime = mesh.data_parallel.rank, mesh.data_parallel.size, mesh.runtime
+        stepmark.place_module(net, runtime)
+        groups = [
+            {**group, "params": [p for p in net.parameters() if (p.dim() == 2) == (group["weight_decay"] > 0)]}
+            for group in groups
+        ]
+        wrapped = ZeroRedundancyOptimizer(
+            groups, torch.optim.AdamW, lr=0.01, grad_clipping=True, max_norm=0.5, pin_layout=False
+        )
+        optimizer = Accelerator().prepare(wrapped)  # it loads the optimizer's own state dict, sent to the device
+    schedule = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=8)
+    for step in range(STEPS):
+        for half in data(step, rank, size).chunk(2):
+            (net(half if runtime is None else runtime.place(half)) / 2).backward()
+        if plain:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        wrapped.step()
+        schedule.step()
+        optimizer.zero_grad()
+    if runtime is None:
+        return [number for each in net.parameters() for number in each.detach().reshape(-1).tolist()]
+    return [number for each in runtime.to_host(list(net.parameters())) for number in each.reshape(-1).tolist()]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from stepmark.errors import LaunchError, PeerFailed
 from stepmark.launch.supervisor import STORE_FD
@@ -34,12 +35,15 @@ class Context:
         runtime: Its device.
         host: All ranks, communicating through the host.
         store: The ranks' common key-value store; None for a single rank.
+        shares_default_group: Whether the script created torch's default process group: its backend and its timeout may
+            be others than Stepmark's.
     """
 
     world: World
     runtime: Runtime
     host: HostGroup
     store: dist.Store | None = None
+    shares_default_group: bool = False
 
     @contextlib.contextmanager
     def leader_first(self, task: str) -> Iterator[bool]:
@@ -69,6 +73,7 @@ ANSWER_SECONDS = 3.0
 
 _started: dict[str, Context] = {}
 _joined: dict[str, dist.Store] = {}
+_shares_default_group = False
 
 
 def start(device: str = "auto") -> Context:
@@ -81,24 +86,41 @@ def start(device: str = "auto") -> Context:
         world = World.from_environment()
         world.export()
         runtime = create_runtime(name, world.local_rank, world.local_size)
-        if world.size > 1 and not dist.is_initialized():
-            _join(world, runtime)
+        if not _joined:
+            _connect(world, runtime)
         with quiet_stdout():
             host = HostGroup.of_processes(TIMEOUT)
         _check_devices(world, runtime)
-        _started[name] = Context(world, runtime, host, _joined.get("store"))
+        _started[name] = Context(world, runtime, host, _joined.get("store"), _shares_default_group)
     return _started[name]
 
 
-def _join(world: World, runtime: Runtime) -> None:
-    backend = "gloo"
-    if not runtime.lazy and not runtime.host_memory:
-        kind = runtime.device.type
-        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+def backend_for(runtime: Runtime) -> str:
+    """The backend of process groups that send tensors of the device, and of the host."""
+    if runtime.lazy or runtime.host_memory:
+        return "gloo"
+    kind = runtime.device.type
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def _connect(world: World, runtime: Runtime) -> None:
+    """Connects this rank to the others: by the process group that the script created, or by a new one."""
+    global _shares_default_group
+    _shares_default_group = dist.is_available() and dist.is_initialized()
+    if _shares_default_group:
+        _check_default_group(world)
+    if world.size == 1:
+        return
     try:
-        store = dist.PrefixStore(f"stepmark/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(world))
-        with quiet_stdout():
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
+        store = _default_group_store() if _shares_default_group else None
+        store = dist.PrefixStore(
+            f"stepmark/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store or _store(world)
+        )
+        if not _shares_default_group:
+            with quiet_stdout():
+                dist.init_process_group(
+                    backend_for(runtime), store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT
+                )
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {world.rank} of {world.size} cannot join the others at {world.master_address}:{world.master_port}: "
@@ -106,6 +128,26 @@ def _join(world: World, runtime: Runtime) -> None:
         ) from error
     _joined["store"] = store
     atexit.register(leave)
+
+
+def _check_default_group(world: World) -> None:
+    """Checks that the script's process group has the launcher's ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (world.rank, world.size):
+        raise LaunchError(
+            f"the script's process group (backend {dist.get_backend()}) has this process as rank {rank} of {size}, and "
+            f"the launcher's variables (RANK, WORLD_SIZE) as rank {world.rank} of {world.size}; start the script with "
+            "torchrun or srun, and remove its init_process_group: Stepmark creates the group"
+        )
+
+
+def _default_group_store() -> dist.Store | None:
+    """The store of the script's process group; None if processes cannot share it, or if it lacks operations."""
+    store = distributed_c10d._get_default_store()
+    innermost = store
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    return store if isinstance(innermost, dist.TCPStore) else None
 
 
 def first_to_fail() -> bool:

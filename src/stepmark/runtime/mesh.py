@@ -9,7 +9,7 @@ import torch.distributed as dist
 from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
-from stepmark.runtime.context import TIMEOUT, Context, quiet_stdout, start
+from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
 from stepmark.runtime.rank_grid import RankGrid, group_of
 
 DATA, TENSOR = "dp", "tp"
@@ -101,7 +101,8 @@ def _collectives(context: Context, groups: Sequence[list[int]]) -> Collectives:
     if getattr(runtime, "in_graph_collectives", False):
         position = own.index(context.world.rank)
         return GraphCollectives(runtime, position, len(own), None if everybody else list(groups))
-    group = None if everybody else _process_group(own, groups)
+    default = everybody and not context.shares_default_group
+    group = None if default else _process_group(own, groups, backend_for(runtime))
     if not runtime.lazy:
         return GroupCollectives(group)
     from stepmark.runtime.host_bridge import BridgeCollectives
@@ -109,8 +110,8 @@ def _collectives(context: Context, groups: Sequence[list[int]]) -> Collectives:
     return BridgeCollectives(runtime, group)
 
 
-def _process_group(own: Sequence[int], groups: Sequence[list[int]]) -> dist.ProcessGroup:
+def _process_group(own: Sequence[int], groups: Sequence[list[int]], backend: str) -> dist.ProcessGroup:
     """Creates a group for each of `groups`, as every rank must, and returns this rank's."""
     with quiet_stdout():
-        created = [dist.new_group(group, timeout=TIMEOUT) for group in groups]
+        created = [dist.new_group(group, timeout=TIMEOUT, backend=backend) for group in groups]
     return created[list(groups).index(list(own))]

@@ -153,11 +153,15 @@ def _place_of_run(part: Part, local_shape: Shape) -> int | None:
 
 
 def make_buckets(
-    groups: Sequence[Sequence[tuple[str, nn.Parameter]]], axis: Collectives, tensor_axis_size: int, runtime: Runtime
+    groups: Sequence[Sequence[tuple[str, nn.Parameter]]],
+    axis: Collectives,
+    tensor_axis_size: int,
+    runtime: Runtime,
+    limit: int | None = None,
 ) -> list[Bucket]:
-    """Buckets of a limited size (one parameter may be larger), group by group, in order."""
-    limit = HOST_BUCKET_ELEMENTS if runtime.host_memory else EAGER_BUCKET_ELEMENTS
-    limit = LAZY_BUCKET_ELEMENTS if runtime.lazy else limit
+    """Buckets of at most `limit` elements (one parameter may be larger), group by group, in order. Without a limit the
+    device determines it."""
+    limit = limit or _default_limit(runtime)
     buckets = []
     for index, group in enumerate(groups):
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
@@ -167,6 +171,12 @@ def make_buckets(
         for parameters in kinds.values():
             buckets += [Bucket(index, run, axis, tensor_axis_size) for run in _split_into_buckets(parameters, limit)]
     return buckets
+
+
+def _default_limit(runtime: Runtime) -> int:
+    if runtime.lazy:
+        return LAZY_BUCKET_ELEMENTS
+    return HOST_BUCKET_ELEMENTS if runtime.host_memory else EAGER_BUCKET_ELEMENTS
 
 
 def _split_into_buckets(parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[Member]]:

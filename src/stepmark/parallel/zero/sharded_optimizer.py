@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.errors import UsageError
 from stepmark.optim.elementwise import check_elementwise
 from stepmark.optim.wrapped import load_learning_rates, plain, take_empty_step
 from stepmark.parallel.zero.buckets import Bucket, complete_on_host, make_buckets
@@ -36,14 +37,16 @@ class ShardedOptimizer:
         groups: Sequence[Mapping[str, Any]],
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         mesh: Mesh,
+        *,
+        bucket_elements: int | None = None,
     ) -> None:
         """`groups`: as for `torch.optim`, but "params" is a list of (name, parameter). `make` creates the optimizer
-        from groups with this rank's flat shards."""
+        from groups with this rank's flat shards. `bucket_elements`: size limit of a bucket; None: by the device."""
         self._mesh = mesh
         self._runtime = mesh.runtime
         self._axis = mesh.data_parallel
         named = [group["params"] for group in groups]
-        self.buckets = make_buckets(named, self._axis, mesh.tensor_parallel.size, self._runtime)
+        self.buckets = make_buckets(named, self._axis, mesh.tensor_parallel.size, self._runtime, bucket_elements)
         self.names = [member.name for bucket in self.buckets for member in bucket.members]
         self.parameters = [member.parameter for bucket in self.buckets for member in bucket.members]
         self._flat: list[Tensor | None] = [self._lay_out(bucket) for bucket in self.buckets]
@@ -166,6 +169,65 @@ class ShardedOptimizer:
         """Restores the learning rates, and refreshes the shards from the parameters' restored values."""
         load_learning_rates(self.inner, groups, self._runtime)
         self._refresh_shards()
+
+    # What this rank alone holds
+
+    def local_state(self) -> dict[str, Any]:
+        """The state of this rank's shards, by bucket, in the form of `torch.optim`'s state dicts. It fits this rank of
+        this mesh only; "zero_1" names both. Tensors are references."""
+        states: list[dict[str, Any]] = [dict(self.inner.state.get(shard, {})) for shard in self._shards]
+        for bucket, shard, state in zip(self.buckets, self._shards, states, strict=True):
+            if bucket.dtype != torch.float32:
+                state[MASTER] = shard.detach()
+        groups = [{key: plain(value) for key, value in group.items()} for group in self.param_groups]
+        for index, group in enumerate(groups):
+            group["params"] = [number for number, bucket in enumerate(self.buckets) if bucket.group == index]
+        return {"state": dict(enumerate(states)), "param_groups": groups, "zero_1": self._position()}
+
+    def _position(self) -> dict[str, Any]:
+        names = [[member.name for member in bucket.members] for bucket in self.buckets]
+        mesh = {"mesh": self._mesh.shape, "rank": self._mesh.context.world.rank}
+        return {**mesh, "buckets": names, "shard_sizes": [bucket.shard_size for bucket in self.buckets]}
+
+    def load_local_state(self, saved: Mapping[str, Any]) -> None:
+        """Restores in place what `local_state` returned.
+
+        Raises:
+            UsageError: It belongs to another rank, another mesh, or other parameters.
+        """
+        self._check_position(saved.get("zero_1"))
+        groups = saved["param_groups"]
+        for group, other in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in other.items() if key not in ("params", "lr")})
+        self.load_named_groups(groups)
+        if any(state.keys() - {MASTER} for state in saved["state"].values()):
+            self.ensure_state()
+        for number, shard in enumerate(self._shards):
+            held: dict[str, Any] = {MASTER: shard, **self.inner.state.get(shard, {})}
+            for key, value in saved["state"][number].items():
+                self._restore_value(held[key], value, shard, key)
+
+    def _check_position(self, found: Any) -> None:
+        own = self._position()
+        if found == own:
+            return
+        if not isinstance(found, Mapping):
+            raise UsageError("state_dict: not made by ZeroRedundancyOptimizer; pass what its state_dict returned")
+        differing = next(key for key in own if found.get(key) != own[key])
+        raise UsageError(
+            f"state_dict: its {differing} is {found.get(differing)}, and here it is {own[differing]}; a state dict is "
+            "one rank's shard; save and restore with stepmark.Checkpointer, which fits any mesh"
+        )
+
+    @torch.no_grad()
+    def _restore_value(self, held: Any, value: Any, shard: nn.Parameter, key: str) -> None:
+        """Sets one value of a shard's state; tensors stay the same objects, on their devices."""
+        if not isinstance(held, Tensor):
+            self.inner.state[shard][key] = value
+        elif held.device.type == "cpu":
+            held.copy_(value)
+        else:
+            self._runtime.write(held, value.to("cpu"))
 
     def _refresh_shards(self) -> None:
         """Copies fp32 parameters to their shards, which are separate tensors on a lazy device."""
