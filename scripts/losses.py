@@ -3,16 +3,18 @@
 Each class is built with a small random configuration. Training loss, eval_loss and gradient norm are those of the mean
 over targets or samples, at batch sizes 1, 2 and 5 with a ragged last one, and accumulation 1 and 4.
 
-    PYTHONPATH=. python scripts/losses.py [--only CLASS …] [--write]
+    PYTHONPATH=. python scripts/losses.py [--only CLASS …] [--jobs N] [--write]
 
-With --write the results go to docs/losses.md.
+--jobs is the number of processes. With --write the results go to docs/losses.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -81,17 +83,22 @@ def page(verdicts: list[Verdict]) -> str:
     return "\n".join([*lines, "", f"## Equal ({outcomes['equal']})", "", equal]) + "\n"
 
 
+def _silence() -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=None)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
     verdicts = []
-    for name in arguments.only or classes_with_labels():
-        verdicts.append(verdict(name))
-        print(f"{verdicts[-1].outcome:10} {name:50} {verdicts[-1].why}", flush=True)
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn"), _silence) as pool:
+        for each in pool.map(verdict, arguments.only or classes_with_labels()):
+            verdicts.append(each)
+            print(f"{each.outcome:10} {each.name:50} {each.why}", flush=True)
     if arguments.write:
         PAGE.write_text(page(verdicts))
 

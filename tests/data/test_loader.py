@@ -196,7 +196,7 @@ def test_a_state_of_something_else_is_refused(changed: dict[str, Any], name: str
 @pytest.mark.parametrize("position", [{"samples": 12}, {"samples": -1}, {"epoch": -1}])
 def test_a_state_that_cannot_be_is_refused(position: dict[str, int]) -> None:
     loader = DataLoader(ROWS, 2)
-    with pytest.raises(CheckpointMismatch, match="outside a dataset of 11 samples"):
+    with pytest.raises(CheckpointMismatch, match="is outside a dataset of 11 samples; the saved state is corrupted"):
         loader.load_state_dict({**loader.state_dict(), **position})
 
 

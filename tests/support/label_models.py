@@ -453,7 +453,7 @@ def sample_losses(case: Case, sample: dict[str, Tensor]) -> tuple[Tensor, int]:
         return _answer_losses(outputs, sample), 1
     if case.task == "ctc":
         return outputs.loss, 1  # one sample: there is nothing to average
-    logits, labels = outputs.logits.float(), sample["labels"][None]
+    logits, labels = _at_least_float32(outputs.logits), sample["labels"][None]
     if case.task == "segmentation":
         logits = F.interpolate(logits, size=labels.shape[-2:], mode="bilinear", align_corners=False)
         return F.cross_entropy(logits, labels, ignore_index=255, reduction="sum"), int((labels != 255).sum())
@@ -463,9 +463,13 @@ def sample_losses(case: Case, sample: dict[str, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(flat, labels.reshape(-1), reduction="sum"), int((labels != IGNORED).sum())
 
 
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def _answer_losses(outputs: Any, sample: dict[str, Tensor]) -> Tensor:
     both = [
-        F.cross_entropy(logits.float(), sample[name][None])
+        F.cross_entropy(_at_least_float32(logits), sample[name][None])
         for logits, name in ((outputs.start_logits, "start_positions"), (outputs.end_logits, "end_positions"))
     ]
     return (both[0] + both[1]) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepmark.data.loader import DataLoader
 from stepmark.errors import UsageError
+from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight, smoothed_cross_entropy
+from stepmark.training.optimizer import ParameterOptimizer
+from stepmark.training.step import TrainStep
 from tests.support.label_models import batch_of, make
 from tests.support.programs import VOCABULARY, tiny_model
 from tests.training.test_model_labels import OwnLoss
@@ -218,6 +223,52 @@ def test_the_users_function_may_return_a_mean_or_divide_a_sum(way: str) -> None:
     cuts = [{name: value[rows] for name, value in inputs.items()} for rows in (slice(0, 3), slice(3, 7))]
     found = step_loss(MicroBatchLoss(model, compute_loss_func=compute), model, cuts, [3, 4])
     torch.testing.assert_close(found, F.cross_entropy(model.linear(inputs["features"]), inputs["labels"]))
+
+
+class Logits(nn.Module):
+    """A language model without a loss of its own: its forward has no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(self.embedding(input_ids))}
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("way", ["mean", "sum"])
+@pytest.mark.parametrize("make_model", [Logits, lambda: tiny_model(dropout=0.0).eval()], ids=["logits", "gpt2"])
+def test_a_users_function_is_weighted_by_the_targets_that_it_counts(
+    make_model: Callable[[], nn.Module], way: str, shifted: bool
+) -> None:
+    def losses(outputs: Any, labels: Tensor, reduction: str) -> Tensor:
+        logits, targets = (outputs["logits"][:, :-1], labels[:, 1:]) if shifted else (outputs["logits"], labels)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        return losses(outputs, labels, "mean") if way == "mean" else losses(outputs, labels, "sum") / num_items_in_batch
+
+    model = make_model()
+    joined = {name: torch.cat([batch[name] for batch in padded()]) for name in ("input_ids", "labels")}
+    joined = {name: torch.cat([rows, rows[:1]]) for name, rows in joined.items()}
+    samples = [{name: rows[index] for name, rows in joined.items()} for index in range(7)]
+    found = train(model, samples, compute)
+    expected = losses(model(joined["input_ids"]), joined["labels"], "mean")
+    assert found == pytest.approx(expected.item(), rel=1e-6)
+
+
+def train(model: nn.Module, samples: list[dict[str, Tensor]], compute: Any) -> float:
+    """The loss of one step over all samples, in four micro-batches of which the last is ragged."""
+    mesh = Mesh.create(device="cpu")
+    loss = MicroBatchLoss(model, compute_loss_func=compute)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer = ParameterOptimizer.around(torch.optim.SGD(list(names), lr=0.0), names, mesh.runtime)
+    step = TrainStep(model, optimizer, loss, mesh, accumulation=4)
+    (batch,) = DataLoader(samples, 2, accumulation=4, shuffle=False, labels=loss.labels)
+    return float(step(0, batch).values[0])
 
 
 def test_the_users_mean_of_a_micro_batch_without_targets_is_no_nan() -> None:

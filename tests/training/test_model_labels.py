@@ -105,11 +105,21 @@ def test_a_model_whose_loss_fails_without_targets_has_aligned_labels() -> None:
         ("BertForMaskedLM", False),
         ("T5ForConditionalGeneration", False),
         ("BartForCausalLM", None),
+        ("Qwen2AudioForConditionalGeneration", None),  # listed with encoder-decoders, but it shifts
         ("LlamaForSequenceClassification", False),
     ],
 )
 def test_what_the_class_of_a_model_shows(name: str, shift: bool | None) -> None:
     assert known_shift(make(name).model) is shift
+
+
+def test_a_loss_that_ignores_its_labels_leaves_the_shift_to_the_class() -> None:
+    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        return outputs["logits"].square().mean()
+
+    for model, targets in ((tiny_model(), 8), (make("BertForTokenClassification").model, 10)):
+        batch = micro_batch()
+        assert MicroBatchLoss(model, compute_loss_func=compute).count(model, batch) == targets
 
 
 def test_label_names() -> None:

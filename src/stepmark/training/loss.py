@@ -78,7 +78,10 @@ class MicroBatchLoss:
         label_smoothing: float = 0.0,
         lazy: bool = False,
     ) -> None:
-        self.labels: LabelRule = label_rule(model)
+        rule = label_rule(model)
+        self._class_shift = rule.causal_shift
+        # The class of a model does not show which labels the user's function counts.
+        self.labels: LabelRule = rule if compute_loss_func is None else replace(rule, causal_shift=None)
         self.override: Override | None = None
         self._lazy = lazy
         self._compute = compute_loss_func
@@ -90,9 +93,10 @@ class MicroBatchLoss:
 
     @property
     def causal_shift(self) -> bool:
-        """Whether position t predicts label t + 1, as in causal language models. A model whose class does not show
-        it is asked when its first batch is counted; until then False."""
-        return bool(self.labels.causal_shift)
+        """Whether position t predicts label t + 1, as in causal language models. Where the model's class does not
+        show it, and for a user's function, the first batch that is counted decides it."""
+        known = self.labels.causal_shift
+        return bool(self._class_shift if known is None else known)
 
     def count(self, model: nn.Module, micro_batch: MicroBatch) -> int:
         """The weight of a micro-batch in means: its targets, or its samples where no labels can be counted."""
@@ -173,20 +177,24 @@ class MicroBatchLoss:
         return torch.where(weight.count > 0, mean, torch.zeros_like(mean)) * weight.share
 
     def _shifts_labels(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-        """Asks the model where its class does not show it, once."""
+        """Probes the loss once, where nothing else shows it."""
         labels = inputs.get("labels")
         if self.labels.causal_shift is None and isinstance(labels, Tensor) and labels.ndim > 1 and labels.shape[1] > 1:
-            self.labels = replace(self.labels, causal_shift=self._ask(model, inputs))
+            self.labels = replace(self.labels, causal_shift=self._probe(model, inputs))
         return self.causal_shift
 
-    def _ask(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    def _probe(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+        if self._compute is None and not takes_labels(unwrapped(model)):
+            return False
         one = torch.ones((), device=inputs["labels"].device)
 
         def call(given: Mapping[str, Any]) -> Tensor:
-            return self._own_loss(model, given, Weight(one, one))[0]
+            loss = self._own_loss if self._compute is None else self._from_logits
+            return loss(model, given, Weight(one, one))[0]
 
         with torch.no_grad(), _same_random_numbers(one.device), evaluating(model), self._lazy_device(inputs):
-            return takes_labels(unwrapped(model)) and not counts_first_label(call, inputs, self.labels.ignored)
+            counted = counts_first_label(call, inputs, self.labels.ignored)
+        return bool(self._class_shift) if counted is None else not counted
 
 
 def with_targets(rule: LabelRule, inputs: Mapping[str, Any], weight: Weight) -> Mapping[str, Any]:

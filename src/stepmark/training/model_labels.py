@@ -82,7 +82,7 @@ def known_shift(model: nn.Module) -> bool | None:
         if loss_function is loss_utils.ForCausalLMLoss or isinstance(loss_function, VocabParallelLoss):
             return True
         return False if loss_function in _UNSHIFTED(loss_utils) else None
-    return False if _has_unshifted_head(forward) else None
+    return False if _has_unshifted_head(model, forward) else None
 
 
 def _UNSHIFTED(loss_utils: Any) -> tuple[Any, ...]:
@@ -94,20 +94,21 @@ def _UNSHIFTED(loss_utils: Any) -> tuple[Any, ...]:
     )
 
 
-def _has_unshifted_head(forward: Any) -> bool:
-    """Whether `forward` is that of a masked or sequence-to-sequence language model, or of a classifier, of
-    transformers."""
+def _has_unshifted_head(model: nn.Module, forward: Any) -> bool:
+    """Whether `forward` belongs to one of transformers' masked or encoder-decoder language models, or classifiers."""
     from transformers.models.auto import modeling_auto as auto
 
-    mappings = (
+    mappings = [
         auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
+    ]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        # The mapping also lists causal language models with an audio encoder, which shift their labels.
+        mappings.append(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     owner = forward.__qualname__.partition(".")[0]
-    ours = forward.__module__.startswith("transformers.")
-    return ours and any(owner in names.values() for names in mappings)
+    from_transformers = forward.__module__.startswith("transformers.")
+    return from_transformers and any(owner in names.values() for names in mappings)
 
 
 def _mentions(code: CodeType, name: str) -> bool:
@@ -126,18 +127,30 @@ def _is_ctc(model: nn.Module) -> bool:
     return type(model).__name__.endswith("ForCTC")
 
 
-def counts_first_label(call: Call, inputs: Mapping[str, Any], ignored: int) -> bool:
-    """Asks a model whether the first label of a row is a target: whether it changes the loss when all others are
-    ignored. `call` gives the loss of a batch. Two forward passes, on the model's device."""
+def counts_first_label(call: Call, inputs: Mapping[str, Any], ignored: int) -> bool | None:
+    """Whether the first label of a row is a target: whether it changes the loss when all other labels are ignored.
+
+    Args:
+        call: Computes the loss of a batch, on the model's device. It is called two or three times.
+        inputs: A batch with `labels` [rows, length, …].
+        ignored: The label that is not a target.
+
+    Returns:
+        None where the loss cannot show it: it fails without targets, or does not depend on the labels.
+    """
     labels = inputs["labels"]
     candidates = torch.where(labels[:, :1] == ignored, labels.amax(), labels[:, :1]).clamp(min=0)
     none = torch.full_like(labels, ignored)
     only_first = torch.cat([candidates, none[:, 1:]], dim=1)
     try:
         with_first, without = (float(call({**inputs, "labels": each})) for each in (only_first, none))
-    except Exception:  # a loss that cannot be computed without targets: the labels are then taken as they are
-        return True
-    return math.isfinite(with_first) and with_first != without
+        if not math.isfinite(with_first):  # a mean over no targets
+            return False
+        if with_first != without:
+            return True
+        return False if float(call(inputs)) != without else None
+    except Exception:  # models and users' functions raise any kind
+        return None
 
 
 @contextlib.contextmanager
