@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stepmark.evaluation.evaluate import evaluate
     from stepmark.parallel.loading.load import load_for_parallelism
     from stepmark.parallel.tensor.parallelize import parallelize
-    from stepmark.parallel.zero.zero_redundancy import ZeroRedundancyOptimizer
+    from stepmark.parallel.zero.custom_loop_optimizer import ZeroRedundancyOptimizer
     from stepmark.runtime.mesh import Mesh
     from stepmark.runtime.module_placement import place_module
     from stepmark.trainer.telemetry.run_log import read_metrics
@@ -70,7 +70,7 @@ _MODULES = {
     "TrainStep": "stepmark.training.step",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.config.training_arguments",
-    "ZeroRedundancyOptimizer": "stepmark.parallel.zero.zero_redundancy",
+    "ZeroRedundancyOptimizer": "stepmark.parallel.zero.custom_loop_optimizer",
     "build_optimizer": "stepmark.training.optimizer",
     "build_schedule": "stepmark.training.schedule",
     "evaluate": "stepmark.evaluation.evaluate",

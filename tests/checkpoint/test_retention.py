@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepEachInterval, KeepEvery, KeepLast
 from stepmark.checkpoint import checkpointer as checkpointer_module
-from stepmark.checkpoint.format.directory import delete
+from stepmark.checkpoint.format.checkpoint_folders import delete
 from stepmark.checkpoint.format.manifest import Manifest
 from stepmark.checkpoint.format.read_errors import cannot_read
-from stepmark.checkpoint.retention import Retention, Saved, superfluous
-from stepmark.checkpoint.save import cleanup as keeper
+from stepmark.checkpoint.retention import Retention, Saved, steps_to_delete
+from stepmark.checkpoint.save import apply_retention as keeper
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
@@ -32,7 +32,7 @@ def run(steps: list[int], policies: list[Retention], losses: dict[int, float] | 
     for minute, step in enumerate(steps):
         metrics = {"loss": losses[step]} if losses and step in losses else {}
         there = [saved for saved in there if saved.step != step] + [Saved(step, 60.0 * minute, metrics)]
-        gone = set(superfluous(there, policies, step))
+        gone = set(steps_to_delete(there, policies, step))
         there = [saved for saved in there if saved.step not in gone]
     return [saved.step for saved in there]
 
@@ -63,7 +63,7 @@ def test_the_last_are_those_saved_last() -> None:
 
 def test_models_alone_do_not_push_out_what_a_run_can_be_resumed_from() -> None:
     saved = [Saved(step, float(step), {}, resumable=step <= 20) for step in (10, 20, 30, 40, 50)]
-    assert superfluous(saved, [KeepLast(2)], 50) == [10, 30]
+    assert steps_to_delete(saved, [KeepLast(2)], 50) == [10, 30]
 
 
 def test_the_engine_knows_models_alone(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_cannot_be_read_or_deleted_is_left(
         save_steps(tmp_path, 8)
         assert "checkpoint-7 is left where it is" in caplog.text
         with monkeypatch.context() as patch:
-            patch.setattr("stepmark.checkpoint.format.directory.remove_temporary", refuse)
+            patch.setattr("stepmark.checkpoint.format.checkpoint_folders.remove_temporary", refuse)
             save_steps(tmp_path, 9)
         assert "checkpoint-8 could not be deleted: Permission denied" in caplog.text
         assert (tmp_path / "checkpoint-9").is_dir()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer, read_manifest
 from stepmark.checkpoint.format.integrity import read_values
-from stepmark.checkpoint.restore.compare import StateComparison
+from stepmark.checkpoint.restore.state_restoration import StateRestoration
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.runtime.eager import EagerRuntime
@@ -139,7 +139,7 @@ def test_comparing_an_optimizer_takes_as_many_calls_as_it_has_parameters(tmp_pat
             checkpointer.wait()
         path = folder / "checkpoint-1"
         manifest = read_manifest(path)
-        restoration = StateComparison(manifest, read_values(path, manifest), EagerRuntime(torch.device("cpu")), "here")
+        restoration = StateRestoration(manifest, read_values(path, manifest), EagerRuntime(torch.device("cpu")), "here")
         sections = describe(state)
         found = 0
 

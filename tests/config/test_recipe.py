@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.config.recipe import PARTS, Recipe, all_fields, read_recipe
-from stepmark.config.unknown_fields import ELSEWHERE, unknown_field
+from stepmark.config.unknown_field_message import ELSEWHERE, unknown_field
 from stepmark.errors import UsageError
 
 Read = Callable[..., Recipe]

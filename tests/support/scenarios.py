@@ -24,7 +24,7 @@ from torch import nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.coordination import heartbeat
-from stepmark.checkpoint.format.directory import checkpoints, step_of
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointError
 from stepmark.runtime.host_group import HostGroup

@@ -16,7 +16,7 @@ from typing import Any
 
 from stepmark.__main__ import main
 from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
-from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.status_store import StatusStore
 
 
 def stop_before(owner: type, name: str, stops: Callable[..., bool]) -> None:

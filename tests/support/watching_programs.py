@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.directory import checkpoints, step_of
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.config.recipe import read_recipe
 from stepmark.trainer.telemetry.run_log import read_metrics
 from stepmark.watcher.evaluation_records import read_evaluations

@@ -20,20 +20,26 @@ from torch import Tensor
 
 from stepmark.checkpoint.coordination.call_guard import CallGuard, one_at_a_time
 from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
-from stepmark.checkpoint.coordination.file_store import StatusStore
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.messages import describe_error
-from stepmark.checkpoint.coordination.ownership import CLAIMING, RunOwnership
+from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
+from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
-from stepmark.checkpoint.format.directory import checkpoint_path, checkpoints, resolve_link, step_of, temporary_path
+from stepmark.checkpoint.format.checkpoint_folders import (
+    checkpoint_path,
+    checkpoints,
+    resolve_link,
+    step_of,
+    temporary_path,
+)
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
 from stepmark.checkpoint.restore.restore import Accept, Restorer
 from stepmark.checkpoint.retention import KeepLast, Retention
+from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
 from stepmark.checkpoint.save.background import Background
-from stepmark.checkpoint.save.cleanup import CheckpointCleaner
 from stepmark.checkpoint.save.commit import Commit
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save.plan import SavePlan

@@ -114,7 +114,7 @@ class KeepBest:
         return {-step for _, step in sorted(scored)[-self.count :]} if self.count > 0 else set()
 
 
-def superfluous(saved: Sequence[Saved], policies: Sequence[Retention], newest: int) -> list[int]:
+def steps_to_delete(saved: Sequence[Saved], policies: Sequence[Retention], newest: int) -> list[int]:
     """The steps that no policy keeps, in order; none where there is no policy.
 
     `newest` was committed last and is kept, as are the highest step and the highest that a run can be resumed from.

@@ -27,7 +27,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from stepmark.checkpoint.coordination.messages import describe_error, late
 from stepmark.checkpoint.coordination.watchdog import end_unless, watchdog
-from stepmark.checkpoint.format.directory import resolve_link
+from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError

@@ -10,7 +10,7 @@ from typing import Any
 from stepmark.cli.failed_run import FailedRun
 from stepmark.cli.local_ranks import start_ranks
 from stepmark.config.recipe import Recipe, all_fields, read_recipe
-from stepmark.config.unknown_fields import unknown_field
+from stepmark.config.unknown_field_message import unknown_field
 
 HELP = "train a model from a recipe"
 

@@ -12,7 +12,7 @@ from typing import Any
 from stepmark.config.coercion import convert_all, field_names
 from stepmark.config.data_arguments import DataArguments
 from stepmark.config.training_arguments import TrainingArguments
-from stepmark.config.unknown_fields import unknown_field
+from stepmark.config.unknown_field_message import unknown_field
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 

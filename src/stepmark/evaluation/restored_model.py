@@ -13,7 +13,7 @@ from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import cannot_read
-from stepmark.checkpoint.restore.compare import StateComparison
+from stepmark.checkpoint.restore.state_restoration import StateRestoration
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
@@ -91,7 +91,7 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
     Raises CheckpointMismatch, before anything is changed, if it belongs to another model, and CheckpointDamaged.
     """
     state = {MODEL: model}
-    restoration = StateComparison(manifest, read_values(folder, manifest), runtime, str(folder))
+    restoration = StateRestoration(manifest, read_values(folder, manifest), runtime, str(folder))
     restoration.compare(state, describe(state))
     for _, name in sorted(restoration.unexpected()):
         raise CheckpointMismatch(f"{folder} has a tensor {name!r}, which is not in the model that {CONFIG} describes")

@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from stepmark.checkpoint.coordination.leases import reading
-from stepmark.checkpoint.format.directory import checkpoints, resolve_link, step_of, sync_tree
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of, sync_tree
 from stepmark.checkpoint.format.integrity import check_integrity, check_size
 from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, VALUES, FileEntry, Manifest, read_manifest, save_of
 from stepmark.checkpoint.format.verified_file import VerifiedFile

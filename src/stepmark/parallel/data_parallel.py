@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.optim.protocols import ReducedGradients
-from stepmark.parallel.gradients import add_partial, squares
+from stepmark.parallel.gradient_math import add_partial, squares
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.heartbeat import BEAT, STALE, host_of, lock_verdict
-from stepmark.checkpoint.format.directory import COORDINATION
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 
 WATCHED = 2 * BEAT  # seconds in which a live process on another machine changes its heartbeat
 _LOOK_EVERY = 0.5  # seconds

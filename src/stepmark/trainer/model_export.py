@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.format.directory import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import StepmarkError
 from stepmark.interchange.consolidate import ConsolidationListener, consolidate

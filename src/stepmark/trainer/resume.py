@@ -10,7 +10,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerState
 
 from stepmark.checkpoint import Checkpointer, Manifest
-from stepmark.checkpoint.format.directory import checkpoint_path, checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
 from stepmark.runtime.host_group import HostGroup

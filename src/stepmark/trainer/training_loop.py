@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.format.directory import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.data.batch import StepBatch
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.errors import UsageError

@@ -22,7 +22,7 @@ from stepmark.data.batch import MicroBatch
 from stepmark.data.labels import LabelRule
 from stepmark.data.packing import IGNORED
 from stepmark.errors import UsageError
-from stepmark.training.lazy_transformers import lazy_forward
+from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.model_labels import (
     counts_first_label,
     evaluating,

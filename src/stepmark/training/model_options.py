@@ -10,7 +10,7 @@ from torch import nn
 
 from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
-from stepmark.training.lazy_transformers import recorded_checkpoint
+from stepmark.training.lazy.transformers_forward import recorded_checkpoint
 
 
 def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stepmark.data.batch import StepBatch
 from stepmark.optim.protocols import ReducedGradients, StepOptimizer
-from stepmark.parallel.gradients import scale_to
+from stepmark.parallel.gradient_math import scale_to
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import SequentialSchedule

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.coordination.leases import Lease
-from stepmark.checkpoint.format.directory import checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.recipe import Recipe

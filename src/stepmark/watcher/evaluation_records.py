@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.directory import COORDINATION
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.filesystem import files
 from stepmark.filesystem.json_files import append_line, read_lines
 

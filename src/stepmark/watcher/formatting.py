@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.best_link import best_step
-from stepmark.checkpoint.format.directory import step_of
+from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE, finite
 
 QUIET = ("_runtime", "_per_second")

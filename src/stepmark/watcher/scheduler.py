@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.leases import Lease, Leases
-from stepmark.checkpoint.format.directory import checkpoints, step_of
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
-from stepmark.checkpoint.save.cleanup import read_deleted
+from stepmark.checkpoint.save.apply_retention import read_deleted
 from stepmark.errors import CheckpointError, CheckpointNotFound
 from stepmark.watcher.evaluation_records import EvaluationRecord, EvaluationRecords
 from stepmark.watcher.run_state import RunState

@@ -19,9 +19,9 @@ from stepmark.checkpoint.coordination import leases as lease
 from stepmark.checkpoint.coordination.leases import Lease, Leases
 from stepmark.checkpoint.format import verify
 from stepmark.checkpoint.format.best_link import best_step, point_best
-from stepmark.checkpoint.format.directory import COORDINATION
-from stepmark.checkpoint.save import cleanup as keeper
-from stepmark.checkpoint.save.cleanup import read_deleted
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
+from stepmark.checkpoint.save import apply_retention as keeper
+from stepmark.checkpoint.save.apply_retention import read_deleted
 from stepmark.cli.main import run as stepmark
 from stepmark.interchange import consolidate
 from tests.support.run_folders import checkpoint_names, save_steps

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from stepmark.checkpoint.coordination.file_store import StatusStore
 from stepmark.checkpoint.coordination.messages import late
+from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.watchdog import Watch, watchdog
 from stepmark.errors import CheckpointTimeout
 from stepmark.launch.process_exit import print_stacks

@@ -1,4 +1,4 @@
-"""How a run claims a folder. Of all live runs, at most one owns it; see ownership.py for how its ranks share the claim.
+"""How a run claims a folder. Of all live runs, at most one owns it; see run_ownership.py for how its ranks share the claim.
 
 On disk a claim is two folders in `.stepmark/`:
 
@@ -29,14 +29,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from stepmark.checkpoint.coordination.heartbeat import (
-    STALE,
-    Heartbeat,
-    HeartbeatMonitor,
-    host_of,
-    is_here,
-)
-from stepmark.checkpoint.format.directory import COORDINATION, recover
+from stepmark.checkpoint.coordination.heartbeat import STALE, Heartbeat, HeartbeatMonitor, host_of, is_here
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, recover
 from stepmark.errors import CheckpointBusy
 from stepmark.filesystem import files
 from stepmark.runtime.xla_environment import extracting_graphs

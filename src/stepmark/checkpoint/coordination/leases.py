@@ -18,7 +18,7 @@ from pathlib import Path
 
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
 from stepmark.checkpoint.coordination.heartbeat import Heartbeat, HeartbeatMonitor
-from stepmark.checkpoint.format.directory import COORDINATION
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.filesystem import files
 
 logger = logging.getLogger("stepmark")

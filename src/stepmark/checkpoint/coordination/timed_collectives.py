@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from stepmark.checkpoint.coordination.file_store import StatusStore
 from stepmark.checkpoint.coordination.messages import describe_error, late
+from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.threads import ends_within
 from stepmark.errors import CheckpointError, CheckpointTimeout
 from stepmark.launch.process_exit import print_stacks

@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from stepmark.checkpoint.format.directory import checkpoint_path, step_of
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, step_of
 from stepmark.filesystem import files
 
 BEST = "best"

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import bytes_checksum, file_checksum
-from stepmark.checkpoint.format.directory import step_of
 from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import Header, parse_header

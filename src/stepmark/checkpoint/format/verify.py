@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.format.block_io import read_past_cache
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link
 from stepmark.checkpoint.format.checksums import block_checksum
-from stepmark.checkpoint.format.directory import checkpoints, resolve_link
 from stepmark.checkpoint.format.integrity import check_file, check_name, foreign_model_files, read_header
 from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest, save_of
 from stepmark.checkpoint.format.tensor_file import Header

@@ -11,12 +11,12 @@ from typing import Any
 from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
 from stepmark.checkpoint.coordination.messages import describe_error
 from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
-from stepmark.checkpoint.format.directory import quarantine
+from stepmark.checkpoint.format.checkpoint_folders import quarantine
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.json_values import check_types
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete
-from stepmark.checkpoint.restore.compare import Names, StateComparison
+from stepmark.checkpoint.restore.state_restoration import Names, StateRestoration
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import MASTER, Section, describe
 from stepmark.checkpoint.timestamps import TimestampSource
@@ -106,7 +106,7 @@ class Restorer:
     def _attempt(self, path: Path, state: Mapping[str, Any]) -> str | None:
         """Restores from this checkpoint; the reason where it is corrupted, on all ranks."""
         reader: TensorReader | None = None
-        comparison: StateComparison | None = None
+        comparison: StateRestoration | None = None
         fresh: list[tuple[Any, list[str]]] = []  # optimizers, and the parameters of which they had no state
         same = False
         self._save = None
@@ -123,7 +123,7 @@ class Restorer:
             reader = TensorReader(path, manifest, threads=self._threads, alone=self._alone)
             values = read_values(path, manifest)
             _check_types(values, state, path)
-            comparison = StateComparison(manifest, values, self._runtime, str(path))
+            comparison = StateRestoration(manifest, values, self._runtime, str(path))
             for value in state.values():
                 if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
                     fresh.append(

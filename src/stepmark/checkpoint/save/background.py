@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
-from stepmark.checkpoint.coordination.file_store import StatusStore
 from stepmark.checkpoint.coordination.messages import describe_error
+from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.watchdog import end_unless
-from stepmark.checkpoint.format.directory import remove_temporary
-from stepmark.checkpoint.save.cleanup import CheckpointCleaner
+from stepmark.checkpoint.format.checkpoint_folders import remove_temporary
+from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.errors import CheckpointError, CheckpointTimeout

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.checkpoint_folders import publish
 from stepmark.checkpoint.format.checksums import file_checksum
-from stepmark.checkpoint.format.directory import publish
 from stepmark.checkpoint.format.manifest import (
     MANIFEST,
     MODEL,

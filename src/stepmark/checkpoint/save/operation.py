@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
-from stepmark.checkpoint.coordination.file_store import RankFailed, StatusStore
 from stepmark.checkpoint.coordination.messages import describe_error
+from stepmark.checkpoint.coordination.status_store import RankFailed, StatusStore
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.save.commit import Commit
 from stepmark.checkpoint.save.plan import SavePlan

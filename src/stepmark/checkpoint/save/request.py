@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
 from stepmark.checkpoint.format.json_values import encode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, VERSION, Manifest
 from stepmark.checkpoint.save.commit import INDEX
-from stepmark.checkpoint.save.exchange import RankTables, gather_rows, gather_values, tabulate
 from stepmark.checkpoint.save.plan import SavePlan, plan_save
+from stepmark.checkpoint.save.table_exchange import RankTables, gather_rows, gather_values, tabulate
 from stepmark.checkpoint.sections import Entry, Section, describe
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from stepmark.optim.protocols import ReducedGradients
-from stepmark.parallel.gradients import squares
+from stepmark.parallel.gradient_math import squares
 from stepmark.parallel.zero.buckets import Bucket
-from stepmark.parallel.zero.overlap import OverlappedReduceScatter
+from stepmark.parallel.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 

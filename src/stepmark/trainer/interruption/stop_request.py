@@ -9,7 +9,7 @@ import json
 import time
 from pathlib import Path
 
-from stepmark.checkpoint.format.directory import COORDINATION
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.filesystem import files
 
 REQUEST = "stop.json"

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from stepmark.checkpoint import SaveHandle
-from stepmark.checkpoint.format.directory import step_of
+from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.data.batch import StepBatch
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.peak_flops import device_model
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector
 from stepmark.trainer.telemetry.device_reads import DeviceReadMonitor
+from stepmark.trainer.telemetry.peak_flops import device_model
 from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.telemetry.save_history import SaveHistory

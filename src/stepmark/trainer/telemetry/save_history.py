@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from stepmark.checkpoint import SaveHandle
-from stepmark.checkpoint.format.directory import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.format.integrity import read_header
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.errors import CheckpointError

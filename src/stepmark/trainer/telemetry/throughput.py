@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stepmark.data.batch import StepBatch
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.hardware import host_memory
-from stepmark.runtime.peak_flops import device_model, peak_flops
+from stepmark.trainer.telemetry.peak_flops import device_model, peak_flops
 from stepmark.training.flops import flops_per_token
 
 

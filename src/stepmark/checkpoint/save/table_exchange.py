@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepmark.checkpoint.coordination.file_store import StatusStore
+from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.json_values import TAG

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.training.recording import is_recorded
+from stepmark.training.lazy.recording import is_recorded
 
 REPLACED = "grouped_mm"  # transformers' default
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.optim.elementwise import check_elementwise
 from stepmark.optim.lazy_optimizers import lazy_class
-from stepmark.parallel.gradients import scale_to
+from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.zero.sharded_gradients import ShardedGradients
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.runtime.device import DEVICES

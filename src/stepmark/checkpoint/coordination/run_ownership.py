@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from stepmark.checkpoint.coordination.file_store import StatusStore
 from stepmark.checkpoint.coordination.folder_claim import FolderClaim
 from stepmark.checkpoint.coordination.heartbeat import STALE, boot_id
 from stepmark.checkpoint.coordination.messages import describe_error
+from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
-from stepmark.checkpoint.format.directory import check_writable
+from stepmark.checkpoint.format.checkpoint_folders import check_writable
 
 logger = logging.getLogger("stepmark")
 

@@ -16,9 +16,9 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from stepmark.training.attention_masks import masks_by_shape
-from stepmark.training.lazy_experts import replace_experts_function
-from stepmark.training.recording import is_recorded, is_recording, recording, replace_everywhere
+from stepmark.training.lazy.attention_masks import masks_by_shape
+from stepmark.training.lazy.experts import replace_experts_function
+from stepmark.training.lazy.recording import is_recorded, is_recording, recording, replace_everywhere
 
 
 @contextlib.contextmanager

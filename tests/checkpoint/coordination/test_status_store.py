@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
-from stepmark.checkpoint.coordination.file_store import RankFailed, StatusStore
+from stepmark.checkpoint.coordination.status_store import RankFailed, StatusStore
 from stepmark.errors import CheckpointTimeout
 from stepmark.filesystem import files
 
@@ -63,7 +63,7 @@ def test_a_phase_that_cannot_be_posted_is_not_an_error(tmp_path: Path, monkeypat
         replace(path, data)
 
     monkeypatch.setattr(files, "replace_file", full)
-    monkeypatch.setattr("stepmark.checkpoint.coordination.file_store._POST_EVERY", 0.05)
+    monkeypatch.setattr("stepmark.checkpoint.coordination.status_store._POST_EVERY", 0.05)
     boards[0].enter("finalizing")
     with pytest.raises(CheckpointTimeout, match=r"rank 1 \(writing\) has not written"):
         boards[0].wait("written", [1], time.monotonic() + 0.3)

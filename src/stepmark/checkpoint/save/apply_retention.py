@@ -14,11 +14,11 @@ from pathlib import Path
 from stepmark.checkpoint.coordination.leases import Leases
 from stepmark.checkpoint.coordination.messages import describe_error
 from stepmark.checkpoint.format.best_link import best_step
-from stepmark.checkpoint.format.directory import COORDINATION, checkpoint_path, checkpoints, delete, step_of
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, checkpoint_path, checkpoints, delete, step_of
 from stepmark.checkpoint.format.integrity import check_name
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import read_manifest
-from stepmark.checkpoint.retention import Retention, Saved, superfluous
+from stepmark.checkpoint.retention import Retention, Saved, steps_to_delete
 from stepmark.errors import CheckpointError
 from stepmark.filesystem import files
 
@@ -66,7 +66,7 @@ class CheckpointCleaner:
         self._known = known
         if newest not in known:
             return  # without it, the wrong ones would be kept; the next save tries again
-        for step in superfluous([saved for saved, _ in known.values()], self._policies, known[newest][0].step):
+        for step in steps_to_delete([saved for saved, _ in known.values()], self._policies, known[newest][0].step):
             path = checkpoint_path(self._folder, step)
             try:
                 self._delete(path, save)

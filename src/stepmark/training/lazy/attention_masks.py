@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stepmark.training.recording import is_recorded, replace_everywhere
+from stepmark.training.lazy.recording import is_recorded, replace_everywhere
 
 _positions_given: ContextVar[bool] = ContextVar("positions_given", default=True)
 

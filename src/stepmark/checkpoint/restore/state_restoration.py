@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stepmark.checkpoint.format.json_values import TAG, decode
 from stepmark.checkpoint.format.manifest import Manifest
 from stepmark.checkpoint.restore.aliasing import differ, sharing
-from stepmark.checkpoint.restore.compare_optimizer import OptimizerComparison
+from stepmark.checkpoint.restore.optimizer_restoration import OptimizerRestoration
 from stepmark.checkpoint.restore.read_plan import Names, ReadPlan, tensor_names
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
 from stepmark.checkpoint.sections import Section, is_extra_state, overlaps_itself, parameter_names, unwrap
@@ -28,7 +28,7 @@ from stepmark.sharding.layout import Shard
 Modules = Mapping[str, nn.Module]
 
 
-class StateComparison(ReadPlan):
+class StateRestoration(ReadPlan):
     """The comparison of a state with one checkpoint, and what has to be read and set. `values` is state.json's."""
 
     def __init__(self, manifest: Manifest, values: Mapping[str, Any], runtime: Runtime, where: str) -> None:
@@ -83,7 +83,7 @@ class StateComparison(ReadPlan):
         if section.kind == "module":
             self._compare_module(section)
         elif section.kind in ("optimizer", "named"):
-            OptimizerComparison(self, section, self._values[section.name], parameter_names(modules)).compare()
+            OptimizerRestoration(self, section, self._values[section.name], parameter_names(modules)).compare()
         elif section.kind == "object":
             self._compare_object(section)
         else:

@@ -26,7 +26,7 @@ from stepmark.sharding.views import block_views
 _OWN = frozenset({"foreach", "fused", "capturable", "param_names"})
 
 
-class OptimizerComparison:
+class OptimizerRestoration:
     """The comparison of one optimizer with the checkpoint. `saved` is its values in state.json; `names` those of all
     parameters by identity."""
 
