@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
+from stepmark.launch.signals import RunInterrupted
 from stepmark.trainer.overrides import CALLED, INSTEAD
 from tests.support.ranks import Ranks
 from tests.trainer.test_strategies import steps
@@ -494,6 +498,34 @@ def test_evaluations_in_training_call_evaluate(tmp_path: Path) -> None:
     trainer.train()
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (6.0, 6)
     assert trainer.final_evaluation()["eval_score"] == 6.0
+
+
+class SignalInEvaluation(TrainerCallback):
+    """Sends SIGTERM after a batch of an evaluation, and waits until the run has noticed it."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch, self.batches = batch, 0
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.batches += 1
+        if self.batches == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_signal_stops_an_overridden_evaluation(tmp_path: Path, batch: int) -> None:
+    """The first of its two sets has three batches; neither is evaluated twice as the other."""
+    options = {"metric_for_best_model": "loss", **steps("eval", 2), **steps("save", 2)}
+    complete = make(AddsMetric, tmp_path / "complete", **options)
+    complete.train()
+    stopped = make(AddsMetric, tmp_path / "stopped", SignalInEvaluation(batch), **options)
+    with pytest.raises(RunInterrupted) as caught:
+        stopped.train()
+    assert caught.value.reason == "SIGTERM: stopped in the evaluation after step 2, checkpoint-2 is saved"
+    resumed = make(AddsMetric, tmp_path / "stopped", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "eval_loss") == logged(complete, "eval_loss")
 
 
 def test_every_set_is_evaluated_by_a_call(tmp_path: Path) -> None:
