@@ -1,0 +1,84 @@
+"""Programs for ranks: a training loop of the documentation, run as it is written, with small stand-ins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from stepmark.runtime.context import Context, start
+from stepmark.runtime.mesh import Mesh
+from tests.support.programs import LENGTH, VOCABULARY, Blocks, tiny_model
+
+STEPS = 21
+
+
+def run(code: str, stand_ins: str, folder: str) -> dict[str, Any]:
+    """Runs a code block on a lazy device, which "auto" then means, in `folder`.
+
+    Returns the steps that it should have trained, the graphs that it compiled and executed after its parts were made,
+    and whether the weights changed.
+    """
+    os.chdir(folder)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("stepmark.runtime.device._default_device", return_value="xla"))
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            stack.enter_context(_one_rank())
+        context = start()
+        runtime = context.runtime
+        names: dict[str, Any] = {"loop": _loop, "trainer": _trainer}[stand_ins](context)
+        exec(compile(code, "documentation", "exec"), names)
+        after = runtime.counters()
+    before, model = names["counted"][0], names["model"]
+    assert after is not None
+    (weight,) = runtime.to_host([next(model.parameters())])
+    return {
+        "steps": STEPS,
+        "compilations": after.compilations - before.compilations,
+        "executions": after.executions - before.executions,
+        "finite": bool(weight.isfinite().all()),
+        "trained": not torch.equal(weight, names["start"][0]),
+    }
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """A mesh of several ranks becomes one of a single rank."""
+    create = Mesh.create
+
+    def alone(*, tensor_parallel_size: int = 1, **options: Any) -> Mesh:
+        return create(**options)
+
+    with mock.patch.object(Mesh, "create", alone):
+        yield
+
+
+def _loop(context: Context) -> dict[str, Any]:
+    """For a loop over `batches`, with a model from `folder`."""
+    runtime = context.runtime
+    tiny_model(dropout=0.0).save_pretrained("model")  # rank 0 writes
+    context.host.barrier()
+    names: dict[str, Any] = {"folder": "model", "counted": [], "start": []}
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        names["counted"].append(runtime.counters())
+        names["start"] += runtime.to_host([next(names["model"].parameters())])
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
+            yield {"input_ids": tokens, "labels": tokens}
+
+    names["batches"] = batches()
+    return names
+
+
+def _trainer(context: Context) -> dict[str, Any]:
+    """For the Trainer: as many samples as three epochs of batches of 8 need."""
+    model = tiny_model(dropout=0.0)
+    weight = next(model.parameters()).detach().clone()
+    samples = STEPS // 3 * 8
+    return {"model": model, "dataset": Blocks(samples), "counted": [context.runtime.counters()], "start": [weight]}
