@@ -1,4 +1,4 @@
-"""How a run claims a folder. Of all live runs, at most one owns it; see run_ownership.py for how its ranks share the claim.
+"""How a run claims a folder. Of all live runs, at most one owns it; run_ownership.py shares the claim among its ranks.
 
 On disk a claim is two folders in `.stepmark/`:
 
