@@ -38,7 +38,8 @@ number of ranks.
 - Whether a model predicts label t + 1 at position t is read from its class. Where the class does not show it, the model
   is asked once, in eval mode: does the first label of a row change the loss? Label smoothing follows the answer.
 - `compute_loss_func(outputs, labels, num_items_in_batch)` may return a mean, or a sum divided by `num_items_in_batch`,
-  which is the number of targets of its own micro-batch (transformers: of all micro-batches of the step).
+  which is the number of targets of the micro-batch (transformers: of all micro-batches of the step). Both give the
+  mean over the step's targets. The first batch shows, in two or three extra calls, which labels the function counts.
 - A batch without a target has weight 0. A model may return a tuple; its loss comes first then.
 - CTC models with `ctc_loss_reduction="sum"` train on the mean over samples.
 - A loss that adds several means, as pretraining heads do, is weighted by the targets in `labels`.

@@ -1,4 +1,4 @@
-"""Samples of varying lengths are padded to the stated ones, and what is padded counts for nothing."""
+"""Samples of varying lengths are padded to the stated ones, and padding is never a target."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_padded_to_the_longest_of_the_batch_where_shapes_are_free() -> None:
     assert "attention_mask" not in only_batch([sample(2), sample(2)])
 
 
-def test_a_mask_is_there_in_every_padded_batch() -> None:
+def test_every_padded_batch_has_a_mask() -> None:
     assert only_batch([sample(4)], pad_to=4)["attention_mask"].tolist() == [[1, 1, 1, 1]]
 
 
@@ -83,7 +83,7 @@ def test_texts_and_none_are_left_out() -> None:
     assert set(only_batch([sample(2, text="a", nothing=None)])) == {"input_ids", "labels"}
 
 
-def test_samples_that_are_no_mappings_are_stacked() -> None:
+def test_samples_that_are_not_mappings_are_stacked() -> None:
     first, second = only_batch([(torch.ones(3), 1), (torch.zeros(3), 2)])
     assert first.shape == (2, 3)
     assert second.tolist() == [1, 2]
@@ -132,7 +132,7 @@ def test_fixed_shapes_need_stated_lengths() -> None:
 
 
 @pytest.mark.parametrize("pad_to", [0, -1, [], [4, 0]])
-def test_lengths_that_make_no_sense(pad_to: Any) -> None:
+def test_invalid_lengths(pad_to: Any) -> None:
     with pytest.raises(UsageError, match="pad_to must be a positive length"):
         DataLoader([sample(1)], 1, pad_to=pad_to)
 

@@ -61,14 +61,14 @@ def test_workers_change_nothing(collate_fn: Any, fixed_shape: bool) -> None:
         assert len({str(batch["noise"]) for batch in alone}) == len(alone)
 
 
-def test_random_numbers_follow_the_position_and_not_the_run() -> None:
-    whole = flat(DataLoader(ROWS, 2, collate_fn=noisy))
+def test_random_numbers_depend_on_the_position_alone() -> None:
+    uninterrupted = flat(DataLoader(ROWS, 2, collate_fn=noisy))
     loader = DataLoader(ROWS, 2, collate_fn=noisy)
     steps = list(itertools.islice(loader, 2))
     resumed = DataLoader(ROWS, 2, collate_fn=noisy)
     resumed.load_state_dict(loader.state_dict())
     torch.rand(7)
-    assert flat(steps) + flat(resumed) == whole
+    assert flat(steps) + flat(resumed) == uninterrupted
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -97,14 +97,14 @@ def test_the_state_is_what_the_consumer_has_taken(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stopping_and_resuming_takes_each_sample_once(workers: int) -> None:
-    whole = samples_of(list(DataLoader(ROWS, 1, seed=1)))
+    uninterrupted = samples_of(list(DataLoader(ROWS, 1, seed=1)))
     first = DataLoader(ROWS, 2, num_workers=workers, seed=1)
     taken = samples_of(list(itertools.islice(first, 2)))
     second = DataLoader(ROWS, 1, accumulation=3, num_workers=workers, seed=1)
     second.load_state_dict(first.state_dict())
-    assert taken + samples_of(list(second)) == whole
-    assert taken + samples_of(list(first)) == whole
-    assert samples_of(list(first)) == samples_of(list(second)) != whole  # the next epoch
+    assert taken + samples_of(list(second)) == uninterrupted
+    assert taken + samples_of(list(first)) == uninterrupted
+    assert samples_of(list(first)) == samples_of(list(second)) != uninterrupted  # the next epoch
 
 
 def test_fetching_ahead_leaves_the_position() -> None:
@@ -140,7 +140,7 @@ class TestTheLastStep:
         assert [[len(micro.inputs["labels"]) for micro in step] for step in steps] == [[2, 2], [1, 2]]
         assert [[micro.targets for micro in step] for step in steps] == [[4, 0], [2, 0]]
 
-    def test_without_labels_the_rows_tell(self) -> None:
+    def test_without_labels_rows_are_counted(self) -> None:
         def collate_fn(rows: list[Any]) -> dict[str, torch.Tensor]:
             return {"x": torch.stack([row["input_ids"] for row in rows]).float(), "labels": torch.rand(len(rows))}
 
@@ -186,7 +186,7 @@ class TestTheLastStep:
 @pytest.mark.parametrize(
     ("changed", "name"), [({"seed": 1}, "seed"), ({"shuffle": False}, "order"), ({}, "dataset_size")]
 )
-def test_a_state_of_something_else_is_refused(changed: dict[str, Any], name: str) -> None:
+def test_a_state_of_other_data_is_rejected(changed: dict[str, Any], name: str) -> None:
     state = DataLoader(ROWS, 2).state_dict()
     other = DataLoader(ROWS if changed else ROWS[1:], 2, **changed)
     with pytest.raises(CheckpointMismatch, match=f"data position: {name} was"):
@@ -194,7 +194,7 @@ def test_a_state_of_something_else_is_refused(changed: dict[str, Any], name: str
 
 
 @pytest.mark.parametrize("position", [{"samples": 12}, {"samples": -1}, {"epoch": -1}])
-def test_a_state_that_cannot_be_is_refused(position: dict[str, int]) -> None:
+def test_an_invalid_position_is_rejected(position: dict[str, int]) -> None:
     loader = DataLoader(ROWS, 2)
     with pytest.raises(CheckpointMismatch, match="is outside a dataset of 11 samples; the saved state is corrupted"):
         loader.load_state_dict({**loader.state_dict(), **position})
@@ -217,7 +217,7 @@ class Stream(IterableDataset[int]):
         ([1], {"accumulation": 0}, UsageError, "accumulation must be at least 1"),
     ],
 )
-def test_arguments_that_do_not_fit(dataset: Any, arguments: Any, kind: type[Exception], message: str) -> None:
+def test_invalid_arguments(dataset: Any, arguments: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         DataLoader(dataset, 2, **arguments)
 
@@ -242,7 +242,7 @@ class Failing:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_dataset_names_the_samples(workers: int) -> None:
     loader = DataLoader(Failing(), 2, shuffle=False, num_workers=workers)
-    with pytest.raises(DataError, match=r"^samples 4, 5 could not be made into a batch \(KeyError") as caught:
+    with pytest.raises(DataError, match=r"^samples 4, 5 could not be collated \(KeyError") as caught:
         list(loader)
     assert "\n" not in str(caught.value)
     assert loader.state_dict()["samples"] == 4
@@ -250,7 +250,7 @@ def test_an_error_of_the_dataset_names_the_samples(workers: int) -> None:
     assert "no such" in trace
 
 
-def test_an_error_of_ours_in_a_worker_stays_what_it_is() -> None:
+def test_a_stepmark_error_in_a_worker_keeps_its_type() -> None:
     rows = [{"input_ids": [1] * length} for length in (1, 9)]
     with pytest.raises(DataError, match=r"^sample 1 has length 9"):
         list(DataLoader(rows, 1, shuffle=False, num_workers=1, pad_to=4))
@@ -265,7 +265,7 @@ def test_a_worker_that_dies_is_an_error() -> None:
     assert set(multiprocessing.active_children()) <= before  # nor does the other one stay
 
 
-def test_datasets_that_fetch_many_at_once_are_asked_so() -> None:
+def test_batched_fetching_is_used_where_available() -> None:
     class Many(list[Any]):
         def __getitems__(self, indices: list[int]) -> list[Any]:
             return [self[index] for index in indices]
@@ -295,7 +295,7 @@ class Slow:
         return ROWS[index]
 
 
-def test_workers_outlive_the_signals_of_a_launcher() -> None:
+def test_workers_ignore_the_signals_of_a_launcher() -> None:
     """It sends them to all processes of a job, and often several."""
     taken = []
     for batch in DataLoader(Slow(), 1, num_workers=2, shuffle=False):

@@ -72,7 +72,7 @@ def test_an_epoch_is_the_order_of_its_seed_on_any_mesh(size: int, seed: int, lay
 def test_every_sample_once_whatever_changes_between_steps(
     size: int, phases: list[tuple[BatchLayout, int]], seed: int
 ) -> None:
-    """Each phase takes a few steps on a mesh of its own, and the next one begins from its saved state."""
+    """Each phase takes a few steps on a different mesh, and the next one starts from its saved state."""
     state = None
     taken: list[int] = []
     for layout, count in [*phases, (BatchLayout(7), 10**6)]:
@@ -91,7 +91,7 @@ def test_every_sample_once_whatever_changes_between_steps(
 
 
 @given(st.integers(1, 60), LAYOUTS)
-def test_micro_batches_are_where_the_layout_says(size: int, layout: BatchLayout) -> None:
+def test_micro_batches_follow_the_layout(size: int, layout: BatchLayout) -> None:
     rows = layout.batch_size
     for rank, loader in enumerate(loaders(size, layout, shuffle=False)):
         for number, step in enumerate(loader):

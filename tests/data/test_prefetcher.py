@@ -50,7 +50,7 @@ def test_every_step_arrives_placed_and_in_order(device: str, workers: int) -> No
 
 
 @pytest.mark.parametrize(("lookahead", "ahead"), [(0, 0), (1, 1), (3, 3)])
-def test_looks_so_far_ahead_and_no_further(lookahead: int, ahead: int) -> None:
+def test_lookahead_is_limited(lookahead: int, ahead: int) -> None:
     runtime = FakeRuntime()
     feed = feed_of(runtime, lookahead=lookahead)
     steps = iter(feed)

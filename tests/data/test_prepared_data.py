@@ -87,14 +87,14 @@ def test_lines_of_a_text_file_have_nothing_between_them(make: Callable[..., Prep
 
 
 def test_max_samples_are_blocks(make: Callable[..., Prepared]) -> None:
-    whole, part = (
+    unlimited, part = (
         make(validation_split_percentage=40),
         make(validation_split_percentage=40, max_train_samples=2, max_eval_samples=1, block_size=4),
     )
-    assert whole.validation is not None
+    assert unlimited.validation is not None
     assert part.validation is not None
     assert (len(part.train), len(part.validation)) == (2, 1)
-    assert real_tokens(part.train) == real_tokens(whole.train)[:8]
+    assert real_tokens(part.train) == real_tokens(unlimited.train)[:8]
 
 
 def test_a_tokenizers_own_special_tokens_are_kept() -> None:
@@ -111,7 +111,7 @@ def test_a_tokenizers_own_special_tokens_are_kept() -> None:
     assert encoder.content != TextEncoder.of(TOKENIZER).content
 
 
-def test_truncation_that_was_left_on_does_not_cut_documents() -> None:
+def test_truncation_set_in_a_tokenizer_is_ignored() -> None:
     tokenizer = byte_tokenizer()
     plain = TextEncoder.of(tokenizer).content
     tokenizer.backend_tokenizer.enable_truncation(2)
@@ -166,7 +166,7 @@ def test_the_fingerprint_names_what_is_trained_on(make: Callable[..., Prepared])
 
 @pytest.mark.parametrize("name", ["train.bin", "meta.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_damaged_entry_is_built_again(make: Callable[..., Prepared], name: str, damage: str) -> None:
+def test_a_corrupted_entry_is_rebuilt(make: Callable[..., Prepared], name: str, damage: str) -> None:
     first = make()
     tokens = real_tokens(first.train)
     path = entry_of(first) / name
@@ -187,13 +187,13 @@ def test_a_damaged_entry_is_built_again(make: Callable[..., Prepared], name: str
 def test_every_flipped_byte_of_the_meta_data_is_found(make: Callable[..., Prepared]) -> None:
     entry = entry_of(make())
     data = (entry / "meta.json").read_bytes()
-    whole = cache.open_entry(entry)
+    complete = cache.open_entry(entry)
     for position in range(len(data)):
         changed = bytearray(data)
         changed[position] ^= 1
         (entry / "meta.json").write_bytes(changed)
         # White space and the like may change; what is read may not.
-        assert cache.open_entry(entry) in (None, whole)
+        assert cache.open_entry(entry) in (None, complete)
 
 
 def test_an_interrupted_build_leaves_nothing_in_use(
@@ -210,7 +210,7 @@ def test_an_interrupted_build_leaves_nothing_in_use(
     assert not make().cached
 
 
-def test_folders_of_dead_writers_are_removed_and_of_live_ones_kept(tmp_path: Path) -> None:
+def test_abandoned_folders_are_removed_and_others_kept(tmp_path: Path) -> None:
     dead, live = cache.new_entry(tmp_path), cache.new_entry(tmp_path)
     (dead / "train.bin").write_bytes(b"x")
     (live / "train.bin").write_bytes(b"x")
@@ -249,7 +249,7 @@ def test_a_cache_that_cannot_be_written(documents: Path, tmp_path: Path) -> None
         prepare(DataArguments(train_file=str(documents), block_size=8), TOKENIZER, folder=tmp_path / "file")
 
 
-def test_blocks_travel_to_other_processes(make: Callable[..., Prepared]) -> None:
+def test_blocks_can_be_pickled(make: Callable[..., Prepared]) -> None:
     blocks = make().train
     fresh = pickle.dumps(blocks)
     first = blocks[0]
@@ -265,7 +265,7 @@ def test_large_vocabularies_need_four_bytes(tmp_path: Path) -> None:
     assert encoder.stream(["<69999>"], joined=True).tolist() == [70_000 + 257]
 
 
-def test_progress_is_told(documents: Path, tmp_path: Path) -> None:
+def test_progress_is_reported(documents: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     prepare(DataArguments(train_file=str(documents), block_size=8), TOKENIZER, folder=tmp_path, progress=lines.append)
     assert [line.split(":")[0] for line in lines] == ["tokenized train", "tokenized validation"]
@@ -278,10 +278,10 @@ def test_a_block_longer_than_the_data(make: Callable[..., Prepared]) -> None:
     assert len(make(block_size=tokens).train) == 1
 
 
-def test_white_space_is_no_text(make: Callable[..., Prepared], tmp_path: Path) -> None:
+def test_white_space_is_not_text(make: Callable[..., Prepared], tmp_path: Path) -> None:
     for name, content in (("a.txt", " \n\n"), ("a.jsonl", '{"text": null}\n{"text": " "}')):
         (tmp_path / name).write_text(content)
-        with pytest.raises(DataError, match="holds no text"):
+        with pytest.raises(DataError, match="contains no text"):
             make(train_file=str(tmp_path / name))
 
 

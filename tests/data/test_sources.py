@@ -65,7 +65,7 @@ def test_validation_is_the_first_percent_and_at_least_one(tmp_path: Path) -> Non
     assert texts_of(path, validation_split_percentage=1)[1] == ["0"]
 
 
-def test_a_validation_file_is_used_whole(tmp_path: Path) -> None:
+def test_a_validation_file_is_used_completely(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "train.jsonl", ["a", "b"])
     other = write_rows(tmp_path / "validation.csv", ["c", "d"])
     assert texts_of(path, validation_file=str(other)) == (["a", "b"], ["c", "d"])
@@ -111,12 +111,12 @@ def test_validation_files_are_spread_evenly() -> None:
 @pytest.mark.parametrize(
     ("content", "name", "kind", "message"),
     [
-        (None, "a.txt", DataError, "train_file: there is no file"),
+        (None, "a.txt", DataError, "train_file: file .* does not exist"),
         (b"", "a.txt", DataError, "is empty"),
-        (b"a", "a.docx", UsageError, r"no known extension; known are \.txt, \.json"),
+        (b"a", "a.docx", UsageError, r"unknown extension; supported are \.txt, \.json"),
         (b"\xff\xfe", "a.txt", DataError, "is not UTF-8"),
-        (b'{"text": "a"}\nnonsense', "a.jsonl", DataError, "row 2: it is not JSON"),
-        (b'{"text": "a"}\n["b"]', "a.jsonl", DataError, "row 2: it is not a JSON object"),
+        (b'{"text": "a"}\nnonsense', "a.jsonl", DataError, "row 2: not valid JSON"),
+        (b'{"text": "a"}\n["b"]', "a.jsonl", DataError, "row 2: not a JSON object"),
         (b'{"text": "a"}\n{"text": 3}', "a.json", DataError, "row 2: column 'text' holds int, not text"),
         (b'{"a": 1, "b": 2}', "a.json", UsageError, "no column of strings; its columns are a, b"),
         (b"a,b\n1,2\n", "a.csv", UsageError, "no column of strings; its columns are a, b"),
@@ -133,7 +133,7 @@ def test_bad_files(tmp_path: Path, content: bytes | None, name: str, kind: type[
 
 
 @pytest.mark.parametrize("extension", ["parquet", "csv", "jsonl"])
-def test_an_unknown_column_lists_those_that_there_are(tmp_path: Path, extension: str) -> None:
+def test_an_unknown_column_lists_the_existing_ones(tmp_path: Path, extension: str) -> None:
     path = write_rows(tmp_path / f"rows.{extension}", ROWS)
     with pytest.raises(UsageError, match=r"^text_column: .*'story'; its columns are number, text$"):
         texts_of(path, text_column="story")

@@ -24,7 +24,7 @@ def test_ids_are_the_bytes_and_decoding_is_exact(text: str) -> None:
         assert ids == list(text.encode())
 
 
-def test_every_byte_value_is_a_token_of_its_own() -> None:
+def test_every_byte_value_is_a_separate_token() -> None:
     text = "".join(map(chr, range(0x110))) + "\u2028\U0001f600 do n't . ,"
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
     assert (TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id) == (256, 256, 257)
@@ -32,7 +32,7 @@ def test_every_byte_value_is_a_token_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("model_type", [None, "gpt2", "llama", "qwen3"])
-def test_saved_it_is_the_same_for_transformers(tmp_path: Path, model_type: str | None) -> None:
+def test_transformers_loads_the_saved_tokenizer(tmp_path: Path, model_type: str | None) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     if model_type:  # beside a model's configuration, as in a checkpoint
         AutoConfig.for_model(model_type).save_pretrained(tmp_path)

@@ -157,7 +157,7 @@ def test_without_labels_there_are_predictions_and_no_loss() -> None:
     assert (found.samples, found.predictions.shape) == (5, (5, 16, VOCABULARY))
 
 
-def test_labels_of_which_none_counts_give_no_loss() -> None:
+def test_labels_without_targets_give_no_loss() -> None:
     dataset = Blocks(5)
     dataset.labels[:] = -100
     found = evaluator(tiny_model())(loader(dataset, 2))
@@ -200,7 +200,7 @@ def test_a_regression_with_float_labels_is_averaged_over_samples(batch_size: int
     model = Regression()
     for fixed_shape in (False, True):
         if fixed_shape and len(rows) % batch_size:
-            continue  # filler rows cannot be told from samples within a mean; see MicroBatch
+            continue  # filler rows cannot be distinguished from samples within a mean; see MicroBatch
         found = evaluator(model)(loader(rows, batch_size, fixed_shape=fixed_shape))
         errors = [(row["features"].sum() - row["labels"]) ** 2 for row in rows]
         assert found.loss == pytest.approx(torch.stack(errors).mean().item(), rel=1e-5)
@@ -236,7 +236,7 @@ def test_a_batch_without_targets_adds_nothing() -> None:
     assert found.loss == pytest.approx(mean_by_hand(case).item(), rel=1e-5)
 
 
-def test_answers_are_label_ids_of_two_arrays() -> None:
+def test_question_answering_has_two_arrays_of_label_ids() -> None:
     case = make("BertForQuestionAnswering")
     found = evaluator(case.model)(loader(case.samples, 2), gather=True)
     assert found.loss == pytest.approx(mean_by_hand(case).item(), rel=1e-5)
@@ -268,7 +268,7 @@ def test_a_model_that_needs_no_labels_for_its_loss() -> None:
     assert evaluator(Contrast())(loader(rows, 2)).loss == pytest.approx(2.0)
 
 
-def test_arrays_of_different_widths_are_filled() -> None:
+def test_arrays_of_different_widths_are_padded() -> None:
     joined = concatenate([np.ones((2, 3)), np.ones((1, 5))])
     assert joined.shape == (3, 5)
     assert (joined[:2, 3:] == -100).all()
@@ -322,7 +322,7 @@ def test_metrics_of_other_labels_and_none_without_labels(tmp_path: Path) -> None
     assert made.predict(unlabelled).label_ids is None  # type: ignore[arg-type]
 
 
-def test_several_sets_and_a_prefix_of_ones_own(tmp_path: Path) -> None:
+def test_several_sets_and_a_custom_prefix(tmp_path: Path) -> None:
     made = trainer(tmp_path, eval_dataset={"a": Blocks(2), "b": Blocks(5, seed=2)})
     metrics = made.evaluate()
     assert metrics["eval_b_loss"] == pytest.approx(loop_over_samples(made.model, Blocks(5, seed=2))[0], rel=1e-6)

@@ -47,12 +47,12 @@ def test_scalars_of_any_kind_become_numbers() -> None:
         ({3: 1.0}, "for 3"),
     ],
 )
-def test_what_is_no_number_is_named(given: Any, named: str) -> None:
+def test_a_value_that_is_not_a_number_is_named(given: Any, named: str) -> None:
     with pytest.raises(MetricsError, match=f"my function .*{named}.*dict of names and numbers"):
         plain_numbers(given, "my function")
 
 
-def test_the_users_metrics_stand_beside_ours() -> None:
+def test_custom_metrics_are_added_to_the_built_in_ones() -> None:
     evaluation = Evaluation(1.0, 10, 4, 2, 0.5, predictions=np.zeros((4, 2)), labels=np.zeros(4))
     metrics = summarize(evaluation, "eval", causal=False, compute_metrics=lambda given: {"n": len(given.label_ids)})
     assert metrics == {
@@ -121,19 +121,19 @@ RUN: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2
 
 
 @pytest.mark.parametrize("empty", [[], {"a": Blocks(2), "b": []}])
-def test_an_empty_set_is_told_before_training(tmp_path: Path, empty: Any) -> None:
+def test_an_empty_set_is_reported_before_training(tmp_path: Path, empty: Any) -> None:
     made = trainer(tmp_path, eval_dataset=empty, **RUN)
     with pytest.raises(DataError, match=r"eval_dataset: the evaluation set.* is empty"):
         made.train()
     assert made.state.global_step == 0
 
 
-def test_an_evaluation_without_a_set_is_told_before_training(tmp_path: Path) -> None:
+def test_an_evaluation_without_a_set_is_reported_before_training(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="eval_dataset"):
         trainer(tmp_path, **RUN).train()
 
 
-def test_a_metric_that_never_appears_is_told_at_the_first_evaluation(tmp_path: Path) -> None:
+def test_an_unknown_metric_is_reported_at_the_first_evaluation(tmp_path: Path) -> None:
     made = trainer(tmp_path, eval_dataset=Blocks(3), **{**RUN, "max_steps": 6}, metric_for_best_model="accuracy")
     with pytest.raises(UsageError, match=r"metric_for_best_model: .* has no eval_accuracy; it has eval_loss"):
         made.train()
@@ -148,7 +148,7 @@ def test_a_function_without_numbers_is_named_in_the_run(tmp_path: Path) -> None:
         trainer(tmp_path, eval_dataset=Blocks(3), compute_metrics=my_metrics).evaluate()
 
 
-def test_an_evaluation_of_other_data_is_not_taken_for_the_runs_own(tmp_path: Path) -> None:
+def test_an_evaluation_of_other_data_does_not_count_as_the_runs(tmp_path: Path) -> None:
     made = trainer(tmp_path, eval_dataset=Blocks(3))
     own = made.evaluate()
     made.evaluate(Blocks(4, seed=9), metric_key_prefix="other")
@@ -163,8 +163,8 @@ def test_the_function_takes_modules_checkpoints_and_several_sets(tmp_path: Path)
     stored = evaluate(tmp_path / "checkpoint-2", {"a": Blocks(5), "b": Blocks(3)}, device="cpu")
     assert stored["eval_a_loss"] == pytest.approx(live["eval_loss"], rel=1e-6)
     assert "eval_b_perplexity" in stored
-    made.save_model(str(tmp_path / "whole"))
-    assert evaluate(tmp_path / "whole", Blocks(5), device="cpu", metric_key_prefix="t")["t_loss"] == pytest.approx(
+    made.save_model(str(tmp_path / "complete"))
+    assert evaluate(tmp_path / "complete", Blocks(5), device="cpu", metric_key_prefix="t")["t_loss"] == pytest.approx(
         live["eval_loss"], rel=1e-6
     )
     generator = torch.get_rng_state()
@@ -179,7 +179,7 @@ def test_the_function_takes_modules_checkpoints_and_several_sets(tmp_path: Path)
         evaluate(tmp_path / "checkpoint-2", Blocks(2), device="cpu")
 
 
-def test_predictions_of_many_batches_travel_in_order(tmp_path: Path) -> None:
+def test_predictions_of_many_batches_are_gathered_in_order(tmp_path: Path) -> None:
     output = trainer(tmp_path, per_device_eval_batch_size=1).predict(Blocks(40))
     assert output.predictions.shape == (40, 16, VOCABULARY)
     assert (output.label_ids == Blocks(40).labels.numpy()).all()

@@ -79,7 +79,7 @@ def _has_labels(name: str) -> bool:
 
 
 def _tasks() -> dict[str, str]:
-    """The task of every class, by transformers' own mappings; the most particular mapping wins."""
+    """The task of every class, by transformers' mappings; the first one that lists it wins."""
     tasks: dict[str, str] = {}
     for task, mapping in (
         ("causal", "CAUSAL_LM"),
@@ -125,10 +125,10 @@ ENDINGS = {
 
 
 def task_of(name: str) -> str:
-    """The task of a class; empty where none is known."""
+    """The task of a class; empty if it is unknown."""
     known = TASKS.get(name, "")
-    particular = next((task for ending, task in ENDINGS.items() if name.endswith(ending)), "")
-    return particular if particular and known in ("", "causal", "seq2seq") and name not in _SEQ2SEQ else known
+    by_name = next((task for ending, task in ENDINGS.items() if name.endswith(ending)), "")
+    return by_name if by_name and known in ("", "causal", "seq2seq") and name not in _SEQ2SEQ else known
 
 
 _SEQ2SEQ = set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
@@ -189,7 +189,7 @@ def _small_model(owner: Any, task: str, values: dict[str, Any]) -> Any:
 
 
 def _attempts(kind: Any, task: str) -> Iterator[dict[str, Any]]:
-    """Values for a configuration, from all small ones to those that few configurations refuse."""
+    """Values for a configuration: first all small ones, then fewer, which more configurations accept."""
     small = _known(kind())
     if task in TWO_CLASSES:
         small["num_labels"] = 2
@@ -475,18 +475,18 @@ def _answer_losses(outputs: Any, sample: dict[str, Tensor]) -> Tensor:
     return (both[0] + both[1]) / 2
 
 
-# Decoders of encoder-decoders and others in transformers' mapping of causal models whose loss does not shift labels:
-# who trains them gives labels that are shifted already.
+# Decoders of encoder-decoders and other classes in transformers' mapping of causal models whose loss does not shift
+# labels: they are trained on labels that are already shifted.
 ALIGNED = frozenset({
     "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
     "CpmAntForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM",
     "PPFormulaNetForConditionalGeneration", "PegasusForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM",
     "XLMWithLMHeadModel", "XLNetLMHeadModel",
 })  # fmt: skip
-# Causal language models that listen, which transformers lists with encoder-decoders.
+# Causal language models with an audio encoder, which transformers lists with encoder-decoders.
 SHIFTED = frozenset({
     "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration", "Qwen2AudioForConditionalGeneration",
-    "Qwen3ASRForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration", "VoxtralForConditionalGeneration",
 })  # fmt: skip
 # Classes whose loss cannot be written down from their outputs for one sample, and why.
 NO_LOSS_BY_HAND = {
@@ -498,7 +498,7 @@ NO_LOSS_BY_HAND = {
     "ReformerModelWithLMHead": "its backward pass exists in train mode only",
     "ReformerForQuestionAnswering": "its backward pass exists in train mode only",
     "ReformerForSequenceClassification": "its backward pass exists in train mode only",
-    "CsmDepthDecoderForCausalLM": "the labels of its first codebook are not logits of its own",
+    "CsmDepthDecoderForCausalLM": "the labels of its first codebook have no logits",
     "GitForCausalLM": "its logits are longer than its labels, by the patches of the image",
 }
 

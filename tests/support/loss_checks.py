@@ -1,4 +1,4 @@
-"""Whether the losses of training and evaluation are the mean over targets that a model's logits give by hand."""
+"""Compares training and evaluation losses with the mean over targets, computed by hand from a model's logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 2e-4  # relative: batches of other sizes are added up in another ord
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found for a class. `outcome`: equal, different, or not tried; `why` says more."""
+    """The result for a class. `outcome`: equal, different, or not tried; `why` says more."""
 
     name: str
     task: str
@@ -46,7 +46,7 @@ def verdict(name: str) -> Verdict:
 
 
 def differences(case: Case) -> list[str]:
-    """Every way of cutting the samples into batches whose loss, or gradient norm, is not the one by hand."""
+    """The batch sizes and accumulations at which a loss, or the gradient norm, is not the one computed by hand."""
     torch.manual_seed(0)
     with torch.no_grad():
         losses, counts = zip(*(sample_losses(case, sample) for sample in case.samples), strict=True)

@@ -16,7 +16,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight, smoothed_cross_entropy
 from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.step import TrainStep
-from tests.support.label_models import batch_of, make
+from tests.support.label_models import batch_of, make, mean_by_hand
 from tests.support.programs import VOCABULARY, tiny_model
 from tests.training.test_model_labels import OwnLoss
 
@@ -49,7 +49,7 @@ def step_loss(loss: MicroBatchLoss, model: nn.Module, batches: list[dict[str, Te
 
 
 def mean_over_tokens(model: nn.Module, batches: list[dict[str, Tensor]], smoothing: float = 0.0) -> Tensor:
-    """By hand: all tokens' losses in one heap."""
+    """Computed by hand: the mean of all tokens' losses."""
     losses = []
     for batch in batches:
         logits = model(input_ids=batch["input_ids"]).logits[:, :-1].reshape(-1, VOCABULARY)
@@ -60,7 +60,7 @@ def mean_over_tokens(model: nn.Module, batches: list[dict[str, Tensor]], smoothi
 
 
 class OwnMean(nn.Module):
-    """A model that knows nothing of transformers: its loss is the mean over its own micro-batch."""
+    """A plain torch module, whose loss is the mean over its micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_mean_over_a_micro_batch_is_weighted_by_its_tokens() -> None:
     torch.testing.assert_close(found, mean_over_tokens(model.inner, batches))
 
 
-def test_a_micro_batch_of_padding_alone_adds_nothing_and_no_nan() -> None:
+def test_a_micro_batch_without_targets_adds_nothing_and_gives_no_nan() -> None:
     for model in (OwnMean(), tiny_model(dropout=0.0).eval()):
         batches = micro_batches()[:2]
         batches[1]["labels"][:] = -100
@@ -162,6 +162,33 @@ def test_the_users_function_gets_outputs_labels_and_the_number_of_targets(model:
     assert all("labels" in batch for batch in batches)
 
 
+def test_a_users_function_without_labels_uses_the_models_outputs() -> None:
+    """For start and end positions, as in transformers: labels are None."""
+    case = make("BertForQuestionAnswering")
+
+    def compute(outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor) -> Tensor:
+        assert labels is None
+        return outputs.loss
+
+    assert train(case.model, case.samples, compute) == pytest.approx(mean_by_hand(case).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize("kind", ["peft", "compiled"])
+@pytest.mark.filterwarnings("ignore")  # of peft and torch.compile
+def test_wrapped_models(name: str, kind: str) -> None:
+    case = make(name)
+    expected = mean_by_hand(case).item()
+    if kind == "peft":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(case.model, peft.LoraConfig(r=2)).eval()  # its adapters begin at zero
+    else:
+        model = torch.compile(case.model, backend="eager")
+    assert train(model, case.samples) == pytest.approx(expected, rel=1e-5)
+    smoothed = train(model, case.samples, label_smoothing=1e-9)
+    assert smoothed == pytest.approx(expected, rel=1e-5)
+
+
 def test_outputs_come_with_the_loss(model: nn.Module) -> None:
     (batch,) = micro_batches()[:1]
     one = torch.tensor(1.0)
@@ -202,13 +229,13 @@ def test_a_model_that_returns_a_tuple_has_its_loss_first() -> None:
 
 
 def test_a_model_without_a_loss_is_named() -> None:
-    class Silent(nn.Module):
+    class WithoutLoss(nn.Module):
         def forward(self, features: Tensor) -> dict[str, Tensor]:
             return {"logits": features}
 
     one = torch.tensor(1.0)
-    with pytest.raises(UsageError, match=r"returned no loss \(its outputs: logits\); give it labels"):
-        MicroBatchLoss(Silent())(Silent(), {"features": torch.ones(1)}, Weight(one, one))
+    with pytest.raises(UsageError, match=r"returned no loss \(its outputs: logits\); pass labels under the names"):
+        MicroBatchLoss(WithoutLoss())(WithoutLoss(), {"features": torch.ones(1)}, Weight(one, one))
 
 
 @pytest.mark.parametrize("way", ["mean", "sum"])
@@ -220,13 +247,13 @@ def test_the_users_function_may_return_a_mean_or_divide_a_sum(way: str) -> None:
         return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
 
     model, inputs = ManyOutputs(), classes(7)
-    cuts = [{name: value[rows] for name, value in inputs.items()} for rows in (slice(0, 3), slice(3, 7))]
-    found = step_loss(MicroBatchLoss(model, compute_loss_func=compute), model, cuts, [3, 4])
+    micro_batches = [{name: value[rows] for name, value in inputs.items()} for rows in (slice(0, 3), slice(3, 7))]
+    found = step_loss(MicroBatchLoss(model, compute_loss_func=compute), model, micro_batches, [3, 4])
     torch.testing.assert_close(found, F.cross_entropy(model.linear(inputs["features"]), inputs["labels"]))
 
 
 class Logits(nn.Module):
-    """A language model without a loss of its own: its forward has no labels."""
+    """A language model that computes no loss: its forward has no labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,26 +279,61 @@ def test_a_users_function_is_weighted_by_the_targets_that_it_counts(
         return losses(outputs, labels, "mean") if way == "mean" else losses(outputs, labels, "sum") / num_items_in_batch
 
     model = make_model()
-    joined = {name: torch.cat([batch[name] for batch in padded()]) for name in ("input_ids", "labels")}
-    joined = {name: torch.cat([rows, rows[:1]]) for name, rows in joined.items()}
-    samples = [{name: rows[index] for name, rows in joined.items()} for index in range(7)]
+    samples, joined = seven_samples()
     found = train(model, samples, compute)
     expected = losses(model(joined["input_ids"]), joined["labels"], "mean")
     assert found == pytest.approx(expected.item(), rel=1e-6)
 
 
-def train(model: nn.Module, samples: list[dict[str, Tensor]], compute: Any) -> float:
+def seven_samples() -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Samples with different numbers of targets, and all of them as one batch."""
+    joined = {name: torch.cat([batch[name] for batch in padded()]) for name in ("input_ids", "labels")}
+    joined = {name: torch.cat([rows, rows[:1]]) for name, rows in joined.items()}
+    return [{name: rows[index] for name, rows in joined.items()} for index in range(7)], joined
+
+
+def train(
+    model: nn.Module, samples: list[dict[str, Tensor]], compute: Any = None, label_smoothing: float = 0.0
+) -> float:
     """The loss of one step over all samples, in four micro-batches of which the last is ragged."""
     mesh = Mesh.create(device="cpu")
-    loss = MicroBatchLoss(model, compute_loss_func=compute)
+    loss = MicroBatchLoss(model, compute_loss_func=compute, label_smoothing=label_smoothing)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer = ParameterOptimizer.around(torch.optim.SGD(list(names), lr=0.0), names, mesh.runtime)
+    optimizer = ParameterOptimizer.around(
+        torch.optim.SGD([each for each in names if each.requires_grad], lr=0.0), names, mesh.runtime
+    )
     step = TrainStep(model, optimizer, loss, mesh, accumulation=4)
     (batch,) = DataLoader(samples, 2, accumulation=4, shuffle=False, labels=loss.labels)
     return float(step(0, batch).values[0])
 
 
-def test_the_users_mean_of_a_micro_batch_without_targets_is_no_nan() -> None:
+class SummedLoss(Logits):
+    """Divides the sum of its losses by the number that it is given."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(input_ids)["logits"]
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return {"loss": loss / num_items_in_batch, "logits": logits}
+
+
+class MeanLoss(Logits):
+    """A mean, and arbitrary keyword arguments."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(input_ids)["logits"]
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("make_model", [SummedLoss, MeanLoss])
+def test_plain_modules_may_sum_or_average(make_model: Callable[[], nn.Module]) -> None:
+    model = make_model()
+    samples, joined = seven_samples()
+    logits = Logits.forward(model, joined["input_ids"])["logits"][:, :-1]  # type: ignore[arg-type]
+    expected = F.cross_entropy(logits.flatten(0, 1), joined["labels"][:, 1:].flatten())
+    assert train(model, samples) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_users_mean_of_a_micro_batch_without_targets_gives_no_nan() -> None:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         return F.cross_entropy(outputs[0], labels)
 
@@ -284,7 +346,22 @@ def test_the_users_mean_of_a_micro_batch_without_targets_is_no_nan() -> None:
     assert not model.linear.weight.grad.any()
 
 
-def test_smoothing_of_an_encoder_decoder_is_of_aligned_labels() -> None:
+def test_a_users_function_may_ignore_more_labels() -> None:
+    """Such a mean can be nan where no label is left, even if the micro-batch was given one."""
+
+    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[0], labels, reduction="none")[labels > 1].mean()
+
+    model, inputs = ManyOutputs(), classes(2)
+    inputs["labels"][:] = -100
+    loss = step_loss(MicroBatchLoss(model, compute_loss_func=compute), model, [inputs], [0])
+    loss.backward()
+    assert loss == 0
+    assert model.linear.weight.grad is not None
+    assert not model.linear.weight.grad.any()
+
+
+def test_labels_of_an_encoder_decoder_are_smoothed_without_a_shift() -> None:
     case = make("T5ForConditionalGeneration")
     inputs = batch_of(case.samples)
     count = int((inputs["labels"] != -100).sum())
@@ -296,7 +373,7 @@ def test_smoothing_of_an_encoder_decoder_is_of_aligned_labels() -> None:
 
 
 @pytest.mark.parametrize("shifted", [True, False])
-def test_smoothing_of_a_users_model_is_of_labels_as_its_own_loss_takes_them(shifted: bool) -> None:
+def test_smoothing_shifts_labels_if_the_models_own_loss_does(shifted: bool) -> None:
     model = OwnLoss(shifted).eval()
     tokens = torch.randint(0, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": tokens, "labels": tokens}
@@ -308,7 +385,7 @@ def test_smoothing_of_a_users_model_is_of_labels_as_its_own_loss_takes_them(shif
     torch.testing.assert_close(found, expected)
 
 
-def test_smoothing_leaves_models_without_labels_their_own_loss() -> None:
+def test_models_without_an_argument_labels_are_not_smoothed() -> None:
     case = make("BertForQuestionAnswering")
     inputs, one = batch_of(case.samples), torch.tensor(1.0)
     found, _ = MicroBatchLoss(case.model, label_smoothing=0.2)(case.model, inputs, Weight(one, one))
@@ -318,10 +395,10 @@ def test_smoothing_leaves_models_without_labels_their_own_loss() -> None:
 @pytest.mark.parametrize("accepts", [False, True])
 def test_gradients_of_a_step_do_not_depend_on_its_micro_batches(accepts: bool) -> None:
     model = tiny_model(dropout=0.0).eval() if accepts else OwnMean()
-    whole = {name: torch.cat([each[name] for each in padded()]) for name in ("input_ids", "labels")}
-    ways = [gradients(model, batches, [shifted_targets(each) for each in batches]) for batches in ([whole], padded())]
-    for at_once, cut in zip(*ways, strict=True):
-        torch.testing.assert_close(at_once, cut, rtol=1e-4, atol=1e-6)
+    joined = {name: torch.cat([each[name] for each in padded()]) for name in ("input_ids", "labels")}
+    ways = [gradients(model, batches, [shifted_targets(each) for each in batches]) for batches in ([joined], padded())]
+    for at_once, divided in zip(*ways, strict=True):
+        torch.testing.assert_close(at_once, divided, rtol=1e-4, atol=1e-6)
 
 
 def padded() -> list[dict[str, Tensor]]:

@@ -19,7 +19,7 @@ from tests.support.programs import VOCABULARY, tiny_model
 
 
 class OwnLoss(nn.Module):
-    """A user's model: mean cross entropy of its own, with labels shifted or aligned."""
+    """A custom model with a mean cross entropy, whose labels are shifted or aligned."""
 
     def __init__(self, shifted: bool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def micro_batch(**labels: Any) -> Any:
 
 
 @pytest.mark.parametrize("shifted", [True, False])
-def test_a_users_model_is_asked_once_whether_it_shifts(shifted: bool) -> None:
+def test_a_custom_model_is_probed_once_for_its_shift(shifted: bool) -> None:
     model = OwnLoss(shifted).train()
     loss = MicroBatchLoss(model)
     assert loss.labels.causal_shift is None
@@ -61,7 +61,7 @@ def test_a_users_model_is_asked_once_whether_it_shifts(shifted: bool) -> None:
     assert len(calls) == 2
 
 
-def test_asking_changes_nothing() -> None:
+def test_probing_changes_nothing() -> None:
     model = OwnLoss(True).train()
     model.dropout.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -73,15 +73,15 @@ def test_asking_changes_nothing() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_is_not_asked_where_it_makes_no_difference() -> None:
+def test_a_model_is_not_probed_without_need() -> None:
     model = OwnLoss(True)
-    model.register_forward_hook(lambda *_: pytest.fail("asked"))
+    model.register_forward_hook(lambda *_: pytest.fail("probed"))
     batch = micro_batch()
     batch.inputs["labels"][:, 0] = -100
     unlabelled = replace(batch, targets=8, first_targets=0)
     assert MicroBatchLoss(model).count(model, unlabelled) == 8
     causal = tiny_model()
-    causal.register_forward_hook(lambda *_: pytest.fail("asked"))
+    causal.register_forward_hook(lambda *_: pytest.fail("probed"))
     assert MicroBatchLoss(causal).count(causal, micro_batch()) == 8
 
 
@@ -109,7 +109,7 @@ def test_a_model_whose_loss_fails_without_targets_has_aligned_labels() -> None:
         ("LlamaForSequenceClassification", False),
     ],
 )
-def test_what_the_class_of_a_model_shows(name: str, shift: bool | None) -> None:
+def test_shift_known_from_the_class(name: str, shift: bool | None) -> None:
     assert known_shift(make(name).model) is shift
 
 
@@ -134,7 +134,7 @@ def test_rules_of_particular_tasks() -> None:
     assert label_rule(nn.Linear(1, 1)) == LabelRule(causal_shift=False)
 
 
-def test_the_model_inside_a_wrapper_is_looked_at() -> None:
+def test_the_model_inside_a_wrapper_decides() -> None:
     class Wrapper(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()

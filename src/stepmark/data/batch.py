@@ -12,8 +12,8 @@ class MicroBatch:
     """One forward and backward pass of one rank.
 
     `inputs` is the collator's output, usually a dict of tensors [rows, …]. The first `rows` rows are samples; the
-    others, and all where it is 0, only keep the shape: integer labels are -100 there. `targets` is the number of labels
-    in the loss, None where samples are counted instead. While it is not known whether the model shifts its labels,
+    others, and all if it is 0, are filler that keeps the shape: their integer labels are -100. `targets` is the number
+    of labels in the loss, None if samples are counted instead. Until it is known whether the model shifts its labels,
     `targets` includes `first_targets`, the first labels of the rows; see `MicroBatchLoss.count`.
     """
 

@@ -46,11 +46,11 @@ class Padding:
         return cls(lengths, pad_token_id, free)
 
     def fit(self, length: int) -> int | None:
-        """The smallest stated length that holds `length`, None where none does."""
+        """The smallest stated length that is at least `length`; None if there is none."""
         return next((stated for stated in self.lengths if stated >= length), None)
 
     def value(self, name: str) -> int:
-        """What a feature is padded with."""
+        """The padding value of a feature."""
         return {"labels": IGNORED, "input_ids": self.pad_token_id, "special_tokens_mask": 1}.get(name, 0)
 
 
@@ -72,7 +72,7 @@ class PadTo:
 def collate(samples: Sequence[Any], indices: Sequence[int], padding: Padding, length: int | None = None) -> Any:
     """The default collator: samples that are mappings become a dict of tensors [rows, …], sequences padded to `length`,
     else to the stated length that fits, else to the longest of the batch. Strings and None are left out, and `label` is
-    renamed `labels`, as in transformers' default collator. Other samples are stacked as PyTorch stacks them.
+    renamed `labels`, as in transformers' default collator. Other samples are stacked by PyTorch's default collator.
 
     `indices` are the samples' numbers, for messages. Raises DataError if a sample is longer than all stated lengths,
     UsageError if lengths differ where shapes are fixed.
@@ -125,7 +125,7 @@ def pad_collated(inputs: Any, indices: Sequence[int], padding: Padding, length: 
 
 
 def sample_length(sample: Any) -> int:
-    """The length of a sample's sequences before padding; 0 where it has none."""
+    """The length of a sample's sequences before padding; 0 without any."""
     if not isinstance(sample, Mapping):
         return 0
     known = [_tensor(value) for name, value in sample.items() if name in SEQUENCES and value is not None]
@@ -133,7 +133,7 @@ def sample_length(sample: Any) -> int:
 
 
 def sequence_names(columns: Mapping[str, Sequence[Tensor]]) -> list[str]:
-    """The features that are padded, given the rows of each: those known to be sequences of whole numbers, those as long
+    """The features that are padded, given the rows of each: those known to be sequences of integers, those as long
     as `input_ids` in every row, and those whose lengths differ among the rows."""
     ids = [row.shape[0] for row in columns["input_ids"]] if "input_ids" in columns else None
     names = []

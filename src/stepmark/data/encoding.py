@@ -1,8 +1,8 @@
 """Texts → one stream of token ids.
 
-Every document stands between the special tokens that its tokenizer puts around a text (Llama's begin of text, say), and
-ends with the end-of-sequence token where the tokenizer has one. Pieces of a continuous text are joined without anything
-between them. The stream does not depend on the number of processes.
+Every document has the special tokens that its tokenizer adds around a text (such as Llama's begin of text), and ends
+with the end-of-sequence token if the tokenizer has one. The segments of a continuous text are concatenated. The stream
+does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ BATCH_CHARACTERS = 1 << 18
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """What turns texts into ids: `encode` of one batch, the ids around a document, and a digest of the whole."""
+    """Converts texts to ids: `encode` for one batch, the ids before and after a document, and `content`, a checksum
+    that identifies the tokenizer."""
 
     encode: Callable[[list[str]], list[list[int]]]
     prefix: tuple[int, ...]
@@ -53,7 +54,7 @@ class TextEncoder:
         return cls(encode, prefix, suffix, dtype, content)
 
     def stream(self, texts: list[str], joined: bool) -> np.ndarray:
-        """The ids of a batch: of documents with what stands around each, or of one `joined` text without."""
+        """The ids of a batch: documents, each with its special tokens, or one `joined` text without them."""
         if joined:
             return np.asarray(self.encode(["".join(texts)])[0], dtype=self.dtype)
         parts = [part for ids in self.encode(texts) for part in (self.prefix, ids, self.suffix)]
@@ -63,7 +64,7 @@ class TextEncoder:
 def encode_texts(texts: Texts, encoder: TextEncoder, processes: int = 1) -> Iterator[np.ndarray]:
     """The token stream of a split, in parts, 1-dimensional and of `encoder.dtype`.
 
-    Raises DataError where there is no text but white space.
+    Raises DataError if the texts are empty or only white space.
     """
     found_text = False
 
@@ -80,17 +81,17 @@ def encode_texts(texts: Texts, encoder: TextEncoder, processes: int = 1) -> Iter
     if texts.continuous:
         yield edges[1]
     if not found_text:
-        raise DataError(f"{texts.where} holds no text; give data with text in it")
+        raise DataError(f"{texts.where} contains no text; give data with text in it")
 
 
-def _batches(pieces: Iterable[str | None]) -> Iterator[list[str]]:
-    """Pieces in order, without the empty ones, in lists of about `BATCH_CHARACTERS` characters."""
+def _batches(segments: Iterable[str | None]) -> Iterator[list[str]]:
+    """Segments in order, without the empty ones, in lists of about `BATCH_CHARACTERS` characters."""
     batch: list[str] = []
     characters = 0
-    for piece in pieces:
-        if piece:
-            batch.append(piece)
-            characters += len(piece)
+    for segment in segments:
+        if segment:
+            batch.append(segment)
+            characters += len(segment)
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -129,7 +130,7 @@ _worker: tuple[TextEncoder, bool] | None = None
 
 def _start_worker(encoder: TextEncoder, joined: bool) -> None:
     global _worker
-    # The threads that the tokenizers library had before the fork are not there after it.
+    # The threads of the tokenizers library do not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = encoder, joined
 
@@ -161,7 +162,7 @@ class _SlowEncoder:
 
 
 def _plain_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[str]], list[list[int]]], str]:
-    """A function of texts to ids without special tokens, and a text that names what it does."""
+    """A function from texts to ids, without special tokens, and a string that identifies it."""
     if not tokenizer.is_fast:
         settings = {key: str(value) for key, value in tokenizer.init_kwargs.items() if not key.endswith("_file")}
         return _SlowEncoder(tokenizer), json.dumps(
@@ -176,7 +177,7 @@ def _plain_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[s
 
 
 def _special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the tokenizer puts before and after a text when asked for special tokens."""
+    """The special tokens that the tokenizer adds before and after a text."""
     bare = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a", add_special_tokens=True)
     for start in range(len(full) - len(bare) + 1):

@@ -1,4 +1,4 @@
-"""One micro-batch, the same whether it is fetched in this process or in a worker."""
+"""Fetches one micro-batch, in this process or in a worker, with the same result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CollateFn = Callable[[list[Any]], Any]
 class MicroTask:
     """What to fetch: the samples of the first `rows` rows, then `filler` rows that repeat the last of `indices`.
 
-    `indices` names one sample even where `rows` is 0. `key` seeds random numbers: seed, epoch and position
+    `indices` has one sample even if `rows` is 0. `key` seeds random numbers: seed, epoch and position
     in the epoch. `length` is the length of sequences if all ranks must agree on it.
     """
 
@@ -60,18 +60,18 @@ class Fetcher(Dataset[MicroBatch]):
         self.padding = padding
         self.labels = labels
         # Seeding three generators and restoring them costs more than copying a batch of blocks does.
-        self._draws_nothing = collate_fn is None and isinstance(dataset, PackedBlocks)
+        self._uses_no_random_numbers = collate_fn is None and isinstance(dataset, PackedBlocks)
 
     def fetch(self, task: MicroTask) -> MicroBatch:
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
-        with nullcontext() if self._draws_nothing else drawing_from(task.key):
+        with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key):
             try:
                 return self._labelled(self._collate(self._samples(task), task), task)
             except StepmarkError:
                 raise
             except Exception as error:
                 raise DataError(
-                    f"samples {', '.join(map(str, task.indices))} could not be made into a batch"
+                    f"samples {', '.join(map(str, task.indices))} could not be collated"
                     f" ({type(error).__name__}: {str(error).strip()}); check the dataset and the collate_fn"
                 ) from error
 
@@ -99,7 +99,7 @@ class Fetcher(Dataset[MicroBatch]):
         return pad_collated(self.collate_fn(samples), task.indices, self.padding, task.length)
 
     def _labelled(self, inputs: Any, task: MicroTask) -> MicroBatch:
-        """With the filler's labels ignored, and the targets counted."""
+        """Ignores the labels of filler rows, and counts the targets."""
         if task.filler:
             inputs = self._without_filler(inputs, task)
         count = self.labels.count(inputs)
@@ -119,8 +119,8 @@ class Fetcher(Dataset[MicroBatch]):
 
 
 @contextmanager
-def drawing_from(key: Sequence[int]) -> Iterator[None]:
-    """Python's, numpy's and PyTorch's CPU generator seeded from `key`; as they were before, afterwards."""
+def seeded_generators(key: Sequence[int]) -> Iterator[None]:
+    """Python's, numpy's and PyTorch's CPU generator seeded from `key`, and restored afterwards."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     words = generator(Stream.DRAWS, *key).random_raw(3)
     random.seed(int(words[0]))

@@ -1,4 +1,4 @@
-"""How a model's loss uses the labels of a batch: which inputs are labels, and how many of them are targets."""
+"""Which inputs of a batch are labels, and how many of them are targets of the loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LabelRule:
     Args:
         names: the inputs that are labels, in the order of `label_ids`.
         causal_shift: whether position t predicts label t + 1, so that the first label of each row is not a target.
-            None: not known before the model was asked (`MicroBatchLoss.count`).
+            None: unknown until the model is probed (`MicroBatchLoss.count`).
         ignored: the label that is not a target.
         by_sample: the loss is a mean over samples, even where a sample has many labels (CTC).
     """
@@ -39,13 +39,13 @@ class LabelRule:
     by_sample: bool = False
 
     def present(self, inputs: Any) -> dict[str, Any]:
-        """The labels that a batch has, by name."""
+        """The labels of a batch, by name."""
         if not isinstance(inputs, Mapping):
             return {}
         return {name: inputs[name] for name in self.names if inputs.get(name) is not None}
 
     def integers(self, inputs: Any) -> dict[str, Tensor]:
-        """The labels that are signed integers with a row for each sample, so that they can hold `ignored`."""
+        """The labels that are signed integers with a row for each sample, which can therefore be `ignored`."""
         if not isinstance(inputs, Mapping):
             return {}
         names = dict.fromkeys((*self.names, "shift_labels"))
@@ -73,7 +73,7 @@ class LabelRule:
         return TargetCount(total - first, 0) if self.causal_shift else TargetCount(total, first)
 
     def _count_positions(self, positions: Tensor, inputs: Mapping[str, Any]) -> TargetCount:
-        """An answer that begins outside the sequence is ignored."""
+        """Answers that begin outside the sequence are ignored."""
         length = _sequence_length(inputs)
         inside = positions if length is None else positions[positions < length]
         return TargetCount(inside.numel(), 0)

@@ -1,4 +1,4 @@
-"""The DataLoader, whose position can be saved: every sample once an epoch, on any mesh, also after resuming.
+"""The DataLoader, with a position that can be saved: every sample once per epoch, on any mesh, even after resuming.
 
 `order.py` decides which samples are in a micro-batch, and `fetcher.py` makes it, in this process or in PyTorch's
 workers. The loader combines the two and keeps the position that the consumer has reached.
@@ -23,7 +23,7 @@ from stepmark.data.order import BatchLayout, Epoch, Position, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signals import STOPPING
 
-# Names the way an order is made from seed and epoch; changes when that does, so that a position is not misread.
+# Version of the algorithm that orders samples; a position saved under another one is rejected.
 ORDERS = {True: "shuffled-1", False: "sequential-1"}
 
 
@@ -32,8 +32,8 @@ class DataLoader:
 
     A step takes `batch_size * world_size * accumulation` samples, the same ones on every mesh for which that product is
     the same. Iterating runs from the current position to the end of its epoch; iterating again starts the next epoch.
-    The order is a function of (seed, epoch), and so is every number that a collator draws from Python's, numpy's or
-    PyTorch's CPU generator, whatever `num_workers` is; the caller's generators are restored.
+    The order is a function of (seed, epoch), and so are the random numbers that a collator draws from Python's,
+    numpy's or PyTorch's CPU generator, for any `num_workers`; the caller's generators are restored.
 
     Args:
         dataset: has `__len__` and `__getitem__`.
@@ -161,7 +161,7 @@ class DataLoader:
         }
 
     def _tasks(self, start: Position) -> Iterator[MicroTask]:
-        """What this rank fetches from a position to the end of its epoch, in order."""
+        """This rank's tasks from a position to the end of its epoch, in order."""
         begin = self._epoch.begin(start)
         order = sample_order(self._epoch.size, self.seed, begin.epoch, self.shuffle)
         lengths = self._measured_lengths()
@@ -173,17 +173,17 @@ class DataLoader:
                 mine = step[offset : offset + rows]
                 filler = rows - len(mine) if self.fixed_shape or not len(mine) else 0
                 first = self.layout.offset(0, micro_step)
-                everyones = step[first : first + rows * self.layout.world_size]
+                of_all_ranks = step[first : first + rows * self.layout.world_size]
                 yield MicroTask(
                     indices=tuple((mine if len(mine) else step[-1:]).tolist()),
                     rows=len(mine),
                     filler=filler,
                     key=(self.seed, position.epoch, position.samples + offset),
-                    length=self._common_length(lengths, everyones if len(everyones) else step[-1:]),
+                    length=self._common_length(lengths, of_all_ranks if len(of_all_ranks) else step[-1:]),
                 )
 
     def _measured_lengths(self) -> np.ndarray | None:
-        """The length of every sample, measured once; None where ranks need not agree on a length."""
+        """The length of every sample, measured once; None if ranks need not agree on a length."""
         if len(self._padding.lengths) < 2 or not self.fixed_shape or self.layout.world_size == 1:
             return None
         if self._lengths is None:
@@ -197,8 +197,8 @@ class DataLoader:
         return self._lengths
 
     def _common_length(self, lengths: np.ndarray | None, indices: np.ndarray) -> int | None:
-        """The stated length that fits the samples of all ranks; None where ranks may choose separately, or where none
-        fits, which raises when the batch is made."""
+        """The stated length that fits the samples of all ranks; None if ranks may choose separately, or if none
+        fits, which raises an error when the batch is collated."""
         return None if lengths is None else self._padding.fit(int(lengths[indices].max()))
 
     def _fetch(self, tasks: Iterator[MicroTask]) -> Iterator[MicroBatch]:
@@ -212,11 +212,11 @@ class DataLoader:
             torch.utils.data.DataLoader(
                 self._fetcher,
                 batch_size=None,
-                sampler=_Once(tasks),
+                sampler=_TaskSampler(tasks),
                 num_workers=self.num_workers,
                 collate_fn=_same,
-                worker_init_fn=_outlive_signals,
-                generator=torch.Generator(),  # else the caller's generator gives the workers' seeds
+                worker_init_fn=_ignore_signals,
+                generator=torch.Generator(),  # else the workers' seeds are drawn from the caller's generator
             )
         )
         workers = list(results._workers)
@@ -224,12 +224,12 @@ class DataLoader:
             yield from _checked(results)
         finally:
             results._shutdown_workers()
-            for worker in workers:  # that did not end, and ignores SIGTERM
+            for worker in workers:  # those still running ignore SIGTERM
                 if worker.is_alive():
                     worker.kill()
 
     def _check_shape(self, micro_batch: MicroBatch) -> None:
-        """With a fixed shape and no stated lengths, every micro-batch must look like the first."""
+        """With a fixed shape and no stated lengths, every micro-batch must have the shapes of the first."""
         if not self.fixed_shape or self._padding.lengths or not isinstance(micro_batch.inputs, Mapping):
             return
         shapes = {name: value.shape for name, value in micro_batch.inputs.items() if isinstance(value, Tensor)}
@@ -240,7 +240,7 @@ class DataLoader:
             raise UsageError(f"{name} has shape {now} where it had {before} before, and {FIXED_SHAPES}")
 
 
-class _Once(torch.utils.data.Sampler[MicroTask]):
+class _TaskSampler(torch.utils.data.Sampler[MicroTask]):
     """Tasks as a sampler for PyTorch's loader, for one pass."""
 
     def __init__(self, tasks: Iterator[MicroTask]) -> None:
@@ -267,7 +267,7 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
         yield result
 
 
-def _outlive_signals(_: int) -> None:
+def _ignore_signals(_: int) -> None:
     """In a worker: ignores the signals that a launcher sends to all processes of a job, because the rank still needs it
     to finish a step. A worker ends when its rank ends it, or has exited."""
     signal.set_wakeup_fd(-1)  # shared with the rank, which would see the worker's signals as its own

@@ -1,4 +1,4 @@
-"""Which sample comes when, on which rank: arithmetic alone.
+"""The order of samples, and how ranks share them: arithmetic only.
 
 An epoch is one order of all samples, made from (seed, epoch) and nothing else. A step takes the next `global_batch`
 samples of it: micro-batch m of rank r takes those from (m * world_size + r) * batch_size on. So a position is an epoch
@@ -17,7 +17,7 @@ from stepmark.errors import UsageError
 
 
 class Stream(IntEnum):
-    """What random numbers are for: different purposes never share them."""
+    """The uses of random numbers, each with a separate stream."""
 
     ORDER = 1
     DRAWS = 2
@@ -25,7 +25,7 @@ class Stream(IntEnum):
 
 @dataclass(frozen=True)
 class Position:
-    """`samples` of the order of `epoch` have been taken."""
+    """The first `samples` samples of `epoch` have been used."""
 
     epoch: int
     samples: int
@@ -33,9 +33,9 @@ class Position:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the samples of a step are shared out: `accumulation` micro-batches of `batch_size` rows on each rank.
+    """How the samples of a step are distributed: `accumulation` micro-batches of `batch_size` rows on each rank.
 
-    Raises UsageError where a size is not positive.
+    Raises UsageError if a size is not positive.
     """
 
     batch_size: int
@@ -49,29 +49,30 @@ class BatchLayout:
 
     @property
     def global_batch(self) -> int:
-        """Samples of a whole step over all ranks."""
+        """Samples of a complete step over all ranks."""
         return self.batch_size * self.world_size * self.accumulation
 
     def offset(self, rank: int, micro_step: int) -> int:
-        """Where the share of a rank in a micro-step begins, counted from the step's first sample."""
+        """Offset of a rank's samples of a micro-step from the step's first sample."""
         return (micro_step * self.world_size + rank) * self.batch_size
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One pass over `size` samples in steps of `global_batch`; with `drop_last` only whole steps count."""
+    """One pass over `size` samples in steps of `global_batch`; with `drop_last`, an incomplete last step is left
+    out."""
 
     size: int
     global_batch: int
     drop_last: bool = False
 
     def steps(self, taken: int = 0) -> int:
-        """Steps that are left once `taken` samples have been taken."""
+        """Steps that remain after `taken` samples."""
         left = self.size - taken
         return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
 
     def begin(self, position: Position) -> Position:
-        """The position itself, or the beginning of the next epoch where no step is left in this one."""
+        """The position itself, or the beginning of the next epoch if no step remains in this one."""
         return position if self.steps(position.samples) else Position(position.epoch + 1, 0)
 
     def walk(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
@@ -88,8 +89,8 @@ class Epoch:
 def sample_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """The indices 0 to size - 1, int64, in the order of an epoch.
 
-    Shuffled by sorting 64-bit numbers that a Philox generator draws. numpy promises that this raw stream stays the same
-    in its later releases, and does not promise it of `permutation`: a run must resume after an upgrade.
+    Shuffled by sorting 64-bit numbers that a Philox generator draws. numpy guarantees this raw stream across
+    releases, but not `permutation`, and a run must be able to resume after an upgrade.
     """
     if not shuffle:
         return np.arange(size)
@@ -97,5 +98,5 @@ def sample_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 def generator(stream: Stream, *key: int) -> np.random.Philox:
-    """A generator that is a function of what it is for and of a few numbers that are not negative."""
+    """A generator that depends only on its stream and on a few non-negative numbers."""
     return np.random.Philox(np.random.SeedSequence((stream, *key)))

@@ -1,7 +1,7 @@
 """A token stream on disk as blocks of one length.
 
-B blocks of T tokens: block i holds tokens i*T to (i+1)*T. The last one may be short: it is filled with `filler`, and
-the labels there are -100, so that no token is lost and none is counted that is not there.
+B blocks of T tokens: block i holds tokens i*T to (i+1)*T. The last one may be short: it is padded with `filler`,
+whose labels are -100, so that no token is lost and no padding is a target.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ IGNORED = -100  # the label that PyTorch's cross entropy and transformers' losse
 
 
 class PackedBlocks(Dataset[dict[str, Tensor]]):
-    """Blocks of `block_size` tokens of a file of ids; `max_samples` keeps the first so many.
+    """Blocks of `block_size` tokens of a file of ids; `max_samples` keeps only the first blocks.
 
     Sample i is `{"input_ids": int64 [T], "labels": int64 [T]}`. The file is mapped into memory when a sample is first
-    read, and mapped anew in a process that gets a pickled copy.
+    read, and again in a process that receives a pickled copy.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ from stepmark.runtime.base import Runtime
 class DevicePrefetcher:
     """The steps of a loader from its position to the end of the epoch, their inputs on the runtime's device.
 
-    Up to `lookahead` steps wait on the device beside the current one. On a CPU there is nothing to move, so nothing is
-    prefetched. An error in fetching or moving a step is raised when the consumer reaches that step.
+    Up to `lookahead` steps are held on the device in addition to the current one. On a CPU nothing is prefetched. An
+    error in fetching or moving a step is raised when the consumer reaches that step.
     """
 
     def __init__(self, loader: StepLoader, runtime: Runtime, lookahead: int = 2) -> None:
@@ -42,7 +42,7 @@ class DevicePrefetcher:
     def _moved_ahead(self) -> Iterator[StepBatch]:
         source = self.loader.ahead()
         ready: deque[Future[StepBatch]] = deque()
-        mover = ThreadPoolExecutor(1, thread_name_prefix="stepmark-feed")
+        mover = ThreadPoolExecutor(1, thread_name_prefix="stepmark-prefetcher")
         try:
             exhausted = False
             while True:

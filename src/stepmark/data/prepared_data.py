@@ -22,7 +22,7 @@ from stepmark.errors import DataError, UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1  # of a cache entry; another number makes all entries new ones
+FORMAT = 1  # of a cache entry; a new number invalidates all entries
 DEFAULT_BLOCK_SIZE = 1024
 TOKENS_A_LINE = 10_000_000  # of progress
 Progress = Callable[[str], None]
@@ -32,8 +32,8 @@ Progress = Callable[[str], None]
 class Prepared:
     """Data ready to train on.
 
-    `fingerprint` names what is trained on: the tokens, the block size, and how many blocks are used. A resumed run must
-    have the same. `cached` says that the tokens were there already.
+    `fingerprint` identifies the training data: the tokens, the block size and the number of blocks. A resumed run must
+    have the same one. `cached`: the tokens were already in the cache.
     """
 
     train: PackedBlocks
@@ -53,11 +53,12 @@ def prepare(
     """Training and validation blocks of `config`, tokenized unless the cache (or `folder` in its place) has them.
 
     The key of the cache is the content of the texts and of the tokenizer, not names or times, and neither block size
-    nor numbers of samples: those cost nothing to change. With `overwrite_cache` the tokens are always made anew; of
-    several ranks one should be given that, and the others call after it without. `progress` gets a line now and then.
-    `may_be_short`: the data is not trained on, so that less than a block of it will do.
+    nor numbers of samples: those cost nothing to change. With `overwrite_cache` the texts are always
+    tokenized again; only one rank should set it, and the others call this function after it. `progress` is called with
+    a line of text from time to time.
+    `may_be_short`: accept less than one block, for data that is not trained on.
 
-    Raises DataError for data that is missing, empty or shorter than a block, UsageError for fields that do not fit.
+    Raises DataError for missing or empty data, or less than one block, and UsageError for invalid fields.
     """
     block_size = choose_block_size(config.block_size, tokenizer.model_max_length)
     encoder = TextEncoder.of(tokenizer)
@@ -101,7 +102,7 @@ def _key(sources: Sources, encoder: TextEncoder) -> str:
 
 
 def _build(entry: Path, sources: Sources, encoder: TextEncoder, processes: int, progress: Progress) -> dict[str, Any]:
-    """Tokenizes all texts into a new entry; gives its meta data."""
+    """Tokenizes all texts into a new entry; returns its metadata."""
     meta: dict[str, Any] = {"format": FORMAT, "dtype": encoder.dtype.str, "tokens": {}, "files": {}}
     folder = new_entry(entry.parent)
     try:
@@ -118,7 +119,7 @@ def _build(entry: Path, sources: Sources, encoder: TextEncoder, processes: int, 
             f"the data cache {entry.parent} cannot be written ({error.strerror}); free space, or set STEPMARK_CACHE"
         ) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # gone already where it was committed
+        shutil.rmtree(folder, ignore_errors=True)  # already renamed if it was committed
     return meta
 
 
@@ -146,4 +147,4 @@ def _fingerprint(meta: dict[str, Any], train: PackedBlocks) -> str:
 
 
 def _silent(line: str) -> None:
-    """The progress of a caller who does not ask for it."""
+    """Ignores progress."""

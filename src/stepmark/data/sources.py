@@ -21,8 +21,8 @@ __all__ = ["DataArguments", "Sources", "open_sources"]
 
 @dataclass(frozen=True)
 class Sources:
-    """The texts of a run. Where there are none for validation, `held_out` percent of the training texts are taken for
-    it when they are divided; 0 where there is to be no validation, or it has texts of its own."""
+    """The texts of a run. Without validation texts, `held_out` percent of the training texts become the validation
+    set; 0 if there is no validation, or it has separate texts."""
 
     train: Texts
     validation: Texts | None
@@ -35,14 +35,14 @@ class Sources:
         return f"train={self.train.content} validation={validation} held_out={self.held_out}"
 
     def divided(self) -> tuple[Texts, Texts | None]:
-        """Training and validation texts, after holding out what is to be held out."""
+        """Training and validation texts, after holding out `held_out` percent."""
         return self.train.split(self.held_out) if self.held_out else (self.train, self.validation)
 
 
 def open_sources(config: DataArguments) -> Sources:
-    """Finds the texts that `config` names; reads files only as far as their content has to be known.
+    """Finds the texts that `config` names; files are read only to compute their checksums.
 
-    Raises DataError for data that is missing or unusable, UsageError for fields that do not fit it.
+    Raises DataError for missing or unusable data, and UsageError for fields that do not match it.
     """
     percentage = config.validation_split_percentage
     column = config.text_column
@@ -78,7 +78,7 @@ def _load_splits(name: str, config_name: str | None) -> dict[str, Any]:
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     try:
         loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config_name)
-    except Exception as error:  # the library raises dozens of kinds: of its own, of the network's, of parsers
+    except Exception as error:  # the library, the network and parsers raise dozens of kinds
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
         raise DataError(
             f"dataset_name: {name} cannot be loaded ({reason}); give python-stdlib, a folder made by save_to_disk,"

@@ -1,4 +1,4 @@
-"""The source of the running Python's standard library: real text of about 10 MB that every machine has."""
+"""The source of the running Python's standard library: about 10 MB of real text that is on every machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stdlib_texts(percentage: int, root: Path | None = None) -> tuple[Texts, Text
     """Training and validation texts: one document a file, `percentage` percent of the files for validation (at least
     one, none for 0), spread evenly over the files in the order of their names.
 
-    Raises DataError where this Python has no source files.
+    Raises DataError if this Python has no source files.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     files = [path for path in source_files(root) if _utf8(path) is not None]
@@ -35,13 +35,13 @@ def stdlib_texts(percentage: int, root: Path | None = None) -> tuple[Texts, Text
 
 
 def source_files(root: Path) -> list[Path]:
-    """The Python files under `root`, sorted by name, without what is not the standard library itself."""
+    """The Python files under `root`, sorted by name, without installed packages and tests."""
     files = (path for path in root.rglob("*.py") if path.is_file())
     return sorted(path for path in files if not EXCLUDED.intersection(path.relative_to(root).parts))
 
 
 def validation_members(count: int, percentage: int) -> set[int]:
-    """Which of `count` files are for validation: evenly spread, `percentage` percent of them, one at least."""
+    """Which of `count` files are for validation: evenly spread, `percentage` percent of them, at least one."""
     if percentage == 0:
         return set()
     chosen = {index for index in range(count) if (index + 1) * percentage // 100 > index * percentage // 100}
@@ -49,16 +49,16 @@ def validation_members(count: int, percentage: int) -> set[int]:
 
 
 def _texts(files: Sequence[Path], root: Path) -> Texts:
-    digest = xxhash.xxh3_128()
+    checksum = xxhash.xxh3_128()
     for path in files:
         data = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
-        digest.update(data)
+        checksum.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
+        checksum.update(data)
 
     def read() -> Iterator[str | None]:
         return (_utf8(path) for path in files)
 
-    return Texts("python-stdlib", digest.hexdigest(), read)
+    return Texts("python-stdlib", checksum.hexdigest(), read)
 
 
 def _utf8(path: Path) -> str | None:

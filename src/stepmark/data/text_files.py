@@ -16,36 +16,38 @@ from stepmark.errors import DataError, UsageError
 def file_texts(field: str, name: str, column: str | None) -> Texts:
     """The texts of one file, by its extension; `field` is the recipe field that names it.
 
-    .txt: one document; its lines, newlines kept, are the pieces that a split may cut between, and nothing is put
-    between them. .json and .jsonl (one object a line, or one list of objects), .csv (with a header line) and .parquet:
+    .txt: one document; its lines, with their newlines, are the segments at which it may be split.
+
+    .json and .jsonl (one object a line, or one list of objects), .csv (with a header line) and .parquet:
     one document a row, its text in `column`, which is `text`, else the first column of strings, where None.
 
     Raises DataError for a file that is missing, empty or cannot be read, UsageError for an unknown extension or column.
     """
     path = Path(name)
     if not path.is_file():
-        raise DataError(f"{field}: there is no file {name}; give the path of an existing file")
+        raise DataError(f"{field}: file {name} does not exist; give the path of an existing file")
     if path.stat().st_size == 0:
         raise DataError(f"{field}: {name} is empty; give a file with text")
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{field}: {name} has no known extension; known are {', '.join(READERS)}")
+        raise UsageError(f"{field}: {name} has an unknown extension; supported are {', '.join(READERS)}")
     try:
-        digest = file_digest(path)
+        checksum = file_checksum(path)
     except OSError as error:
         raise DataError(
             f"{field}: {name} cannot be read ({error.strerror}); check the file and its permissions"
         ) from error
     return Texts(
         where=f"{field} {name}",
-        content=f"{path.suffix.lower()}:{digest}:{column}",
+        content=f"{path.suffix.lower()}:{checksum}:{column}",
         read=lambda: reader(path, column),
         continuous=path.suffix.lower() == ".txt",
     )
 
 
 def choose_column(columns: Sequence[str], strings: Sequence[str], wanted: str | None, where: str) -> str:
-    """The column of texts: `wanted`, else `text`, else the first that holds strings. Raises UsageError for none."""
+    """The column of texts: `wanted`, else `text`, else the first that holds strings. Raises UsageError if there is
+    none."""
     listed = ", ".join(columns) or "none"
     if wanted is not None:
         if wanted not in columns:
@@ -65,13 +67,13 @@ def text_of(value: Any, where: str, column: str) -> str | None:
     raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, not text; choose another text_column")
 
 
-def file_digest(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     """xxh3-128 of the file's bytes, hexadecimal."""
-    digest = xxhash.xxh3_128()
+    checksum = xxhash.xxh3_128()
     with path.open("rb") as file:
         while data := file.read(1 << 22):
-            digest.update(data)
-    return digest.hexdigest()
+            checksum.update(data)
+    return checksum.hexdigest()
 
 
 def _read_lines(path: Path, column: str | None = None) -> Iterator[str]:
@@ -88,7 +90,7 @@ def _read_json(path: Path, column: str | None) -> Iterator[str | None]:
     for number, row in _json_rows(path):
         where = f"{path}, row {number}"
         if not isinstance(row, Mapping):
-            raise DataError(f"{where}: it is not a JSON object; give one object a line")
+            raise DataError(f"{where}: not a JSON object; give one object per line")
         if number == 1:
             strings = [key for key, value in row.items() if isinstance(value, str)]
             chosen = choose_column(list(row), strings, column, str(path))
@@ -113,7 +115,7 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where}: it is not JSON ({error}); give one JSON object a line") from error
+        raise DataError(f"{where}: not valid JSON ({error}); give one JSON object per line") from error
 
 
 def _read_parquet(path: Path, column: str | None) -> Iterator[str | None]:
@@ -138,7 +140,7 @@ def _read_csv(path: Path, column: str | None) -> Iterator[str | None]:
     try:
         with csv.open_csv(path, parse_options=parsing) as inferred:
             chosen = _arrow_column(inferred.schema, column, path)
-        # As text whatever it looks like: a column of numbers is no error, and "007" stays as it is.
+        # Always as text: a column of numbers is not an error, and "007" is not changed to 7.
         converting = csv.ConvertOptions(include_columns=[chosen], column_types={chosen: pyarrow.string()})
         with csv.open_csv(path, parse_options=parsing, convert_options=converting) as file:
             for batch in file:

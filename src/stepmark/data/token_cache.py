@@ -1,7 +1,7 @@
-"""Cache entries that are whole or not used.
+"""Cache entries, which are complete or not used.
 
-An entry is a folder of data files and `meta.json`, which holds each file's size and digest, and a digest of itself. It
-is written under a temporary name, synced, and renamed; opening it checks every byte.
+An entry is a folder of data files and `meta.json`, which holds each file's size and checksum, and a checksum of itself.
+It is written under a temporary name, synced, and renamed; opening it verifies every byte.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stepmark.data.text_files import file_digest
+from stepmark.data.text_files import file_checksum
 from stepmark.errors import DataError
 
 META = "meta.json"
 TEMPORARY = ".tmp-"
-ABANDONED_AFTER = 24 * 3600.0  # seconds without a write, after which a temporary folder's writer is taken for dead
+ABANDONED_AFTER = 24 * 3600.0  # seconds without a write, after which a temporary folder is considered abandoned
 
 
 def cache_root() -> Path:
@@ -38,25 +38,25 @@ def cache_root() -> Path:
 
 
 class TokenFile:
-    """A file of token ids being written; `summary` after closing is what `meta.json` holds of it."""
+    """A file of token ids being written; `summary`, after closing, is its entry in `meta.json`."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._file = path.open("wb")
-        self._digest = xxhash.xxh3_128()
+        self._checksum = xxhash.xxh3_128()
         self._dtype = dtype
         self.tokens = 0
 
     def append(self, ids: np.ndarray) -> None:
-        """Writes ids of the file's dtype after those that are there."""
+        """Appends ids of the file's dtype."""
         data = np.ascontiguousarray(ids, dtype=self._dtype).data
         self._file.write(data)
-        self._digest.update(data)
+        self._checksum.update(data)
         self.tokens += ids.size
 
     @property
     def summary(self) -> dict[str, Any]:
         """Size in bytes and xxh3-128."""
-        return {"bytes": self.tokens * self._dtype.itemsize, "xxh3": self._digest.hexdigest()}
+        return {"bytes": self.tokens * self._dtype.itemsize, "xxh3": self._checksum.hexdigest()}
 
     def __enter__(self) -> TokenFile:
         return self
@@ -71,23 +71,23 @@ class TokenFile:
 
 
 def open_entry(entry: Path) -> dict[str, Any] | None:
-    """What `commit_entry` was given, where the entry is there and whole; else None."""
+    """The metadata given to `commit_entry`; None if the entry is missing or corrupted."""
     try:
         stored = json.loads((entry / META).read_text(encoding="utf-8"))
         meta = stored["meta"]
-        if stored["xxh3"] != _meta_digest(meta):
+        if stored["xxh3"] != _meta_checksum(meta):
             return None
         for name, summary in meta["files"].items():
             path = entry / name
-            if path.stat().st_size != summary["bytes"] or file_digest(path) != summary["xxh3"]:
+            if path.stat().st_size != summary["bytes"] or file_checksum(path) != summary["xxh3"]:
                 return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # not there, or not what was written: the caller builds it again
+        return None  # missing or corrupted: the caller rebuilds it
     return meta
 
 
 def new_entry(root: Path) -> Path:
-    """A temporary folder under `root` to write an entry into; removes those whose writers died long ago."""
+    """A temporary folder under `root` to write an entry into; removes abandoned ones."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for folder in root.glob(f"{TEMPORARY}*"):
@@ -103,33 +103,33 @@ def new_entry(root: Path) -> Path:
 
 
 def commit_entry(folder: Path, entry: Path, meta: Mapping[str, Any]) -> None:
-    """Makes the temporary `folder`, whose data files are synced, the entry: whole, on disk, in one step. An entry that
-    was there is replaced; processes that have its files mapped keep them."""
+    """Atomically renames the temporary `folder`, whose data files are synced, to `entry`. An existing entry is
+    replaced; processes that have mapped its files keep them."""
     with (folder / META).open("w", encoding="utf-8") as file:
-        json.dump({"xxh3": _meta_digest(meta), "meta": meta}, file, indent=1)
+        json.dump({"xxh3": _meta_checksum(meta), "meta": meta}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(folder)
-    aside = entry.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    replaced = entry.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     with suppress(FileNotFoundError):
-        entry.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+        entry.rename(replaced)
+    shutil.rmtree(replaced, ignore_errors=True)
     try:
         folder.rename(entry)
     except OSError:
-        # Another process committed the same content in between: its entry is as good, if it is whole.
+        # Another process committed the same content in between: its entry will do, if it is complete.
         if open_entry(entry) is None:
             raise
         shutil.rmtree(folder)
     _sync_folder(entry.parent)
 
 
-def _meta_digest(meta: Mapping[str, Any]) -> str:
+def _meta_checksum(meta: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(meta, sort_keys=True).encode())
 
 
 def _last_write(folder: Path) -> float:
-    """Time of the newest change in a folder, in seconds since the epoch; now, where it has just gone."""
+    """Time of the newest change in a folder, in seconds since the epoch; now, if it was just deleted."""
     try:
         return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:

@@ -17,7 +17,7 @@ PAD = "<|pad|>"
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """UTF-8 bytes: token id b is byte b, 256 is `<|endoftext|>` (begin and end of text), 257 is `<|pad|>`.
 
-    Decoding gives back the text exactly. `save_pretrained` writes an ordinary Hugging Face tokenizer, which
+    Decoding restores the text exactly. `save_pretrained` writes an ordinary Hugging Face tokenizer, which
     `AutoTokenizer.from_pretrained` reads.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -25,7 +25,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # Without the pattern that splits words: there are no merges that it could keep apart, and it costs time.
+    # Splitting words is slow and has no effect without merges.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (END_OF_TEXT, PAD)])
@@ -41,7 +41,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer that `tokenizer_name` names: `bytes`, a folder, or a name of the Hugging Face hub.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there is none.
     """
     if name == "bytes":
         return byte_tokenizer()
@@ -49,7 +49,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # the library raises its own, OSError, ValueError, KeyError, and parsers' errors
+    except Exception as error:  # the library raises many kinds
         if Path(name).is_dir():
             remedy = "the folder needs the files that save_pretrained of a tokenizer writes"
         else:
@@ -58,8 +58,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _byte_characters() -> list[str]:
-    """The character that the byte-level format stands for each byte: itself where it can be seen, else one from
-    U+0100 on, in order."""
+    """The byte-level format's character for each byte: the byte's own if it is visible, else one from U+0100 on, in
+    order."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(0x100 + hidden.index(byte)) for byte in range(256)]

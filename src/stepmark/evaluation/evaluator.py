@@ -26,7 +26,7 @@ from stepmark.training.model_labels import evaluating, unwrapped
 
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
 
-HELD_BATCHES = 16  # whose losses wait on the device before they are fetched, and whose predictions travel at a time
+HELD_BATCHES = 16  # losses that stay on the device before they are fetched, and batches of predictions per gather
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class Evaluator:
                 if gather:
                     kept.append((self._rows(logits, micro_batch.rows), self._rows(labels, micro_batch.rows)))
                 if len(pending) == HELD_BATCHES:
-                    sums[0] += self._settle(pending)
+                    sums[0] += self._fetch_losses(pending)
                 after_batch()
-        sums[0] += self._settle(pending)
-        totals = [sum(column) for column in zip(*self._from_all(sums), strict=True)]
+        sums[0] += self._fetch_losses(pending)
+        totals = [sum(column) for column in zip(*self._all_gather(sums), strict=True)]
         predictions, labels = self._gather(kept) if gather else (None, None)
         return Evaluation(
             loss=totals[0] / totals[1] if totals[4] and totals[1] else None,
@@ -188,7 +188,7 @@ class Evaluator:
         present = tuple(self.loss.labels.present(inputs).values())
         return present[0] if len(present) == 1 else present or None
 
-    def _settle(self, pending: list[Tensor]) -> float:
+    def _fetch_losses(self, pending: list[Tensor]) -> float:
         total = math.fsum(value.item() for value in self.runtime.to_host(pending))
         pending.clear()
         return total
@@ -203,24 +203,25 @@ class Evaluator:
         on_host = on_host.float() if on_host.dtype == torch.bfloat16 else on_host
         return on_host.numpy()[:rows]
 
-    def _from_all(self, value: Any) -> list[Any]:
+    def _all_gather(self, value: Any) -> list[Any]:
         """The values of the reporting ranks."""
         reporting = range(self.host.size) if self.reporting is None else self.reporting
         values = self.host.all_gather(value if self.host.rank in reporting else None)
         return [values[rank] for rank in reporting]
 
     def _gather(self, kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. A few batches go
-        at a time, so that little memory is in transit."""
+        """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. Only a few batches
+        are gathered at a time, to limit memory."""
         in_order: list[tuple[Any, Any]] = []
         for first in range(0, len(kept), HELD_BATCHES):
-            by_rank = self._from_all(kept[first : first + HELD_BATCHES])
+            by_rank = self._all_gather(kept[first : first + HELD_BATCHES])
             in_order += [rows for batch in zip(*by_rank, strict=True) for rows in batch]
         return concatenate([pair[0] for pair in in_order]), concatenate([pair[1] for pair in in_order])
 
 
 def concatenate(arrays: list[Any]) -> Any:
-    """Joins arrays (or tuples of arrays) along the first dim; where other dims differ, shorter ones get -100."""
+    """Joins arrays (or tuples of arrays) along the first dim; where other dims differ, shorter ones are padded with
+    -100."""
     present = [array for array in arrays if array is not None]
     if not present:
         return None
@@ -239,7 +240,7 @@ def concatenate(arrays: list[Any]) -> Any:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that overflows."""
+    """exp(loss), infinite on overflow."""
     return math.exp(loss) if loss < 700 else math.inf
 
 

@@ -18,14 +18,14 @@ PREPROCESS = "preprocess_logits_for_metrics"
 @dataclass(frozen=True)
 class MetricsFunctions:
     """`compute_metrics(EvalPrediction)`, and `preprocess_logits_for_metrics(logits, labels)` where its module has a
-    function of that name: what it keeps of the logits is all that is brought to the host."""
+    function of that name: only its result is copied to the host."""
 
     compute_metrics: Callable[[Any], Any]
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
 
 
 def load_metrics(name: str, flag: str) -> MetricsFunctions:
-    """The metrics function `module:function`, given as `flag`. Raises UsageError where there is none."""
+    """The metrics function `module:function`, given as `flag`. Raises UsageError if there is none."""
     function = load_function(name, flag)
     preprocess = getattr(sys.modules[name.partition(":")[0]], PREPROCESS, None)
     return MetricsFunctions(function, preprocess)
@@ -50,7 +50,7 @@ def load_function(name: str, flag: str) -> Callable[..., Any]:
                 f"{flag}: no module {module_name!r} was found; run the command in its folder, or install it"
             ) from error
         raise UsageError(f"{flag}: {module_name} cannot be imported: {error}") from error
-    except Exception as error:  # whatever the user's module does when it is imported
+    except Exception as error:  # importing the user's module may raise anything
         raise UsageError(f"{flag}: {module_name} cannot be imported: {describe(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):

@@ -1,4 +1,4 @@
-"""The metrics of an evaluation, in the run and in a watcher: loss, perplexity, the user's metrics, speed."""
+"""The metrics of an evaluation: loss, perplexity, the user's metrics, speed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def summarize(
 ) -> dict[str, float]:
     """All numbers of an evaluation, under names that begin with `prefix` and "_".
 
-    `causal`: the loss is one of a causal language model, so that its exponential is the perplexity. The user's
+    `causal`: the model is a causal language model, so perplexity is reported. The user's
     function is called if predictions were gathered and the dataset has labels, as in transformers. Raises MetricsError
     if its values are not numbers.
     """
@@ -41,29 +41,29 @@ def summarize(
 
 
 def with_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The same, each name beginning with `prefix` and "_"; names that do so already stay."""
+    """The same, each name beginning with `prefix` and "_"; names that already do are unchanged."""
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
-def plain_numbers(found: Any, who: str) -> dict[str, float]:
-    """What a user's function has returned as Python's numbers; scalars of numpy and torch are taken for what they hold.
+def plain_numbers(found: Any, source: str) -> dict[str, float]:
+    """The result of a user's function as Python numbers; scalars of numpy and torch are converted.
 
-    Raises MetricsError, which begins with `who` and names the metric, for anything else.
+    Raises MetricsError, which begins with `source` and names the metric, for anything else.
     """
     remedy = "it has to return a dict of names and numbers"
     if not isinstance(found, Mapping):
-        raise MetricsError(f"{who} returned {_shown(found)}; {remedy}")
+        raise MetricsError(f"{source} returned {_shown(found)}; {remedy}")
     numbers_found: dict[str, float] = {}
     for name, value in found.items():
         number = _number(value)
         if not isinstance(name, str) or number is None:
-            raise MetricsError(f"{who} returned {_shown(value)} for {name!r}; {remedy}")
+            raise MetricsError(f"{source} returned {_shown(value)} for {name!r}; {remedy}")
         numbers_found[name] = number
     return numbers_found
 
 
 def name_of(function: Any) -> str:
-    """How a function is called in messages."""
+    """The name of a function in messages."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 

@@ -1,4 +1,4 @@
-"""Models with the weights of a checkpoint, written on any mesh, or of a Hugging Face folder."""
+"""Restores models from checkpoints, saved on any mesh, and from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CONFIG = "config.json"
 
 
 class ModelReader:
-    """Reads one checkpoint after the other into the same module, where their configurations are the same.
+    """Reads models, reusing the module while the configuration stays the same, so that a lazy device keeps its graph.
 
-    So a lazy device keeps its graph, and nothing but the model is read. Ranks need not call it together.
+    Only the model is read. Not collective.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._made: tuple[Any, nn.Module] | None = None  # of which configuration and dtypes, and the module
+        self._cached: tuple[Any, nn.Module] | None = None  # (configuration, dtypes) and the module
 
     def read(self, folder: Path) -> nn.Module:
         """The model in a folder, on the device, in the types it was saved in.
@@ -55,12 +55,12 @@ class ModelReader:
         config = read_config(folder)
         dtypes = {name: torch_dtype(entry.dtype) for name, entry in manifest.tensors[MODEL].items()}
         key = (config.to_dict(), dtypes)
-        if self._made is None or self._made[0] != key:
+        if self._cached is None or self._cached[0] != key:
             model = _construct(folder, manifest, config)
             _set_dtypes(model, dtypes)
             place_module(model, self._runtime)
-            self._made = key, model
-        return self._made[1]
+            self._cached = key, model
+        return self._cached[1]
 
     def _pretrained(self, folder: Path) -> nn.Module:
         import transformers
@@ -75,7 +75,7 @@ class ModelReader:
         load: Any = (owner or transformers.AutoModelForCausalLM).from_pretrained
         try:
             model, report = load(str(folder), dtype="auto", output_loading_info=True)
-        except Exception as error:  # of transformers, safetensors and parsers: of many kinds
+        except Exception as error:  # transformers, safetensors and parsers raise many kinds
             line = str(error).strip().split("\n")[0]
             raise CheckpointDamaged(f"no model can be loaded from {folder}: {line}") from error
         if report["missing_keys"]:
@@ -86,15 +86,17 @@ class ModelReader:
 
 
 def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runtime) -> None:
-    """Gives a model the weights of a checkpoint, in place; each byte is checked before it is used.
+    """Loads the weights of a checkpoint into a model, in place; every byte is verified before it is used.
 
-    Raises CheckpointMismatch, before anything is changed, if it belongs to another model, and CheckpointDamaged.
+    Raises CheckpointMismatch, before anything is changed, if the checkpoint is of another model, and CheckpointDamaged.
     """
     state = {MODEL: model}
     restoration = StateRestoration(manifest, read_values(folder, manifest), runtime, str(folder))
     restoration.compare(state, describe(state))
     for _, name in sorted(restoration.unexpected()):
-        raise CheckpointMismatch(f"{folder} has a tensor {name!r}, which is not in the model that {CONFIG} describes")
+        raise CheckpointMismatch(
+            f"{folder} contains an unexpected tensor {name!r}: the model that {CONFIG} describes does not have it"
+        )
     try:
         with TensorReader(folder, manifest) as reader:
             reader.fill(restoration.targets, runtime)
@@ -104,24 +106,24 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The model's configuration. Raises CheckpointMismatch where the folder has none that transformers knows."""
+    """The model's configuration. Raises CheckpointMismatch if the folder has none that transformers can read."""
     from transformers import AutoConfig
 
     if not (folder / CONFIG).is_file():
         raise CheckpointMismatch(
-            f"{folder} has no {CONFIG}, so its model cannot be made from it alone; restore it into your own model with "
-            "Checkpointer.restore, and call stepmark.evaluate"
+            f"{folder} has no {CONFIG}, so its model cannot be constructed from it alone; restore it into your own"
+            " model with Checkpointer.restore, and call stepmark.evaluate"
         )
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder))
-    except Exception as error:  # parsers' and transformers' own
+    except Exception as error:  # parsers and transformers raise many kinds
         line = str(error).strip().split("\n")[0]
         raise CheckpointMismatch(f"{folder / CONFIG} does not describe a transformers model: {line}") from error
     return config
 
 
 def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig) -> nn.Module:
-    """A model of the class that was saved; the caller's generator is left as it is."""
+    """A model of the class that was saved; the caller's random generator is not advanced."""
     import transformers
 
     identity = decode_plain(manifest.metadata).get("identity") or {}
@@ -140,9 +142,9 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig) -> nn
 
 
 def _set_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Every parameter and buffer in the type it was saved in."""
+    """Casts every parameter and buffer to the dtype it was saved in."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
-        wanted = dtypes.get(name)
-        if wanted is not None and isinstance(tensor, Tensor) and tensor.dtype != wanted:
-            tensor.data = tensor.data.to(wanted)
+        dtype = dtypes.get(name)
+        if dtype is not None and isinstance(tensor, Tensor) and tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)

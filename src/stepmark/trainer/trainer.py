@@ -68,16 +68,20 @@ class Trainer:
     are called as transformers' Trainer calls them. A class that overrides another hook of transformers is an error.
 
     Args:
-        model: A module that returns a loss when it is called with a batch, such as transformers' models. It is moved to
-            the device and sharded as `args` says, unless `load_for_parallelism` or `parallelize` has sharded it; its
-            Parameters stay the same objects.
+        model: A module that returns the mean loss of a batch, such as transformers' models; one that sums its losses
+            must divide by a `num_items_in_batch` that its forward takes. It is moved to the device and sharded as
+            `args` says, unless `load_for_parallelism` or `parallelize` has sharded it; its Parameters stay the same
+            objects.
         args: What to do; default: `TrainingArguments()`.
         data_collator: Makes a batch of a list of samples; a `PadTo` also states the lengths to pad to. Default:
             PyTorch's collation.
         train_dataset: Has a length and returns sample i; needed by `train`.
         eval_dataset: The same for `evaluate`, or several by name.
         processing_class: The tokenizer; it is saved with the model.
-        compute_loss_func: `(outputs, labels, num_items_in_batch)` to a loss, instead of the model's own.
+        compute_loss_func: `(outputs, labels, num_items_in_batch)` to a loss, instead of the model's own: a mean over
+            the targets of the micro-batch, or a sum divided by `num_items_in_batch`, which is the number of targets of
+            the micro-batch (in transformers: of the step). Both give the mean over the step's targets, for any
+            accumulation and number of ranks.
         compute_metrics: An `EvalPrediction` to numbers by name, which are added to evaluations.
         callbacks: transformers' `TrainerCallback` objects or classes. `on_save` is called when the checkpoint is
             complete on disk, also with `async_save`, so a callback may read it and add files to it.

@@ -1,9 +1,9 @@
 """The loss of a micro-batch as its share of the step's mean over target tokens.
 
-Every loss is brought to the mean over its own micro-batch, and weighted by (the micro-batch's targets) / (the step's
-targets on this rank). So it does not matter whether a model divides by `num_items_in_batch` or ignores it;
-micro-batches are added, and ranks are weighted by their targets when gradients are reduced. Where there are no labels
-to count, the mean is over samples.
+Every loss is the mean over its micro-batch, weighted by (the micro-batch's targets) / (the step's targets on this
+rank). It therefore makes no difference whether a model divides by `num_items_in_batch` or ignores it. Losses of
+micro-batches are summed, and ranks are weighted by their targets when gradients are reduced. Without labels to count,
+the mean is over samples.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Override = Callable[[nn.Module, Any, Tensor], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class Weight:
-    """0-dim float32 tensors on the device: the targets of the micro-batch, and those of the step on this rank, which
-    the sum of losses is divided by (at least 1)."""
+    """0-dim float32 tensors on the device: the number of targets of the micro-batch, and of the step on this rank (at
+    least 1), by which the sum of losses is divided."""
 
     count: Tensor
     divisor: Tensor
@@ -58,7 +58,8 @@ class MicroBatchLoss:
     entropy with label smoothing, for batches with `labels`; the model's own loss.
 
     `compute_loss_func` may return a mean, or a sum divided by `num_items_in_batch`: it is given the number of targets
-    of its own micro-batch, so that both are the same, and its result is weighted like a model's own loss.
+    of the micro-batch (transformers: of the step), so that both are equal, and its result is weighted like a model's
+    own loss. A probe on the first batch, of two or three calls, shows which labels it counts.
 
     `override(model, inputs, num_items_in_batch)`, where it is set, replaces all of these. It returns a loss on the same
     terms, and the outputs; `mean` is the loss that it replaces.
@@ -88,7 +89,7 @@ class MicroBatchLoss:
         self._smoothing = label_smoothing
         self._names_items = names_num_items(model)
         self._sums_samples = sums_samples(model)
-        # The cache that generation needs is of no use here, and some models return one by default.
+        # Only generation needs the key-value cache, which some models return by default.
         self._options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     @property
@@ -99,7 +100,7 @@ class MicroBatchLoss:
         return bool(self._class_shift if known is None else known)
 
     def count(self, model: nn.Module, micro_batch: MicroBatch) -> int:
-        """The weight of a micro-batch in means: its targets, or its samples where no labels can be counted."""
+        """The weight of a micro-batch in means: its targets, or its samples if no labels can be counted."""
         if micro_batch.targets is None:
             return micro_batch.rows
         if not micro_batch.first_targets:
@@ -108,10 +109,10 @@ class MicroBatchLoss:
         return micro_batch.targets - micro_batch.first_targets if shifts else micro_batch.targets
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        """The micro-batch's share of the step's loss, a 0-dim tensor, and the model's outputs. A model that returns a
-        tuple has its loss first; it is not among the outputs then.
+        """The micro-batch's share of the step's loss, a 0-dim tensor, and the model's outputs. The loss of a model that
+        returns a tuple is its first element, which the outputs then leave out.
 
-        Raises UsageError where the model returns no loss.
+        Raises UsageError if the model returns no loss.
         """
         if self.override is None:
             return self._share(model, inputs, weight)
@@ -158,7 +159,8 @@ class MicroBatchLoss:
         return split_loss(model(**inputs, **self._options, **items))
 
     def _from_logits(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        """The user's loss, or the smoothed one. The model gets no labels, so that it computes no loss of its own."""
+        """The user's loss, or the label-smoothed one. The model is called without labels, so that it computes no
+        loss."""
         shifts = self._compute is None and self._shifts_labels(model, inputs)
         given = with_targets(self.labels, inputs, weight) if self._compute is not None else inputs
         rest = {name: value for name, value in given.items() if name != "labels"}
@@ -198,8 +200,8 @@ class MicroBatchLoss:
 
 
 def with_targets(rule: LabelRule, inputs: Mapping[str, Any], weight: Weight) -> Mapping[str, Any]:
-    """The inputs, with a target for every label where the micro-batch has none: it has weight 0, but the mean of no
-    losses is nan, and so may be its gradient."""
+    """The inputs; in a micro-batch without targets every label becomes a target. Its weight is 0, but the mean of no
+    losses would be nan, and so would its gradient."""
     integers = rule.integers(inputs)
     some = {name: torch.where(weight.count > 0, each, _any_target(each)) for name, each in integers.items()}
     return {**inputs, **some}
@@ -211,9 +213,9 @@ def _any_target(labels: Tensor) -> Tensor:
 
 
 def split_loss(outputs: Any) -> tuple[Tensor, Any]:
-    """The loss of a model's outputs, and what predictions are taken from.
+    """The loss of a model's outputs, and the outputs without it.
 
-    Raises UsageError where there is no loss.
+    Raises UsageError if there is no loss.
     """
     if isinstance(outputs, Tensor) and outputs.ndim == 0:
         return outputs, ()
@@ -224,8 +226,8 @@ def split_loss(outputs: Any) -> tuple[Tensor, Any]:
     if not isinstance(loss, Tensor):
         found = ", ".join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise UsageError(
-            f"the model returned no loss (its outputs: {found or 'none'}); give it labels under the names that its"
-            " forward has, or pass compute_loss_func"
+            f"the model returned no loss (its outputs: {found or 'none'}); pass labels under the names that its"
+            " forward takes, or compute_loss_func"
         )
     return loss, outputs
 
@@ -251,7 +253,7 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, cau
 
 
 def _decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What an encoder-decoder would derive from labels, for a call without them."""
+    """The decoder inputs that an encoder-decoder derives from labels, for a call without labels."""
     prepare = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
     if prepare is None or "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs:
         return {}
@@ -259,5 +261,5 @@ def _decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Te
 
 
 def _same_random_numbers(device: torch.device) -> AbstractContextManager[Any]:
-    """The generators of the CPU and of `device` are left as they were."""
+    """Restores the random generators of the CPU and of `device` afterwards."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

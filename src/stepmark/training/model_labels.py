@@ -1,4 +1,4 @@
-"""What a model does with its labels: read from its class where that is certain, else found by asking the model once."""
+"""How a model uses its labels: known from its class, or found by probing its loss once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Call = Callable[[Mapping[str, Any]], Tensor]
 
 
 def label_rule(model: nn.Module) -> LabelRule:
-    """The rule of a model's own loss. `causal_shift` is None where only the model itself can answer."""
+    """The rule of a model's own loss. `causal_shift` is None if the class does not show it."""
     model = unwrapped(model)
     return LabelRule(
         names=label_names(model),
@@ -38,7 +38,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def label_names(model: nn.Module) -> tuple[str, ...]:
-    """The arguments of `forward` that are labels, by transformers' convention; `labels` where it names none."""
+    """The arguments of `forward` that are labels, by transformers' convention; `labels` if there are none."""
     parameters = inspect.signature(model.forward).parameters
     return tuple(name for name in parameters if "label" in name or name in POSITIONS) or ("labels",)
 
@@ -50,8 +50,8 @@ def takes_labels(model: nn.Module) -> bool:
 
 
 def names_num_items(model: nn.Module) -> bool:
-    """Whether the model says that it divides a summed loss by `num_items_in_batch`. A forward that merely accepts any
-    keyword argument says nothing: most heads ignore it."""
+    """Whether the model declares that it divides a summed loss by `num_items_in_batch`. A forward that accepts
+    arbitrary keyword arguments does not: most heads ignore it."""
     model = unwrapped(model)
     declared = getattr(model, "accepts_loss_kwargs", None)
     if declared is not None:
@@ -66,7 +66,7 @@ def sums_samples(model: nn.Module) -> bool:
 
 
 def known_shift(model: nn.Module) -> bool | None:
-    """Whether position t predicts label t + 1, as far as the model's class shows it."""
+    """Whether position t predicts label t + 1, if the model's class shows it."""
     if not takes_labels(model):
         return False
     forward: Any = inspect.unwrap(type(model).forward)
@@ -81,11 +81,11 @@ def known_shift(model: nn.Module) -> bool | None:
             return None
         if loss_function is loss_utils.ForCausalLMLoss or isinstance(loss_function, VocabParallelLoss):
             return True
-        return False if loss_function in _UNSHIFTED(loss_utils) else None
+        return False if loss_function in _unshifted_losses(loss_utils) else None
     return False if _has_unshifted_head(model, forward) else None
 
 
-def _UNSHIFTED(loss_utils: Any) -> tuple[Any, ...]:
+def _unshifted_losses(loss_utils: Any) -> tuple[Any, ...]:
     return (
         loss_utils.ForMaskedLMLoss,
         loss_utils.ForTokenClassification,

@@ -161,19 +161,19 @@ def test_training_files(refused: Callable[..., str], tmp_path: Path) -> None:
     missing, empty, odd = tmp_path / "missing.txt", tmp_path / "empty.txt", tmp_path / "data.xyz"
     empty.touch()
     odd.write_text("words")
-    assert refused(code=1, train_file=str(missing)).startswith(f"train_file: there is no file {missing}")
-    assert refused(code=1, train_file=str(tmp_path)).startswith(f"train_file: there is no file {tmp_path}")
+    assert refused(code=1, train_file=str(missing)).startswith(f"train_file: file {missing} does not exist")
+    assert refused(code=1, train_file=str(tmp_path)).startswith(f"train_file: file {tmp_path} does not exist")
     assert refused(code=1, train_file=str(empty)).startswith(f"train_file: {empty} is empty")
-    assert "has no known extension; known are .txt" in refused(train_file=str(odd))
+    assert "has an unknown extension; supported are .txt" in refused(train_file=str(odd))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("a.txt", b"caf\xe9 " * 100, "a.txt is not UTF-8"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, row 2: it is not JSON"),
-        ("a.json", b"[]", "holds no text"),
-        ("a.txt", b"\n \n", "holds no text"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, row 2: not valid JSON"),
+        ("a.json", b"[]", "contains no text"),
+        ("a.txt", b"\n \n", "contains no text"),
         ("a.jsonl", b'{"text": 3}\n', "text_column"),
         ("a.parquet", b"PAR1 not really", "cannot be read as Parquet"),
     ],

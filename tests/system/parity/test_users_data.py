@@ -1,4 +1,4 @@
-"""A user's own data set of varying lengths."""
+"""Custom datasets of varying lengths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train_ragged(device: str, folder: str, lengths: list[int] | None, batch: int
 
 
 def test_padding_changes_no_loss(ranks: Ranks, tmp_path: Path) -> None:
-    """Padded to the longest of the batch, to one length, or to a few: padding is no part of any loss."""
+    """Padded to the longest of the batch, to one length, or to a few: padding is in no loss."""
     free = ranks.run(PROGRAM, "cpu", str(tmp_path / "free"), None, 4).check()[0]
     one = ranks.run(PROGRAM, "cpu", str(tmp_path / "one"), [16], 4).check()[0]
     few = ranks.run(PROGRAM, "cpu", str(tmp_path / "few"), [8, 16], 2, nproc=2).check()[0]
