@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stepmark.data.batch import MicroBatch, StepBatch
-from stepmark.data.fetcher import drawing_from
+from stepmark.data.fetcher import seeded_generators
 from stepmark.data.labels import LabelRule
 from stepmark.data.loader import DataLoader
 from stepmark.data.order import BatchLayout
@@ -216,7 +216,7 @@ class _RandomStream:
     """Random numbers of one epoch: each block draws on from where the last one ended."""
 
     def __init__(self, key: tuple[int, ...]) -> None:
-        with drawing_from(key):
+        with seeded_generators(key):
             self._states = _random_states()
 
     @contextmanager
