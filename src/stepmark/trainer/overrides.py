@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from stepmark.errors import UsageError
@@ -122,4 +123,4 @@ def check_overrides(cls: type, base: type) -> None:
 def overrides(trainer: Any, base: type, name: str) -> bool:
     """Whether the method `name` of `trainer` is not that of `base`, but of a subclass or set on the object."""
     method = getattr(trainer, name)
-    return getattr(method, "__func__", method) is not vars(base)[name]
+    return getattr(method, "__func__", method) is not inspect.getattr_static(base, name)
