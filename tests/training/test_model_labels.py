@@ -134,6 +134,7 @@ def test_rules_of_particular_tasks() -> None:
     assert label_rule(nn.Linear(1, 1)) == LabelRule(causal_shift=False)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in torch 2.13
 def test_the_model_inside_a_wrapper_decides() -> None:
     class Wrapper(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
