@@ -1,14 +1,15 @@
 """The errors that Stepmark raises for users to read.
 
 StepmarkError                     exit 1: failed, or a check found errors
-├── UsageError                    exit 2: wrong usage; nothing was started
-├── DataError                     training or evaluation data is missing, empty or unusable
+├── UsageError                    exit 2: wrong usage, such as a path that does not exist; nothing was started
+├── DataError                     training or evaluation data is empty or unusable
 ├── MetricsError                  a custom metrics or evaluation function failed, or did not return numbers
 ├── DeviceError                   the device is missing, or does not support the request
 ├── LaunchError                   ranks cannot be started or connected, or have lost each other
 │   └── PeerFailed                another rank failed first; its error is the one to read
+│       └── PeerLost              another rank is gone: killed, or its machine or network failed
 └── CheckpointError               a checkpoint cannot be written or read
-    ├── CheckpointNotFound        the given checkpoint does not exist
+    ├── CheckpointNotFound        exit 2: the given checkpoint does not exist
     ├── CheckpointDamaged         corrupted: bytes are missing or do not match their checksum
     ├── CheckpointMismatch        valid, but of another model, or lacks what was requested
     ├── CheckpointBusy            another live run owns the folder
@@ -26,14 +27,15 @@ class StepmarkError(Exception):
     exit_code = 1
 
 
-class UsageError(StepmarkError):
-    """Wrong usage: an unknown field, a value of the wrong type, two fields that contradict each other."""
+class UsageError(StepmarkError, ValueError):
+    """Wrong usage: an unknown field, a value of the wrong type, two fields that contradict each other, a path
+    that does not exist."""
 
     exit_code = 2
 
 
 class DataError(StepmarkError):
-    """Training or evaluation data is missing, empty or unusable."""
+    """Training or evaluation data is empty or unusable."""
 
 
 class MetricsError(StepmarkError):
@@ -52,12 +54,18 @@ class PeerFailed(LaunchError):
     """Another rank failed first; its error is the one to read."""
 
 
+class PeerLost(PeerFailed):
+    """Another rank is gone: it was killed, or its machine or network has failed. Nobody else may be left to say so."""
+
+
 class CheckpointError(StepmarkError):
     """A checkpoint cannot be written or read."""
 
 
 class CheckpointNotFound(CheckpointError):
-    """The given checkpoint does not exist."""
+    """The given checkpoint does not exist; as exit code, that is wrong usage."""
+
+    exit_code = 2
 
 
 class CheckpointDamaged(CheckpointError):

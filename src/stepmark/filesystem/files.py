@@ -10,11 +10,13 @@ import contextlib
 import ctypes
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from stepmark.filesystem import descriptors
+from stepmark.filesystem.visibility import when_visible
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -29,6 +31,9 @@ def make_folder(path: Path) -> None:
             raise
         make_folder(path.parent)
         make_folder(path)
+    except FileExistsError:
+        if not when_visible(lambda: stat.S_ISDIR(os.stat(path).st_mode), path):
+            raise
     except OSError:
         if not path.is_dir():
             raise
@@ -63,7 +68,8 @@ def open_past_cache(path: Path) -> int | None:
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     """Writes all of `data` at `offset`, in as many calls as it takes."""
     while data:
-        written = os.pwrite(descriptor, data, offset)
+        with _naming(descriptor):
+            written = os.pwrite(descriptor, data, offset)
         if written == 0:
             raise OSError(errno.EIO, "a write of 0 bytes")
         data, offset = data[written:], offset + written
@@ -71,7 +77,20 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 def sync(descriptor: int) -> None:
     """Returns when the file's bytes and size are on the disk."""
-    os.fsync(descriptor)
+    with _naming(descriptor):
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _naming(descriptor: int) -> Iterator[None]:
+    """Adds the file's name to an error of a call that has only its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            with contextlib.suppress(OSError):
+                error.filename = os.readlink(f"/proc/self/fd/{descriptor}")
+        raise
 
 
 def close(descriptor: int) -> None:
@@ -83,7 +102,7 @@ def close(descriptor: int) -> None:
 def sync_folder(path: Path) -> None:
     """Returns when the folder's entries are on the disk, where the file system supports that: some, of FUSE or of
     virtual machines, cannot sync folders."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = when_visible(lambda: os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -95,7 +114,7 @@ def sync_folder(path: Path) -> None:
 
 def sync_file(path: Path) -> None:
     """Returns when a file that other code wrote, and that may be read-only, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = when_visible(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
     try:
         sync(descriptor)
     finally:
@@ -120,10 +139,21 @@ def replace_file(path: Path, data: bytes) -> None:
     rename(temporary, path)
 
 
-def set_permissions(descriptor: int, permissions: int) -> None:
+def set_permissions(path: Path, permissions: int) -> None:
     """Sets a file's permission bits, unless it has them: some file systems do not support others."""
-    if os.fstat(descriptor).st_mode & 0o777 != permissions:
-        os.fchmod(descriptor, permissions)
+    if os.stat(path).st_mode & 0o777 != permissions:
+        os.chmod(path, permissions)
+
+
+def usual_permissions(folder: Path) -> int:
+    """The permission bits of a new file in the folder, as the umask and the folder's rules give them."""
+    path = folder / f".permissions-{secrets.token_hex(6)}"
+    descriptor = open_for_writing(path, exclusive=True)
+    try:
+        return os.fstat(descriptor).st_mode & 0o777
+    finally:
+        close(descriptor)
+        remove_file(path)
 
 
 def touch(path: Path) -> None:

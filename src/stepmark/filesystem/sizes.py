@@ -1,0 +1,20 @@
+"""Sizes in bytes as words."""
+
+from __future__ import annotations
+
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
+
+
+def size(count: float) -> str:
+    """A number of bytes with three digits, such as 1.25 GB."""
+    for unit in _UNITS[:-1]:
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == _UNITS[0] else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} {_UNITS[-1]}"
+
+
+def distinct_sizes(one: int, other: int) -> tuple[str, str]:
+    """Two numbers of bytes that are told apart by what is shown, if they differ."""
+    shown = size(one), size(other)
+    return shown if shown[0] != shown[1] or one == other else (f"{one:,} bytes", f"{other:,} bytes")
