@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from stepmark.data import token_cache as cache
 from stepmark.data.encoding import TextEncoder
 from stepmark.data.packing import PackedBlocks
 from stepmark.data.prepared_data import Prepared, choose_block_size, prepare
+from stepmark.data.segments import Segment
 from stepmark.data.tokenizer import byte_tokenizer
 from stepmark.errors import DataError, UsageError
 
@@ -55,6 +59,10 @@ def real_tokens(blocks: PackedBlocks) -> list[int]:
 
 def expected_stream(documents: list[str]) -> list[int]:
     return [token for text in documents if text for token in [*text.encode(), END]]
+
+
+def documents_of(*texts: str) -> list[Segment]:
+    return [Segment(text, True, True) for text in texts]
 
 
 def test_no_token_is_lost_and_the_tail_is_padded(make: Callable[..., Prepared]) -> None:
@@ -106,8 +114,9 @@ def test_a_tokenizers_own_special_tokens_are_kept() -> None:
         single="<|pad|> $A", special_tokens=[("<|pad|>", pad)]
     )
     encoder = TextEncoder.of(tokenizer)
-    assert encoder.stream(["a", "b"], joined=False).tolist() == [pad, 97, end, pad, 98, end]
-    assert encoder.stream(["a", "b"], joined=True).tolist() == [97, 98]
+    assert encoder.stream(documents_of("a", "b")).tolist() == [pad, 97, end, pad, 98, end]
+    assert encoder.stream([Segment("a", False, False), Segment("b", False, False)]).tolist() == [97, 98]
+    assert encoder.stream([Segment("a", True, False), Segment("b", False, True)]).tolist() == [pad, 97, 98, end]
     assert encoder.content != TextEncoder.of(TOKENIZER).content
 
 
@@ -117,7 +126,7 @@ def test_truncation_set_in_a_tokenizer_is_ignored() -> None:
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=9)
     encoder = TextEncoder.of(tokenizer)
-    assert encoder.stream(["abcd"], joined=False).tolist() == [*b"abcd", END]
+    assert encoder.stream(documents_of("abcd")).tolist() == [*b"abcd", END]
     assert encoder.content == plain
 
 
@@ -125,7 +134,7 @@ def test_truncation_set_in_a_tokenizer_is_ignored() -> None:
 def test_processes_do_not_change_the_stream(
     make: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extension: str
 ) -> None:
-    monkeypatch.setattr("stepmark.data.encoding.BATCH_CHARACTERS", 20)
+    monkeypatch.setattr("stepmark.data.segments.BATCH_CHARACTERS", 20)
     path = tmp_path / f"many.{extension}"
     path.write_text("".join(json.dumps({"text": "x" * (i % 9)}) + "\n" for i in range(50)))
     alone = make(train_file=str(path))
@@ -232,17 +241,6 @@ def test_two_writers_of_one_entry(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["entry"]
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "own"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.cache_root() == tmp_path / "own"
-    monkeypatch.delenv("STEPMARK_CACHE")
-    assert cache.cache_root() == tmp_path / "xdg" / "stepmark"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.cache_root() == tmp_path / ".cache" / "stepmark"
-
-
 def test_a_cache_that_cannot_be_written(documents: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"cannot be written .*STEPMARK_CACHE"):
@@ -262,13 +260,91 @@ def test_large_vocabularies_need_four_bytes(tmp_path: Path) -> None:
     tokenizer.add_tokens([f"<{i}>" for i in range(70_000)])
     encoder = TextEncoder.of(tokenizer)
     assert encoder.dtype == np.uint32
-    assert encoder.stream(["<69999>"], joined=True).tolist() == [70_000 + 257]
+    assert encoder.stream(documents_of("<69999>")).tolist() == [70_000 + 257, encoder.suffix[0]]
 
 
-def test_progress_is_reported(documents: Path, tmp_path: Path) -> None:
+def test_what_is_read_and_left_out_is_reported(tmp_path: Path) -> None:
+    rows = [{"id": 1, "body": "first"}, {"id": 2, "body": None}, {"id": 3}, {"id": 4, "body": ""}, {"body": "second"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "b.txt").write_text("a text")
+
+    def report(**fields: Any) -> list[str]:
+        lines: list[str] = []
+        fields = {"train_file": str(tmp_path / "a.jsonl"), "validation_file": str(tmp_path / "b.txt"), **fields}
+        prepare(DataArguments(block_size=8, **fields), TOKENIZER, folder=tmp_path / "cache", progress=lines.append)
+        return lines
+
+    what = [
+        f"train data: column 'body' (not read: id) of train_file {tmp_path}/a.jsonl",
+        f"validation data: validation_file {tmp_path}/b.txt",
+    ]
+    assert report() == [
+        *what,
+        "tokenized train: 13 tokens in 2 documents; 3 without text left out",
+        "tokenized validation: 7 tokens in 1 document",
+    ]
+    assert report() == [
+        *what,
+        "cached train: 13 tokens in 2 documents; 3 without text left out",
+        "cached validation: 7 tokens in 1 document",
+    ]
+
+
+def test_long_tokenizing_is_reported_with_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepmark.data.tokenizing_progress.SECONDS_A_LINE", 0.0)
+    monkeypatch.setattr("stepmark.data.segments.BATCH_CHARACTERS", 1 << 15)
+    path = tmp_path / "long.txt"
+    path.write_text("a line of text\n" * 100_000)
     lines: list[str] = []
-    prepare(DataArguments(train_file=str(documents), block_size=8), TOKENIZER, folder=tmp_path, progress=lines.append)
-    assert [line.split(":")[0] for line in lines] == ["tokenized train", "tokenized validation"]
+    config = DataArguments(train_file=str(path), validation_split_percentage=0)
+    prepare(config, TOKENIZER, folder=tmp_path / "cache", progress=lines.append)
+    shown = [re.fullmatch(r"tokenizing train: [\d.]+ million tokens, (\d+)%, \d+ s left", line) for line in lines[1:-1]]
+    fractions = [int(match[1]) for match in shown if match]
+    assert len(fractions) == len(shown) > 5
+    assert fractions == sorted(fractions)
+    assert fractions[0] < 40 < fractions[-1]
+
+
+def test_runs_from_before_can_be_resumed(make: Callable[..., Prepared]) -> None:
+    """The fingerprint in their checkpoints is that of the same tokens."""
+    assert make().fingerprint == "f745d1558ec2297b9b1ac4ec64d1332c"
+
+
+def test_the_stream_has_every_character_however_long_the_lines_are(
+    make: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepmark.data.segments.BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("stepmark.data.text_files.LONGEST_LINE", 40)
+    texts = ["ab cd é " * 30, "x" * 333, "short\n\n" + " " * 200 + "end\n", "a\n" * 90]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    files = [str(tmp_path / f"{number}.txt") for number in range(len(texts))]
+    expected = expected_stream(texts)
+    assert real_tokens(make(train_file=files).train) == expected
+    assert real_tokens(make(train_file=str(tmp_path / "rows.jsonl")).train) == expected
+    assert real_tokens(make(train_file=files, preprocessing_num_workers=2, overwrite_cache=True).train) == expected
+
+
+LONG_LINE = """
+import resource, sys
+from pathlib import Path
+from stepmark.config.data_arguments import DataArguments
+from stepmark.data.prepared_data import prepare
+from stepmark.data.tokenizer import byte_tokenizer
+tokenizer = byte_tokenizer()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+prepare(DataArguments(train_file=sys.argv[1]), tokenizer, folder=Path(sys.argv[2]))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_a_file_of_one_line_needs_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "line.txt"
+    path.write_text("word " * 800_000)
+    command = [sys.executable, "-c", LONG_LINE, str(path), str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) < 200  # MB; this text in one piece takes 500
 
 
 def test_a_block_longer_than_the_data(make: Callable[..., Prepared]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -54,7 +58,7 @@ def test_lines_of_a_text_file_keep_their_newlines(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     path.write_bytes("a\r\n\n b\u2028c\nd".encode())
     assert texts_of(path, validation_split_percentage=0) == (["a\r\n", "\n", " b\u2028c\n", "d"], None)
-    assert open_sources(DataArguments(train_file=str(path))).train.continuous
+    assert open_sources(DataArguments(train_file=str(path))).train.sources[0].continuous
 
 
 def test_validation_is_the_first_percent_and_at_least_one(tmp_path: Path) -> None:
@@ -111,10 +115,26 @@ def test_validation_files_are_spread_evenly() -> None:
 @pytest.mark.parametrize(
     ("content", "name", "kind", "message"),
     [
-        (None, "a.txt", DataError, "train_file: file .* does not exist"),
+        (None, "a.txt", UsageError, "train_file: file .* does not exist"),
         (b"", "a.txt", DataError, "is empty"),
         (b"a", "a.docx", UsageError, r"unknown extension; supported are \.txt, \.json"),
-        (b"\xff\xfe", "a.txt", DataError, "is not UTF-8"),
+        (b"\xff\xfe", "a.txt", DataError, "a.txt: line 1 is not UTF-8"),
+        (b"a\nb\n" + b"c" * 3_000_000 + b"\xe9\n", "a.txt", DataError, "a.txt: line 3 is not UTF-8"),
+        (b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl", DataError, "a.jsonl: line 2 is not UTF-8"),
+        (b"text\na\n\xe9\n", "a.csv", DataError, "a.csv: line 3 is not UTF-8"),
+        (b"a\n\xc3", "a.txt", DataError, "a.txt: line 2 is not UTF-8"),
+        (b"not compressed", "a.txt.gz", DataError, "a.txt.gz cannot be read"),
+        (b"not compressed", "a.jsonl.xz", DataError, "a.jsonl.xz cannot be read"),
+        (b"not compressed", "a.csv.zst", DataError, "a.csv.zst cannot be read"),
+        (gzip.compress(b"text" * 9, mtime=0)[:-9], "a.txt.gz", DataError, "a.txt.gz cannot be read"),
+        (b"a", "a.parquet.gz", UsageError, "compressed"),
+        (b"\n\n", "a.jsonl", DataError, "contains no text"),
+        (b'[{"text": "a"}, {"text": "b"', "a.json", DataError, "row 2: not valid JSON"),
+        (b'[{"text": "a"} {"text": "b"}]', "a.json", DataError, "row 2: not valid JSON"),
+        (b'[{"text": "a"}] {"text": "b"}', "a.json", DataError, "after the end of its list"),
+        (b'{"a": "x", "b": "y", "c": 1}', "a.json", UsageError, "2 columns of strings.*text_column to one of a, b"),
+        (b"a,b,c\nx,y,1\n", "a.csv", UsageError, "2 columns of strings.*text_column to one of a, b"),
+        (b'{"a": 1}\n{"a": 2, "b": "x", "c": "y"}', "a.jsonl", UsageError, "text_column to one of b, c"),
         (b'{"text": "a"}\nnonsense', "a.jsonl", DataError, "row 2: not valid JSON"),
         (b'{"text": "a"}\n["b"]', "a.jsonl", DataError, "row 2: not a JSON object"),
         (b'{"text": "a"}\n{"text": 3}', "a.json", DataError, "row 2: column 'text' holds int, not text"),
@@ -130,6 +150,110 @@ def test_bad_files(tmp_path: Path, content: bytes | None, name: str, kind: type[
     with pytest.raises(kind, match=message) as caught:
         texts_of(tmp_path / name, validation_split_percentage=0)
     assert "\n" not in str(caught.value)
+
+
+def compressed(path: Path, data: bytes) -> Path:
+    match path.suffix:
+        case ".gz":
+            path.write_bytes(gzip.compress(data))
+        case ".bz2":
+            path.write_bytes(bz2.compress(data))
+        case ".xz":
+            path.write_bytes(lzma.compress(data))
+        case ".zst":
+            with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+                file.write(data)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "csv"])
+@pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
+def test_compressed_files_are_read_like_others(tmp_path: Path, kind: str, compression: str) -> None:
+    rows = [f"row {number} é" for number in range(9000)]
+    path = tmp_path / "rows.txt"
+    if kind == "txt":
+        path.write_text("".join(f"{row}\n" for row in rows))
+    else:
+        path = write_rows(tmp_path / f"rows.{kind}", rows)
+    packed = compressed(tmp_path / f"{path.name}{compression}", path.read_bytes())
+    assert texts_of(packed) == texts_of(path)
+    corpus = open_sources(DataArguments(train_file=str(packed))).train
+    assert corpus.fraction == 0
+    assert len(list(corpus.read())) == 9000
+    assert corpus.fraction == 1
+
+
+def test_a_list_of_many_parts_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepmark.data.json_rows.PART", 7)
+    rows = [{"text": "a [b], {c}"}, {"text": "\u2028 é"}, {"text": ""}]
+    for number, text in enumerate((json.dumps(rows), json.dumps(rows, indent=2, ensure_ascii=False) + "\n \n")):
+        (tmp_path / f"{number}.json").write_text(text)
+        assert texts_of(tmp_path / f"{number}.json", validation_split_percentage=0)[0] == [r["text"] for r in rows]
+
+
+class TestSeveralFiles:
+    """Files, folders and patterns, one after the other."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "data"
+        (folder / "inner").mkdir(parents=True)
+        (folder / "b.txt").write_text("b1\nb2\n")
+        write_rows(folder / "a.jsonl", ["a1", "a2"])
+        compressed(folder / "inner" / "c.txt.gz", b"c1\n")
+        (folder / "notes.md").write_text("not read")
+        (folder / ".hidden.txt").write_text("not read")
+        return folder
+
+    def texts(self, given: str | list[str], **fields: Any) -> Any:
+        return divided(DataArguments(train_file=given, **{"validation_split_percentage": 0, **fields}))
+
+    def test_a_folder_is_read_in_the_order_of_names(self, folder: Path) -> None:
+        assert self.texts(str(folder)) == (["a1", "a2", "b1\n", "b2\n", "c1\n"], None)
+        reads = open_sources(DataArguments(train_file=str(folder))).train.reads
+        assert reads.endswith("a.jsonl and 2 more files; 1 file with other extensions left out")
+
+    def test_patterns_and_lists(self, folder: Path) -> None:
+        assert self.texts(f"{folder}/**/*.txt*") == (["b1\n", "b2\n", "c1\n"], None)
+        files = [str(folder / "inner"), str(folder / "a.jsonl")]
+        assert self.texts(files, validation_file=[str(folder / "b.txt")]) == (["c1\n", "a1", "a2"], ["b1\n", "b2\n"])
+
+    def test_the_first_percent_of_all_files_are_for_validation(self, folder: Path) -> None:
+        assert self.texts(str(folder), validation_split_percentage=60) == (["b2\n", "c1\n"], ["a1", "a2", "b1\n"])
+        assert self.texts(str(folder), validation_split_percentage=80)[1] == ["a1", "a2", "b1\n", "b2\n"]
+
+    def test_content_follows_the_order_and_the_bytes(self, folder: Path) -> None:
+        def content(*names: str) -> str:
+            return open_sources(DataArguments(train_file=[str(folder / name) for name in names])).content
+
+        assert content("a.jsonl", "b.txt") != content("b.txt", "a.jsonl")
+        before = content("a.jsonl", "b.txt")
+        (folder / "copy.txt").write_bytes((folder / "b.txt").read_bytes())
+        assert content("a.jsonl", "copy.txt") == before
+        (folder / "b.txt").write_text("b1\nB2\n")
+        assert content("a.jsonl", "b.txt") != before
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (["b.txt", "*.txt"], "train_file: .*b.txt is named more than once"),
+            ("*.doc", "train_file: no file matches"),
+            ("notes*", "notes.md has an unknown extension"),
+            (["b.txt", "missing.txt"], "missing.txt does not exist"),
+            ("empty", "train_file: folder .*empty has no file that ends with .txt"),
+        ],
+    )
+    def test_names_without_a_file_are_errors(self, folder: Path, given: str | list[str], message: str) -> None:
+        (folder / "empty").mkdir()
+        names = [str(folder / name) for name in ([given] if isinstance(given, str) else given)]
+        with pytest.raises(StepmarkError, match=message) as caught:
+            self.texts(names)
+        assert "\n" not in str(caught.value)
+
+    def test_a_column_needs_a_table(self, folder: Path) -> None:
+        assert self.texts(str(folder), text_column="text")[0][:2] == ["a1", "a2"]
+        with pytest.raises(UsageError, match="text_column is given, but"):
+            self.texts(f"{folder}/*.txt", text_column="text")
 
 
 @pytest.mark.parametrize("extension", ["parquet", "csv", "jsonl"])
@@ -152,6 +276,9 @@ def test_one_document_cannot_be_divided(tmp_path: Path) -> None:
         ({"dataset_name": "python-stdlib", "train_file": "a.txt"}, "dataset_name and train_file are both given"),
         ({"dataset_name": "python-stdlib", "dataset_config_name": "x"}, "dataset_config_name"),
         ({"train_file": "a.txt", "text_column": "x"}, "text_column is given, but"),
+        ({"train_file": []}, "there is no training data"),
+        ({"train_file": ["a.txt", 3]}, "train_file: should be one or more paths"),
+        ({"train_file": ["a.txt", "b.txt.gz"], "text_column": "x"}, "text_column is given, but"),
         ({"train_file": "a.txt", "block_size": 1}, "block_size must be at least 2"),
         ({"train_file": "a.txt", "validation_split_percentage": 100}, "validation_split_percentage must be from"),
         ({"train_file": "a.txt", "max_train_samples": 0}, "max_train_samples must be at least 1"),
@@ -191,10 +318,13 @@ class TestDatasets:
         DatasetDict({"test": Dataset.from_dict({"text": ROWS})}).save_to_disk(tmp_path / "saved")
         with pytest.raises(DataError, match="has no split train; it has test"):
             open_sources(DataArguments(dataset_name=str(tmp_path / "saved")))
-        with pytest.raises(DataError, match=r"dataset_name: .* cannot be loaded"):
+        with pytest.raises(UsageError, match=r"dataset_name: .* cannot be loaded"):
             open_sources(DataArguments(dataset_name=str(tmp_path / "nothing")))
         Dataset.from_dict({"a": [1], "b": [2]}).save_to_disk(tmp_path / "numbers")
         with pytest.raises(UsageError, match="no column of strings; its columns are a, b"):
             open_sources(DataArguments(dataset_name=str(tmp_path / "numbers")))
         with pytest.raises(UsageError, match="no column 'c'; its columns are a, b"):
             open_sources(DataArguments(dataset_name=str(tmp_path / "numbers"), text_column="c"))
+        Dataset.from_dict({"a": ["x"], "b": ["y"]}).save_to_disk(tmp_path / "two")
+        with pytest.raises(UsageError, match="2 columns of strings.*text_column to one of a, b"):
+            open_sources(DataArguments(dataset_name=str(tmp_path / "two")))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from stepmark.data.texts import Texts
+from stepmark.data.segments import Segment, Tally, joined, segment_batches
+from stepmark.data.texts import Corpus
 from stepmark.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-BATCH_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -53,62 +52,46 @@ class TextEncoder:
         content = xxhash.xxh3_128_hexdigest(f"{serialised}\0{prefix}\0{suffix}".encode())
         return cls(encode, prefix, suffix, dtype, content)
 
-    def stream(self, texts: list[str], joined: bool) -> np.ndarray:
-        """The ids of a batch: documents, each with its special tokens, or one `joined` text without them."""
-        if joined:
-            return np.asarray(self.encode(["".join(texts)])[0], dtype=self.dtype)
-        parts = [part for ids in self.encode(texts) for part in (self.prefix, ids, self.suffix)]
+    def stream(self, batch: Sequence[Segment]) -> np.ndarray:
+        """The ids of a batch, with the special tokens where documents begin and end."""
+        segments = joined(batch)
+        encoded = self.encode([segment.text for segment in segments])
+        parts: list[Sequence[int]] = []
+        for segment, ids in zip(segments, encoded, strict=True):
+            parts += [self.prefix if segment.starts else (), ids, self.suffix if segment.ends else ()]
         return np.concatenate([np.asarray(part, dtype=self.dtype) for part in parts])
 
 
-def encode_texts(texts: Texts, encoder: TextEncoder, processes: int = 1) -> Iterator[np.ndarray]:
-    """The token stream of a split, in parts, 1-dimensional and of `encoder.dtype`.
+def encode_texts(
+    texts: Corpus, encoder: TextEncoder, processes: int = 1, tally: Tally | None = None
+) -> Iterator[np.ndarray]:
+    """The token stream of a split, in parts, 1-dimensional and of `encoder.dtype`; `tally` counts what was read.
 
     Raises DataError if the texts are empty or only white space.
     """
+    tally = tally or Tally()
     found_text = False
 
-    def watched() -> Iterator[list[str]]:
+    def watched() -> Iterator[list[Segment]]:
         nonlocal found_text
-        for batch in _batches(texts.read()):
-            found_text = found_text or any(not text.isspace() for text in batch)
+        for batch in segment_batches(texts, tally):
+            found_text = found_text or any(not segment.text.isspace() for segment in batch)
             yield batch
 
-    edges = np.asarray(encoder.prefix, encoder.dtype), np.asarray(encoder.suffix, encoder.dtype)
-    if texts.continuous:
-        yield edges[0]
-    yield from _encode_batches(watched(), encoder, texts.continuous, processes)
-    if texts.continuous:
-        yield edges[1]
+    yield from _encode_batches(watched(), encoder, processes)
     if not found_text:
-        raise DataError(f"{texts.where} contains no text; give data with text in it")
+        rows = f" in any of its {tally.without_text} rows" if tally.without_text else ""
+        raise DataError(f"{texts.where} contains no text{rows}; give data with text in it")
 
 
-def _batches(segments: Iterable[str | None]) -> Iterator[list[str]]:
-    """Segments in order, without the empty ones, in lists of about `BATCH_CHARACTERS` characters."""
-    batch: list[str] = []
-    characters = 0
-    for segment in segments:
-        if segment:
-            batch.append(segment)
-            characters += len(segment)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _encode_batches(
-    batches: Iterator[list[str]], encoder: TextEncoder, joined: bool, processes: int
-) -> Iterator[np.ndarray]:
+def _encode_batches(batches: Iterator[list[Segment]], encoder: TextEncoder, processes: int) -> Iterator[np.ndarray]:
     if processes == 1:
         for batch in batches:
-            yield encoder.stream(batch, joined)
+            yield encoder.stream(batch)
         return
     # Forked where possible: nothing is imported again, and a script needs no `if __name__ == "__main__"`.
     context = get_context("fork" if "fork" in get_all_start_methods() else None)
-    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(encoder, joined))
+    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(encoder,))
     waiting: deque[Future[np.ndarray]] = deque()
     try:
         for batch in batches:
@@ -125,20 +108,19 @@ def _encode_batches(
         pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[TextEncoder, bool] | None = None
+_worker: TextEncoder | None = None
 
 
-def _start_worker(encoder: TextEncoder, joined: bool) -> None:
+def _start_worker(encoder: TextEncoder) -> None:
     global _worker
     # The threads of the tokenizers library do not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = encoder, joined
+    _worker = encoder
 
 
-def _encode_in_worker(batch: list[str]) -> np.ndarray:
+def _encode_in_worker(batch: list[Segment]) -> np.ndarray:
     assert _worker is not None
-    encoder, joined = _worker
-    return encoder.stream(batch, joined)
+    return _worker.stream(batch)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from stepmark.data.fetcher import CollateFn, Fetcher, MicroTask, WorkerFailure
 from stepmark.data.labels import LabelRule
 from stepmark.data.order import BatchLayout, Epoch, Position, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
-from stepmark.launch.signals import STOPPING
+from stepmark.launch.signal_handlers import STOPPING
 
 # Version of the algorithm that orders samples; a position saved under another one is rejected.
 ORDERS = {True: "shuffled-1", False: "sequential-1"}
@@ -150,6 +150,15 @@ class DataLoader:
                 f" {self._epoch.size} samples; the saved state is corrupted"
             )
         self._position = position
+
+    def state_after(self, steps: int, epoch: float) -> dict[str, Any]:
+        """The position of a run that another tool trained for `steps` steps, `epoch` passes over the data: that of as
+        many steps here if they are as many passes, else the same part of the data."""
+        passes, rest = divmod(steps, self.steps_per_epoch)
+        if abs(steps / self.steps_per_epoch - epoch) * self.steps_per_epoch < 1 or not epoch:
+            return self._state(Position(passes, min(rest * self.layout.global_batch, self._epoch.size)))
+        whole = int(epoch)
+        return self._state(Position(whole, min(round((epoch - whole) * self._epoch.size), self._epoch.size)))
 
     def _state(self, position: Position) -> dict[str, Any]:
         return {

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
 
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.encoding import TextEncoder, encode_texts
 from stepmark.data.packing import PackedBlocks
+from stepmark.data.segments import Tally
 from stepmark.data.sources import Sources, open_sources
-from stepmark.data.token_cache import TokenFile, cache_root, commit_entry, new_entry, open_entry
+from stepmark.data.token_cache import TokenFile, commit_entry, new_entry, open_entry
+from stepmark.data.tokenizing_progress import TokenizingProgress, describe_split, read_summary
 from stepmark.errors import DataError, UsageError
+from stepmark.filesystem.cache_folder import cache_root
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1  # of a cache entry; a new number invalidates all entries
+FORMAT = 2  # of a cache entry; a new number invalidates all entries
+FINGERPRINT = 1  # with another number, no earlier run can be resumed
 DEFAULT_BLOCK_SIZE = 1024
-TOKENS_A_LINE = 10_000_000  # of progress
 Progress = Callable[[str], None]
 
 
@@ -55,7 +57,7 @@ def prepare(
     The key of the cache is the content of the texts and of the tokenizer, not names or times, and neither block size
     nor numbers of samples: those cost nothing to change. With `overwrite_cache` the texts are always
     tokenized again; only one rank should set it, and the others call this function after it. `progress` is called with
-    a line of text from time to time.
+    a line of text: what is read, how far tokenizing is, and what was left out.
     `may_be_short`: accept less than one block, for data that is not trained on.
 
     Raises DataError for missing or empty data, or less than one block, and UsageError for invalid fields.
@@ -67,8 +69,14 @@ def prepare(
     entry = root / _key(sources, encoder)
     meta = None if config.overwrite_cache else open_entry(entry)
     cached = meta is not None
+    say = progress or _silent
+    for name, texts in (("train", sources.train), ("validation", sources.validation)):
+        if texts is not None:
+            say(f"{name} data: {texts.reads}")
     if meta is None:
-        meta = _build(entry, sources, encoder, config.preprocessing_num_workers or 1, progress or _silent)
+        meta = _build(entry, sources, encoder, config.preprocessing_num_workers or 1, say)
+    for name in meta["tokens"]:
+        say(describe_split(name, meta, cached=cached))
 
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     filler = 0 if padding is None else padding
@@ -103,15 +111,20 @@ def _key(sources: Sources, encoder: TextEncoder) -> str:
 
 def _build(entry: Path, sources: Sources, encoder: TextEncoder, processes: int, progress: Progress) -> dict[str, Any]:
     """Tokenizes all texts into a new entry; returns its metadata."""
-    meta: dict[str, Any] = {"format": FORMAT, "dtype": encoder.dtype.str, "tokens": {}, "files": {}}
+    meta: dict[str, Any] = {"format": FORMAT, "dtype": encoder.dtype.str, "tokens": {}, "read": {}, "files": {}}
     folder = new_entry(entry.parent)
     try:
         train, validation = sources.divided()
         for name, texts in (("train", train), ("validation", validation)):
             if texts is not None:
+                tally = Tally()
                 with TokenFile(folder / f"{name}.bin", encoder.dtype) as file:
-                    _write_tokens(file, encode_texts(texts, encoder, processes), name, progress)
+                    shown = TokenizingProgress(name, texts, progress)
+                    for ids in encode_texts(texts, encoder, processes, tally):
+                        file.append(ids)
+                        shown.at(file.tokens)
                 meta["tokens"][name] = file.tokens
+                meta["read"][name] = read_summary(tally)
                 meta["files"][f"{name}.bin"] = file.summary
         commit_entry(folder, entry, meta)
     except OSError as error:
@@ -123,16 +136,6 @@ def _build(entry: Path, sources: Sources, encoder: TextEncoder, processes: int, 
     return meta
 
 
-def _write_tokens(file: TokenFile, stream: Iterator[np.ndarray], split: str, progress: Progress) -> None:
-    reported = 0
-    for ids in stream:
-        file.append(ids)
-        if file.tokens - reported >= TOKENS_A_LINE:
-            reported = file.tokens
-            progress(f"tokenizing {split}: {reported / 1e6:.1f} million tokens")
-    progress(f"tokenized {split}: {file.tokens / 1e6:.1f} million tokens")
-
-
 def _check_length(tokens: int, block_size: int, sources: Sources) -> None:
     if tokens < block_size:
         raise DataError(
@@ -142,7 +145,7 @@ def _check_length(tokens: int, block_size: int, sources: Sources) -> None:
 
 
 def _fingerprint(meta: dict[str, Any], train: PackedBlocks) -> str:
-    content = [FORMAT, meta["files"]["train.bin"]["xxh3"], meta["dtype"], train.block_size, len(train)]
+    content = [FINGERPRINT, meta["files"]["train.bin"]["xxh3"], meta["dtype"], train.block_size, len(train)]
     return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepmark.config.data_arguments import STDLIB, DataArguments
+from stepmark.data.columns import choose_column, describe_columns, text_of
+from stepmark.data.read_meter import ReadMeter
 from stepmark.data.stdlib import stdlib_texts
-from stepmark.data.text_files import choose_column, file_texts, text_of
-from stepmark.data.texts import Texts
-from stepmark.errors import DataError
+from stepmark.data.text_files import file_corpus
+from stepmark.data.texts import Corpus, Texts
+from stepmark.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,8 +26,8 @@ class Sources:
     """The texts of a run. Without validation texts, `held_out` percent of the training texts become the validation
     set; 0 if there is no validation, or it has separate texts."""
 
-    train: Texts
-    validation: Texts | None
+    train: Corpus
+    validation: Corpus | None
     held_out: int = 0
 
     @property
@@ -34,7 +36,7 @@ class Sources:
         validation = self.validation.content if self.validation else None
         return f"train={self.train.content} validation={validation} held_out={self.held_out}"
 
-    def divided(self) -> tuple[Texts, Texts | None]:
+    def divided(self) -> tuple[Corpus, Corpus | None]:
         """Training and validation texts, after holding out `held_out` percent."""
         return self.train.split(self.held_out) if self.held_out else (self.train, self.validation)
 
@@ -46,9 +48,9 @@ def open_sources(config: DataArguments) -> Sources:
     """
     percentage = config.validation_split_percentage
     column = config.text_column
-    given = file_texts("validation_file", config.validation_file, column) if config.validation_file else None
+    given = file_corpus("validation_file", config.validation_file, column) if config.validation_file else None
     if config.train_file:
-        train: Texts = file_texts("train_file", config.train_file, column)
+        train: Corpus = file_corpus("train_file", config.train_file, column)
         validation = None
     elif config.dataset_name == STDLIB:
         train, validation = stdlib_texts(0 if given else percentage)
@@ -58,7 +60,7 @@ def open_sources(config: DataArguments) -> Sources:
     return Sources(train, validation, 0 if validation is not None else percentage)
 
 
-def _dataset_texts(config: DataArguments) -> tuple[Texts, Texts | None]:
+def _dataset_texts(config: DataArguments) -> tuple[Corpus, Corpus | None]:
     assert config.dataset_name is not None
     splits = _load_splits(config.dataset_name, config.dataset_config_name)
     if "train" not in splits:
@@ -80,14 +82,14 @@ def _load_splits(name: str, config_name: str | None) -> dict[str, Any]:
         loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config_name)
     except Exception as error:  # the library, the network and parsers raise dozens of kinds
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
-        raise DataError(
+        raise UsageError(
             f"dataset_name: {name} cannot be loaded ({reason}); give python-stdlib, a folder made by save_to_disk,"
             " or a name of the Hugging Face hub that can be reached"
         ) from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _split_texts(split: Dataset, name: str, config: DataArguments) -> Texts:
+def _split_texts(split: Dataset, name: str, config: DataArguments) -> Corpus:
     where = f"dataset_name {config.dataset_name}, split {name}"
     strings = [
         key for key, kind in split.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
@@ -95,10 +97,16 @@ def _split_texts(split: Dataset, name: str, config: DataArguments) -> Texts:
     column = choose_column(split.column_names, strings, config.text_column, where)
     plain = split.select_columns([column]).with_format(None)
 
+    meter = ReadMeter(len(split))
+
     def read() -> Iterator[str | None]:
+        meter.done = 0
         for rows in plain.iter(batch_size=1024):
+            meter.done += len(rows[column])
             for value in rows[column]:
                 yield text_of(value, where, column)
 
     # The fingerprint is the library's own name for a dataset's content after all transforms.
-    return Texts(where, f"{split._fingerprint}:{len(split)}:{column}", read)
+    content = f"{split._fingerprint}:{len(split)}:{column}"
+    reads = describe_columns(column, split.column_names)
+    return Corpus((Texts(where, content, read, meter=meter, reads=reads),))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import xxhash
 
-from stepmark.data.texts import Texts
+from stepmark.data.texts import Corpus, Texts
 from stepmark.errors import DataError
 
 # Packages that users installed, and tests, which repeat themselves.
 EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "idlelib", "test", "tests", "idle_test"}
 
 
-def stdlib_texts(percentage: int, root: Path | None = None) -> tuple[Texts, Texts | None]:
+def stdlib_texts(percentage: int, root: Path | None = None) -> tuple[Corpus, Corpus | None]:
     """Training and validation texts: one document a file, `percentage` percent of the files for validation (at least
     one, none for 0), spread evenly over the files in the order of their names.
 
@@ -48,7 +48,7 @@ def validation_members(count: int, percentage: int) -> set[int]:
     return chosen or {count - 1}
 
 
-def _texts(files: Sequence[Path], root: Path) -> Texts:
+def _texts(files: Sequence[Path], root: Path) -> Corpus:
     checksum = xxhash.xxh3_128()
     for path in files:
         data = path.read_bytes()
@@ -58,7 +58,7 @@ def _texts(files: Sequence[Path], root: Path) -> Texts:
     def read() -> Iterator[str | None]:
         return (_utf8(path) for path in files)
 
-    return Texts("python-stdlib", checksum.hexdigest(), read)
+    return Corpus((Texts("python-stdlib", checksum.hexdigest(), read),))
 
 
 def _utf8(path: Path) -> str | None:

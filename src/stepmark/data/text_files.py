@@ -2,69 +2,77 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from stepmark.data.texts import Texts
+from stepmark.data.columns import choose_column, describe_columns, text_of
+from stepmark.data.compressed_files import named_read_errors, not_utf8, open_bytes, open_text, uncompressed_suffix
+from stepmark.data.json_rows import json_rows
+from stepmark.data.read_meter import ReadMeter
+from stepmark.data.source_files import find_files
+from stepmark.data.texts import Corpus, Texts
 from stepmark.errors import DataError, UsageError
 
+LONGEST_LINE = 1 << 18  # characters; a longer one is read in parts
+SAMPLE_ROWS, SAMPLE_CHARACTERS = 100, 1 << 22  # of a JSON file, from which its columns are known
+CSV_BLOCK = 1 << 24  # bytes; a row has to fit into one
 
-def file_texts(field: str, name: str, column: str | None) -> Texts:
-    """The texts of one file, by its extension; `field` is the recipe field that names it.
 
-    .txt: one document; its lines, with their newlines, are the segments at which it may be split.
+def file_corpus(field: str, given: str | Sequence[str], column: str | None) -> Corpus:
+    """The texts of the files that the recipe field `field` names: one, several, folders or patterns.
+
+    .txt: one document a file; its lines, with their newlines, are the segments at which it may be split.
 
     .json and .jsonl (one object a line, or one list of objects), .csv (with a header line) and .parquet:
-    one document a row, its text in `column`, which is `text`, else the first column of strings, where None.
+    one document a row, its text in `column`; see `choose_column`.
+
+    All but .parquet may be compressed: .gz, .bz2, .xz, .zst.
 
     Raises DataError for a file that is missing, empty or cannot be read, UsageError for an unknown extension or column.
     """
-    path = Path(name)
-    if not path.is_file():
-        raise DataError(f"{field}: file {name} does not exist; give the path of an existing file")
+    files, skipped = find_files(field, given, READERS)
+    if column is not None and all(uncompressed_suffix(path) == ".txt" for path in files):
+        raise UsageError("text_column is given, but the data has no columns; remove it")
+    return Corpus(tuple(_file_texts(field, path, column) for path in files), skipped)
+
+
+def _file_texts(field: str, path: Path, column: str | None) -> Texts:
+    kind = uncompressed_suffix(path)
     if path.stat().st_size == 0:
-        raise DataError(f"{field}: {name} is empty; give a file with text")
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UsageError(f"{field}: {name} has an unknown extension; supported are {', '.join(READERS)}")
+        raise DataError(f"{field}: {path} is empty; give a file with text")
     try:
         checksum = file_checksum(path)
     except OSError as error:
         raise DataError(
-            f"{field}: {name} cannot be read ({error.strerror}); check the file and its permissions"
+            f"{field}: {path} cannot be read ({error.strerror}); check the file and its permissions"
         ) from error
+    meter = ReadMeter(path.stat().st_size)
+    reader = READERS[kind]
+    if kind == ".txt":
+        chosen, reads = "", ""
+    else:
+        with named_read_errors(path):
+            table = COLUMNS[kind](path)
+        chosen = choose_column(table.columns, table.strings, column, str(path))
+        reads = describe_columns(chosen, table.columns)
     return Texts(
-        where=f"{field} {name}",
-        content=f"{path.suffix.lower()}:{checksum}:{column}",
-        read=lambda: reader(path, column),
-        continuous=path.suffix.lower() == ".txt",
+        where=f"{field} {path}",
+        content=f"{path.suffix.lower()}:{checksum}:{chosen}",
+        read=lambda: _read(path, reader(path, chosen, meter)),
+        continuous=kind == ".txt",
+        meter=meter,
+        reads=reads,
     )
 
 
-def choose_column(columns: Sequence[str], strings: Sequence[str], wanted: str | None, where: str) -> str:
-    """The column of texts: `wanted`, else `text`, else the first that holds strings. Raises UsageError if there is
-    none."""
-    listed = ", ".join(columns) or "none"
-    if wanted is not None:
-        if wanted not in columns:
-            raise UsageError(f"text_column: {where} has no column {wanted!r}; its columns are {listed}")
-        return wanted
-    if "text" in columns:
-        return "text"
-    if not strings:
-        raise UsageError(f"text_column: {where} has no column of strings; its columns are {listed}")
-    return strings[0]
-
-
-def text_of(value: Any, where: str, column: str) -> str | None:
-    """`value` as text: a string, or None where there is none. Raises DataError for anything else."""
-    if value is None or isinstance(value, str):
-        return value
-    raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, not text; choose another text_column")
+def _read(path: Path, texts: Iterator[str | None]) -> Iterator[str | None]:
+    with named_read_errors(path):
+        yield from texts
 
 
 def file_checksum(path: Path) -> str:
@@ -76,94 +84,156 @@ def file_checksum(path: Path) -> str:
     return checksum.hexdigest()
 
 
-def _read_lines(path: Path, column: str | None = None) -> Iterator[str]:
-    """The lines of a UTF-8 file, each with its newline."""
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a table, and those that hold strings."""
+
+    columns: list[str]
+    strings: list[str]
+
+
+# Text
+
+
+def _read_lines(path: Path, column: str, meter: ReadMeter) -> Iterator[str]:
+    """The lines of a UTF-8 file, each with its newline; a line of more than LONGEST_LINE characters in several parts,
+    cut before a space where there is one."""
+    with open_text(path, meter) as file:
+        rest = ""
+        while read := file.readline(LONGEST_LINE):
+            text = rest + read
+            rest = ""
+            if len(read) == LONGEST_LINE and not read.endswith("\n"):
+                space = text.rfind(" ", 1)
+                if space > 0:
+                    text, rest = text[:space], text[space:]
+            yield text
+        if rest:
+            yield rest
+
+
+# JSON
+
+
+def _read_json(path: Path, column: str, meter: ReadMeter) -> Iterator[str | None]:
+    for number, row in _json_objects(path, meter):
+        yield text_of(row.get(column), f"{path}, row {number}", column)
+
+
+def _json_objects(path: Path, meter: ReadMeter | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    with open_text(path, meter) as file:
+        for number, row in json_rows(file, str(path)):
+            if not isinstance(row, Mapping):
+                raise DataError(f"{path}, row {number}: not a JSON object; give one object per line")
+            yield number, row
+
+
+def _json_columns(path: Path) -> Columns:
+    """The columns of the first rows, since a row may lack some, or have null in them."""
+    columns: dict[str, bool] = {}
+    characters = 0
+    for _, row in islice(_json_objects(path), SAMPLE_ROWS):
+        for key, value in row.items():
+            columns[key] = columns.get(key, False) or isinstance(value, str)
+            characters += len(value) if isinstance(value, str) else 0
+        if characters > SAMPLE_CHARACTERS:
+            break
+    else:
+        if not columns:
+            raise DataError(f"{path} contains no text; give data with text in it")
+    return Columns(list(columns), [key for key, is_text in columns.items() if is_text])
+
+
+# Parquet and CSV
+
+
+def _read_parquet(path: Path, column: str, meter: ReadMeter) -> Iterator[str | None]:
+    import pyarrow
+    from pyarrow import parquet
+
+    meter.done = 0
     try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            yield from file
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start} of a part); convert it") from error
+        with parquet.ParquetFile(path) as file:
+            total = max(file.metadata.num_rows, 1)
+            rows = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[column]):
+                for value in batch.column(0).to_pylist():
+                    yield text_of(value, str(path), column)
+                rows += batch.num_rows
+                meter.done = meter.total * rows // total
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, "Parquet", error) from error
 
 
-def _read_json(path: Path, column: str | None) -> Iterator[str | None]:
-    chosen = column
-    for number, row in _json_rows(path):
-        where = f"{path}, row {number}"
-        if not isinstance(row, Mapping):
-            raise DataError(f"{where}: not a JSON object; give one object per line")
-        if number == 1:
-            strings = [key for key, value in row.items() if isinstance(value, str)]
-            chosen = choose_column(list(row), strings, column, str(path))
-        assert chosen is not None
-        yield text_of(row.get(chosen), where, chosen)
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Rows and their numbers, from 1: the lines that are not blank, or the elements where the file is one list."""
-    lines = (line for line in _read_lines(path) if not line.isspace())
-    first = next(lines, "")
-    if first.lstrip().startswith("["):
-        yield from enumerate(_parse(first + "".join(lines), f"{path}"), start=1)
-        return
-    if first:
-        yield 1, _parse(first, f"{path}, row 1")
-    for number, line in enumerate(lines, start=2):
-        yield number, _parse(line, f"{path}, row {number}")
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}); give one JSON object per line") from error
-
-
-def _read_parquet(path: Path, column: str | None) -> Iterator[str | None]:
+def _parquet_columns(path: Path) -> Columns:
     import pyarrow
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
-            chosen = _arrow_column(file.schema_arrow, column, path)
-            for batch in file.iter_batches(batch_size=1024, columns=[chosen]):
-                for value in batch.column(0).to_pylist():
-                    yield text_of(value, str(path), chosen)
+            return _arrow_columns(file.schema_arrow)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet ({_first_line(error)})") from error
+        raise _unreadable(path, "Parquet", error) from error
 
 
-def _read_csv(path: Path, column: str | None) -> Iterator[str | None]:
+def _read_csv(path: Path, column: str, meter: ReadMeter) -> Iterator[str | None]:
     import pyarrow
-    from pyarrow import csv
 
-    parsing = csv.ParseOptions(newlines_in_values=True)
+    # Always as text: a column of numbers is not an error, and "007" is not changed to 7.
+    converting = {"include_columns": [column], "column_types": {column: pyarrow.string()}}
     try:
-        with csv.open_csv(path, parse_options=parsing) as inferred:
-            chosen = _arrow_column(inferred.schema, column, path)
-        # Always as text: a column of numbers is not an error, and "007" is not changed to 7.
-        converting = csv.ConvertOptions(include_columns=[chosen], column_types={chosen: pyarrow.string()})
-        with csv.open_csv(path, parse_options=parsing, convert_options=converting) as file:
+        with open_bytes(path, meter) as stored, _open_csv(stored, **converting) as file:
             for batch in file:
                 yield from batch.column(0).to_pylist()
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} cannot be read as CSV ({_first_line(error)})") from error
+        raise not_utf8(path) if "UTF8" in str(error) else _unreadable(path, "CSV", error) from error
 
 
-def _arrow_column(schema: Any, column: str | None, path: Path) -> str:
+def _csv_columns(path: Path) -> Columns:
+    import pyarrow
+
+    try:
+        with open_bytes(path) as stored, _open_csv(stored) as file:
+            if any(pyarrow.types.is_binary(field.type) for field in file.schema):
+                raise not_utf8(path)
+            return _arrow_columns(file.schema)
+    except pyarrow.ArrowException as error:
+        raise _unreadable(path, "CSV", error) from error
+
+
+def _open_csv(stored: Any, **converting: Any) -> Any:
+    from pyarrow import csv
+
+    return csv.open_csv(
+        stored,
+        read_options=csv.ReadOptions(block_size=CSV_BLOCK),
+        parse_options=csv.ParseOptions(newlines_in_values=True),
+        convert_options=csv.ConvertOptions(**converting),
+    )
+
+
+def _arrow_columns(schema: Any) -> Columns:
     from pyarrow import types
 
     strings = [field.name for field in schema if types.is_string(field.type) or types.is_large_string(field.type)]
-    return choose_column(schema.names, strings, column, str(path))
+    return Columns(list(schema.names), strings)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def _unreadable(path: Path, kind: str, error: Exception) -> DataError:
+    reason = str(error).strip().split("\n", 1)[0]
+    return DataError(f"{path} cannot be read as {kind} ({reason}); check that the file is complete and of this format")
 
 
-READERS: dict[str, Callable[[Path, str | None], Iterator[str | None]]] = {
+READERS: dict[str, Callable[[Path, str, ReadMeter], Iterator[str | None]]] = {
     ".txt": _read_lines,
     ".json": _read_json,
     ".jsonl": _read_json,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
+}
+COLUMNS: dict[str, Callable[[Path], Columns]] = {
+    ".json": _json_columns,
+    ".jsonl": _json_columns,
+    ".parquet": _parquet_columns,
+    ".csv": _csv_columns,
 }

@@ -3,42 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
+from stepmark.data.read_meter import ReadMeter
 from stepmark.errors import DataError
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The text segments of one split, in order.
+    """The text segments of one source, in order.
 
     `read` starts from the beginning each time it is called; None and "" are segments without text. If `continuous`, the
     segments are parts of one document (the lines of a text file), else each is a document. `content` identifies the
-    texts: it changes when they do. `where` names the source in messages.
+    texts: it changes when they do. `where` names the source in messages, `reads` says what is read of it.
     """
 
     where: str
     content: str
     read: Callable[[], Iterator[str | None]]
     continuous: bool = False
+    meter: ReadMeter | None = None
+    reads: str = ""
 
-    def split(self, percentage: int) -> tuple[Texts, Texts]:
+    def part(self, start: int, stop: int | None) -> Texts:
+        """The segments from `start` to before `stop`."""
+        ends = "" if stop is None else stop
+        return replace(
+            self,
+            content=f"{self.content}[{start or ''}:{ends}]",
+            read=lambda: islice(self.read(), start, stop),
+        )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The texts of one split: one source after the other. `skipped_files` is the number of files that lie beside them
+    and cannot be read as texts."""
+
+    sources: tuple[Texts, ...]
+    skipped_files: int = 0
+
+    @property
+    def where(self) -> str:
+        first, more = self.sources[0].where, len(self.sources) - 1
+        return first + (f" and {more} more file{'s' if more > 1 else ''}" if more else "")
+
+    @property
+    def content(self) -> str:
+        return " + ".join(source.content for source in self.sources)
+
+    @property
+    def reads(self) -> str:
+        """What is read of the sources, and what is not; in one line."""
+        kinds = list(dict.fromkeys(source.reads for source in self.sources if source.reads))
+        what = f"{'; '.join(kinds)} of {self.where}" if kinds else self.where
+        skipped = self.skipped_files
+        if skipped:
+            what += f"; {skipped} file{'s' if skipped > 1 else ''} with other extensions left out"
+        return what
+
+    @property
+    def fraction(self) -> float | None:
+        """How much of the sources has been read, from 0 to 1; None where that is unknown."""
+        meters = [source.meter for source in self.sources if source.meter is not None]
+        total = sum(meter.total for meter in meters)
+        return sum(meter.done for meter in meters) / total if total else None
+
+    def read(self) -> Iterator[str | None]:
+        """The segments of all sources."""
+        for source in self.sources:
+            yield from source.read()
+
+    def split(self, percentage: int) -> tuple[Corpus, Corpus]:
         """Training and validation texts: the first `percentage` percent of the segments, at least one, are validation.
 
         Raises DataError if no training text would remain.
         """
-        count = sum(1 for _ in self.read())
+        counts = [sum(1 for _ in source.read()) for source in self.sources]
+        count = sum(counts)
         held_out = max(1, count * percentage // 100)
         if held_out >= count:
-            unit = "line" if self.continuous else "document"
+            unit = "line" if all(source.continuous for source in self.sources) else "document"
             raise DataError(
                 f"{self.where}: {count} {unit}{'' if count == 1 else 's'} cannot be split into training and validation;"
                 " give validation_file, or validation_split_percentage: 0"
             )
-        return (
-            Texts(
-                self.where, f"{self.content}[{held_out}:]", lambda: islice(self.read(), held_out, None), self.continuous
-            ),
-            Texts(self.where, f"{self.content}[:{held_out}]", lambda: islice(self.read(), held_out), self.continuous),
-        )
+        training: list[Texts] = []
+        validation: list[Texts] = []
+        for source, size in zip(self.sources, counts, strict=True):
+            if held_out >= size:
+                validation.append(source)
+            elif held_out <= 0:
+                training.append(source)
+            else:
+                validation.append(source.part(0, held_out))
+                training.append(source.part(held_out, None))
+            held_out -= size
+        return Corpus(tuple(training), self.skipped_files), Corpus(tuple(validation))

@@ -28,15 +28,6 @@ TEMPORARY = ".tmp-"
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write, after which a temporary folder is considered abandoned
 
 
-def cache_root() -> Path:
-    """`$STEPMARK_CACHE`, else `$XDG_CACHE_HOME/stepmark`, else `~/.cache/stepmark`."""
-    if own := os.environ.get("STEPMARK_CACHE"):
-        return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "stepmark"
-    return Path.home() / ".cache" / "stepmark"
-
-
 class TokenFile:
     """A file of token ids being written; `summary`, after closing, is its entry in `meta.json`."""
 

@@ -38,23 +38,41 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str, trust_remote_code: bool = False, *, field: str = "tokenizer_name"
+) -> PreTrainedTokenizerBase:
     """The tokenizer that `tokenizer_name` names: `bytes`, a folder, or a name of the Hugging Face hub.
 
-    Raises UsageError if there is none.
+    Args:
+        name: As above.
+        trust_remote_code: Executes Python code that comes with the tokenizer. Default: False.
+        field: The recipe field with the name, for error messages. Default: "tokenizer_name".
+
+    Raises:
+        UsageError: There is none, or it needs code of its own that is not trusted.
     """
     if name == "bytes":
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library raises many kinds
+        check_own_code(error, field, name)
         if Path(name).is_dir():
             remedy = "the folder needs the files that save_pretrained of a tokenizer writes"
         else:
             remedy = "give a folder with a tokenizer, a name of the Hugging Face hub that can be reached, or `bytes`"
-        raise UsageError(f"tokenizer_name: no tokenizer could be loaded from {name!r}; {remedy}") from error
+        raise UsageError(f"{field}: no tokenizer could be loaded from {name!r}; {remedy}") from error
+
+
+def check_own_code(error: Exception, field: str, name: str) -> None:
+    """Raises UsageError where `error`, of transformers, means that what `field` names comes with untrusted code."""
+    if "trust_remote_code" in str(error):
+        raise UsageError(
+            f"{field}: {name} comes with Python code of its own, which would be executed; set trust_remote_code: true"
+            " if you trust it"
+        ) from error
 
 
 def _byte_characters() -> list[str]:
