@@ -14,7 +14,6 @@ import errno
 import pickle
 import secrets
 import threading
-import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
 from stepmark.filesystem import files
 from stepmark.launch.process_exit import print_stacks
+from stepmark.launch.running_time import running_time
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
@@ -124,7 +124,7 @@ def _deadline(path: Path, doing: str, timeout: float) -> Iterator[None]:
         print_stacks(str(errors[0]))
         end_unless(ended, errors[0], _rank())
 
-    watch = watchdog.watch(time.monotonic() + timeout, expired)
+    watch = watchdog.watch(running_time() + timeout, expired)
     try:
         yield
     finally:

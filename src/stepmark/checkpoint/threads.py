@@ -44,15 +44,3 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], threa
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]
-
-
-def ends_within(seconds: float, function: Callable[[], None]) -> bool:
-    """Calls the function and waits at most so long; returns whether it has ended. It may continue in its thread."""
-    thread = threading.Thread(target=function, name="stepmark-bounded", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the limit of threads, or the interpreter is ending
-        function()
-        return True
-    thread.join(seconds)
-    return not thread.is_alive()

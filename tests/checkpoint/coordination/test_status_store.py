@@ -13,6 +13,7 @@ from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
 from stepmark.checkpoint.coordination.status_store import RankFailed, StatusStore
 from stepmark.errors import CheckpointTimeout
 from stepmark.filesystem import files
+from stepmark.launch.running_time import running_time
 
 
 def board(folder: Path, rank: int, phase: str) -> StatusStore:
@@ -45,10 +46,10 @@ def test_the_rank_that_is_late_is_named_and_not_the_one_that_waits_for_it(tmp_pa
 def test_posts_stay_for_a_rank_that_has_not_read_them(tmp_path: Path) -> None:
     boards = [board(tmp_path, rank, "committing") for rank in range(2)]
     boards[0].post("committed", "path")
-    assert not boards[0].close([1], time.monotonic())
-    assert boards[1].wait("committed", [0], time.monotonic()) == {0: "path"}
+    assert not boards[0].close([1], running_time())
+    assert boards[1].wait("committed", [0], running_time()) == {0: "path"}
     boards[1].leave()
-    assert boards[0].close([1], time.monotonic())
+    assert boards[0].close([1], running_time())
     assert not boards[0].folder.exists()
 
 
@@ -66,9 +67,9 @@ def test_a_phase_that_cannot_be_posted_is_not_an_error(tmp_path: Path, monkeypat
     monkeypatch.setattr("stepmark.checkpoint.coordination.status_store._POST_EVERY", 0.05)
     boards[0].enter("finalizing")
     with pytest.raises(CheckpointTimeout, match=r"rank 1 \(writing\) has not written"):
-        boards[0].wait("written", [1], time.monotonic() + 0.3)
+        boards[0].wait("written", [1], running_time() + 0.3)
     boards[1].post("written", 7)
-    assert boards[0].wait("written", [1], time.monotonic() + 1) == {1: 7}
+    assert boards[0].wait("written", [1], running_time() + 1) == {1: 7}
 
 
 def test_waiting_for_few_ranks_does_not_list_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +84,8 @@ def test_waiting_for_few_ranks_does_not_list_the_folder(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "listdir", counted)
     with pytest.raises(CheckpointTimeout):
-        waiting.wait("written", [1], time.monotonic() + 0.7)
+        waiting.wait("written", [1], running_time() + 0.7)
     assert len(listed) == 1
     threading.Timer(0.2, lambda: other.fail("No space")).start()
     with pytest.raises(RankFailed, match="rank 1: No space"):
-        waiting.wait("written", [1], time.monotonic() + 20)
+        waiting.wait("written", [1], running_time() + 20)

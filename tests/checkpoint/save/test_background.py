@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import subprocess
@@ -306,7 +305,6 @@ def test_a_process_forked_while_a_save_is_written_can_load(tmp_path: Path, gate:
     stepmark.save({"x": 1}, tmp_path / "sample.pt")
 
     def load() -> None:
-        faulthandler.cancel_dump_traceback_later()
         assert stepmark.load(tmp_path / "sample.pt") == {"x": 1}
         with Checkpointer(tmp_path / "own") as checkpointer:
             checkpointer.restore({"nest": {}})

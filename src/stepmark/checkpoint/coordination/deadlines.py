@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.watchdog import Watch, watchdog
 from stepmark.errors import CheckpointTimeout
 from stepmark.launch.process_exit import print_stacks
+from stepmark.launch.running_time import running_time
 
 
 class PhaseDeadlines:
@@ -32,7 +32,7 @@ class PhaseDeadlines:
         """Ends the previous phase and begins this one. Raises CheckpointTimeout where the previous one was late."""
         self.leave()
         self._name = name
-        self.deadline = time.monotonic() + self.timeout
+        self.deadline = running_time() + self.timeout
         self._watch = watchdog.watch(self.deadline, self._expire)
         self.board.enter(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepmark.errors import StepmarkError
+from stepmark.filesystem.error_advice import with_advice
 
 
 def late(what: str, timeout: float, setting: str = "save_timeout") -> str:
@@ -14,7 +15,7 @@ def late(what: str, timeout: float, setting: str = "save_timeout") -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error's message; for an OSError the system's message and the file."""
+    """The error's message; for an OSError the system's message, the file and what to do."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        return with_advice(f"{error.strerror}: {error.filename}" if error.filename else error.strerror, error)
     return f"{error}" if isinstance(error, StepmarkError) else f"{type(error).__name__}: {error}"

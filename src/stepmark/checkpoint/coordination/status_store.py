@@ -7,6 +7,7 @@ passed. Each rank also posts its phase, so that an error can say what a late ran
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,9 +16,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.threads import ends_within
 from stepmark.errors import CheckpointError, CheckpointTimeout
 from stepmark.filesystem import files
+from stepmark.filesystem.visibility import when_visible
+from stepmark.launch.process_exit import within
+from stepmark.launch.running_time import running_time
 
 logger = logging.getLogger("stepmark")
 
@@ -71,7 +74,7 @@ class StatusStore:
             except OSError as error:
                 logger.warning("cannot post %r for the other ranks in %s: %s", topic, self.folder, error.strerror)
 
-        if not ends_within(_PATIENCE, post):
+        if not within(_PATIENCE, post):
             logger.warning("posting %r for the other ranks in %s takes long", topic, self.folder)
 
     def fail(self, reason: str) -> None:
@@ -104,7 +107,7 @@ class StatusStore:
     def wait(
         self, topic: str, ranks: Collection[int], deadline: float, *, raise_failures: bool = True
     ) -> dict[int, Any]:
-        """The posts of these ranks under the topic; `deadline` is in seconds of time.monotonic().
+        """The posts of these ranks under the topic; `deadline` is in seconds of `running_time`.
 
         Raises RankFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what
         they are doing, when the deadline has passed.
@@ -121,8 +124,9 @@ class StatusStore:
             if raise_failures:
                 self._raise_failure(present)
             if wanted.keys() <= present:
-                return {rank: self.read(topic, rank) for rank in ranks}
-            if time.monotonic() > deadline:
+                with contextlib.suppress(FileNotFoundError):  # listed, and not to be opened yet
+                    return {rank: self.read(topic, rank) for rank in ranks}
+            if running_time() > deadline:
                 raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} was posted too late")
             if due:
                 self.try_to_post(_PHASE, self._phase)
@@ -134,7 +138,11 @@ class StatusStore:
         for name in sorted(present):
             topic, _, rank = name.partition(".")
             if topic == _FAILED and rank.isdigit() and int(rank) != self.rank:
-                raise RankFailed(f"rank {rank}: {self.read(_FAILED, int(rank))}")
+                raise RankFailed(f"rank {rank}: {self._read_failure(name)}")
+
+    def _read_failure(self, name: str) -> Any:
+        path = self.folder / name
+        return json.loads(when_visible(path.read_bytes, path))
 
     def missing(self, topic: str, ranks: Collection[int]) -> str | None:
         """Which of these ranks have not posted under the topic, and what they are doing; None where all have."""

@@ -10,13 +10,16 @@ from typing import Any
 
 from stepmark.checkpoint.coordination.messages import describe_error, late
 from stepmark.checkpoint.coordination.status_store import StatusStore
-from stepmark.checkpoint.threads import ends_within
 from stepmark.errors import CheckpointError, CheckpointTimeout
-from stepmark.launch.process_exit import print_stacks
+from stepmark.launch.failure_report import describe_lost_peer
+from stepmark.launch.process_exit import print_stacks, within
+from stepmark.launch.running_time import running_time
 from stepmark.runtime.host_group import HostGroup
 
 _ABSENT = "not all ranks joined"
+_LOOK_SECONDS = 1.0  # between two looks at the clock
 _LOOKING = 5.0  # seconds that finding out which ranks did not join may take
+_Answer = tuple[Any, BaseException | None]
 
 
 class TimedGroup:
@@ -76,7 +79,7 @@ class TimedGroup:
         if board is not None:
             board.try_to_post(_topic(what))
         timeout = timeout or self._timeout
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
 
         def run() -> None:
             try:
@@ -86,14 +89,14 @@ class TimedGroup:
 
         threading.Thread(target=run, name="stepmark-collective", daemon=True).start()
         try:
-            result, error = answers.get(timeout=timeout)
+            result, error = _get_within(timeout, answers)
         except queue.Empty:
             self._broken = CheckpointTimeout(late(self._missing_soon(what, board, absent), timeout))
             print_stacks(str(self._broken))
             raise self._broken from None
         if isinstance(error, RuntimeError):  # what gloo raises when the connection to another rank is gone
             missing = self._missing_soon(what, board, absent)
-            self._broken = CheckpointError(f"{missing}; the connection has broken: {error}")
+            self._broken = CheckpointError(f"{missing}; {describe_lost_peer(str(error))}")
             raise self._broken from error
         if error is not None:
             raise error
@@ -115,9 +118,20 @@ class TimedGroup:
             with contextlib.suppress(OSError):
                 found.append(self._missing(what, board, absent))
 
-        if ends_within(_LOOKING, look) and found:
+        if within(_LOOKING, look) and found:
             return found[0]
         return f"{what}: {absent}, and {'the folder' if board is None else board.folder.parent} does not answer"
+
+
+def _get_within(seconds: float, answers: queue.SimpleQueue[_Answer]) -> _Answer:
+    """The first answer. Raises queue.Empty after so many seconds in which this process was running."""
+    until = running_time() + seconds
+    while True:
+        try:
+            return answers.get(timeout=max(0.0, min(until - running_time(), _LOOK_SECONDS)))
+        except queue.Empty:
+            if running_time() >= until:
+                raise
 
 
 def _topic(what: str) -> str:

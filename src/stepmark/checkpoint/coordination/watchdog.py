@@ -2,21 +2,22 @@
 
 An operation that may hang is registered with its deadline. Once that has passed, a thread that needs neither the device
 nor the stuck thread calls the operation's `expired`. Where even that thread cannot run, because something holds the
-interpreter's lock, the C thread of `faulthandler` prints the stacks and ends the process BACKSTOP seconds later. It is
-armed while anything is watched, and replaces a `faulthandler.dump_traceback_later` that the program has set.
+interpreter's lock, another process lets this one print its stacks and ends it, BACKSTOP seconds later (`backstop.py`).
+
+Deadlines are in `running_time`: a job that is suspended as a whole does not miss them.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepmark.launch.process_exit import STDERR, end_process
+from stepmark.checkpoint.coordination.backstop import Backstop
+from stepmark.launch.process_exit import end_process
+from stepmark.launch.running_time import running_time
 
 # Seconds. A supervisor gives the other ranks five more, and all is to be over ten after the deadline.
 GRACE = 2.5  # that a process has to end by itself once a deadline has passed
@@ -31,7 +32,7 @@ logger = logging.getLogger("stepmark")
 
 @dataclass(eq=False)
 class Watch:
-    """Something that should have ended at `deadline` (time.monotonic)."""
+    """Something that should have ended at `deadline` (running_time)."""
 
     deadline: float
     expired: Callable[[], None]
@@ -44,10 +45,11 @@ class Watchdog:
         self._watches: set[Watch] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._backstop = Backstop()
 
     def watch(self, deadline: float, expired: Callable[[], None]) -> Watch:
         """Calls `expired` in another thread if the watch is not released by the deadline, and a little."""
-        watch = Watch(min(deadline, time.monotonic() + _FAR) + _MARGIN, expired)
+        watch = Watch(min(deadline, running_time() + _FAR) + _MARGIN, expired)
         with self._changed:
             self._watches.add(watch)
             self._arm()
@@ -66,16 +68,16 @@ class Watchdog:
 
     def _arm(self) -> None:
         if not self._watches:
-            faulthandler.cancel_dump_traceback_later()
+            self._backstop.disarm()
             return
-        left = min(watch.deadline for watch in self._watches) - time.monotonic() + BACKSTOP
-        faulthandler.dump_traceback_later(max(left, BACKSTOP), exit=True, file=STDERR)
+        left = min(watch.deadline for watch in self._watches) - running_time() + BACKSTOP
+        self._backstop.arm(max(left, BACKSTOP))
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 first = min(self._watches, key=lambda watch: watch.deadline, default=None)
-                left = None if first is None else first.deadline - time.monotonic()
+                left = None if first is None else first.deadline - running_time()
                 if left is None or left > 0:
                     self._changed.wait(left)
                     continue
@@ -85,22 +87,19 @@ class Watchdog:
             except Exception:
                 logger.exception("a deadline has passed, and reporting it failed")
             finally:
-                self.release(first)  # only now: until then the C thread stands by
+                self.release(first)  # only now: until then the backstop stands by
 
     def before_fork(self) -> None:
-        """The C thread would be missing in the child, and waited for there, by whoever arms it next, for ever."""
+        """Waits for other threads, so that the child does not inherit the lock while it is held."""
         self._changed.acquire()
-        if self._watches:
-            faulthandler.cancel_dump_traceback_later()
 
     def after_fork(self) -> None:
         """In the parent."""
-        if self._watches:
-            self._arm()
         self._changed.release()
 
     def forget(self) -> None:
         """In a forked child, which has none of the threads."""
+        self._backstop.forget()
         self.__init__()  # type: ignore[misc]
 
 

@@ -21,7 +21,7 @@ from stepmark.checkpoint.restore.optimizer_restoration import OptimizerRestorati
 from stepmark.checkpoint.restore.read_plan import Names, ReadPlan, tensor_names
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
 from stepmark.checkpoint.sections import Section, is_extra_state, overlaps_itself, parameter_names, unwrap
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, StepmarkError, UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Shard
 
@@ -51,6 +51,8 @@ class StateRestoration(ReadPlan):
             self._groups.add(section.group)
             try:
                 self._compare_section(section, state, modules)
+            except StepmarkError:
+                raise
             except (LookupError, TypeError, AttributeError, ValueError) as error:
                 raise CheckpointDamaged(
                     f"{self.where}: the values of section {section.name!r} are malformed: {error!r}"

@@ -18,6 +18,7 @@ from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.errors import CheckpointError, CheckpointTimeout
+from stepmark.launch.running_time import running_time
 
 FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome
 
@@ -165,7 +166,7 @@ class Background:
         if temporary is not None:
             self._left.add(temporary)
         try:
-            gone = board.close(range(1, self._size), time.monotonic() + min(self._timeout, FAREWELL))
+            gone = board.close(range(1, self._size), running_time() + min(self._timeout, FAREWELL))
             if gone and temporary in self._left:
                 self._discard(temporary)
         except OSError as error:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
-import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,8 @@ from stepmark.checkpoint.save.table_exchange import RankTables, gather_rows, gat
 from stepmark.checkpoint.sections import Entry, Section, describe
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.sizes import distinct_sizes
+from stepmark.runtime.versions import software_versions
 
 _SLACK = 16 << 20  # bytes of free disk beyond the tensors: values, manifest, the file system's own
 
@@ -49,12 +49,11 @@ class SaveRequest:
 
     def manifest(self, world_size: int, mesh: Mapping[str, int], kinds: Mapping[str, str]) -> Manifest:
         """The manifest without files and tensors."""
-        software = {"stepmark": version("stepmark"), "torch": torch.__version__, "python": platform.python_version()}
         return Manifest(
             step=self.step,
             save=self.save,
             time=0.0,
-            software=software,
+            software={**software_versions(), "torch": torch.__version__},
             world_size=world_size,
             mesh=mesh,
             model_only=self.model_only,
@@ -199,7 +198,7 @@ def check_disk(folder: Path, plan: SavePlan) -> None:
     free = shutil.disk_usage(folder).free
     needed = plan.size + _SLACK
     if needed > free:
+        wanted, there = distinct_sizes(needed, free)
         raise CheckpointError(
-            f"the checkpoint needs {needed / 1e9:.2f} GB in {folder}, and {free / 1e9:.2f} GB are free; make room, or "
-            "keep fewer checkpoints"
+            f"the checkpoint needs {wanted} in {folder}, and {there} are free; make room, or keep fewer checkpoints"
         )

@@ -1,0 +1,90 @@
+"""Ends this process when it has missed a deadline and none of its Python threads can run.
+
+Something that holds the interpreter's lock stops every thread that could act, so a small process beside this one counts
+down (`backstop_process.py`). A timer of the system, or faulthandler's thread, would also count the time in which the
+job is suspended, and end it when it wakes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from stepmark.launch.failure_report import REPORTS
+from stepmark.launch.process_exit import STDERR
+
+SCRIPT = Path(__file__).with_name("backstop_process.py")
+STACKS = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - 1  # the signal at which this process prints its stacks
+CLOSING = 1.0  # seconds
+
+logger = logging.getLogger("stepmark")
+
+
+class Backstop:
+    """A countdown in another process, which is started with the first one."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._disabled = False
+
+    def arm(self, seconds: float) -> None:
+        """Ends this process in so many seconds in which it is running, unless this or `disarm` is called before."""
+        if self._process is None and not self._disabled:
+            self._start()
+        self._send(f"{max(seconds, 0.0):.3f}\n")
+
+    def disarm(self) -> None:
+        """Ends the countdown."""
+        self._send("-\n")
+
+    def _start(self) -> None:
+        rank, reports = os.environ.get("RANK", "0"), os.environ.get(REPORTS, "")
+        command = [sys.executable, "-I", "-S", str(SCRIPT), str(os.getpid()), str(STACKS), rank, reports]
+        try:
+            faulthandler.register(STACKS, file=STDERR, all_threads=True, chain=False)
+            # In a session of its own: it is not stopped or interrupted together with a terminal's foreground job.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            self._disabled = True
+            logger.debug("no process ends this one if the interpreter is stuck: %s", error)
+        else:
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)  # it may be stopped
+            atexit.register(self.close)
+
+    def _send(self, line: str) -> None:
+        if self._process is None or self._process.stdin is None:
+            return
+        try:
+            self._process.stdin.write(line.encode())
+        except (OSError, ValueError):  # it was ended
+            self.close()
+
+    def close(self) -> None:
+        """Ends the other process."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        atexit.unregister(self.close)
+        with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
+            process.stdin.close()
+            process.wait(CLOSING)
+
+    def forget(self) -> None:
+        """In a forked process: the other process belongs to the parent."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        atexit.unregister(self.close)
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.close()
+        process.returncode = 0  # not this process's child: nothing is to be waited for

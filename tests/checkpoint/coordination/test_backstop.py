@@ -1,0 +1,92 @@
+"""The process that ends another one whose Python threads cannot run: when it does, and when it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROGRAM = """
+import sys, time
+from stepmark.checkpoint.coordination.backstop import Backstop
+backstop = Backstop()
+backstop.arm(float(sys.argv[1]))
+print("armed", backstop._process.pid, flush=True)
+if sys.argv[2] == "stuck":
+    sum(range(10**11))  # one call of C code, which keeps the interpreter's lock for minutes
+if sys.argv[2] == "disarmed":
+    backstop.disarm()
+time.sleep(float(sys.argv[3]))
+"""
+
+
+def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], int]:
+    """A process with an armed backstop, and the number of the other process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    armed, helper = process.stdout.readline().split()
+    assert armed == "armed"
+    return process, int(helper)
+
+
+def gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until_gone(process: int) -> None:
+    until = time.monotonic() + 10
+    while not gone(process):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_stuck_process_is_killed_and_leaves_a_report(tmp_path: Path) -> None:
+    process, helper = start("0.5", "stuck", "60", STEPMARK_REPORTS=str(tmp_path), RANK="3")
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == -signal.SIGKILL
+    assert "Current thread" in errors
+    report = json.loads((tmp_path / "rank-3.json").read_text())
+    assert (report["rank"], report["exit_code"]) == (3, 1)
+    assert report["message"].startswith("a save or restore has missed its deadline")
+    wait_until_gone(helper)
+
+
+def test_a_disarmed_one_does_nothing_and_ends_with_the_process() -> None:
+    process, helper = start("0.5", "disarmed", "2")
+    errors = process.communicate(timeout=60)[1]
+    assert (process.returncode, errors) == (0, "")
+    wait_until_gone(helper)
+
+
+def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
+    process, helper = start("1", "armed", "60")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2.5)
+    assert not gone(helper)
+    process.send_signal(signal.SIGCONT)
+    os.kill(helper, signal.SIGSTOP)  # the two at once, as where a job is suspended
+    time.sleep(1)
+    assert process.poll() is None
+    os.kill(helper, signal.SIGCONT)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_is_killed_leaves_none_behind() -> None:
+    process, helper = start("60", "armed", "60")
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until_gone(helper)
