@@ -15,6 +15,8 @@ from stepmark.errors import DataError, PeerFailed, UsageError
 from stepmark.launch.failure_report import REPORTS, FailureReport, read_failure_reports
 from stepmark.launch.supervisor import _describe, _Ranks
 
+LOST = "the connection to another rank is lost: Connection closed by peer [::1]:1; that rank has ended, or its machine"
+
 
 def failure(
     rank: int, *, secondary: bool = False, time: float = 0.0, message: str = "x", code: int = 1
@@ -39,7 +41,12 @@ def raised(error: BaseException) -> BaseException:
         (KeyError("name"), "KeyError: 'name'", 1, False),
         (KeyboardInterrupt(), "interrupted", 1, False),
         (PeerFailed("rank 1 failed"), "rank 1 failed", 1, True),
-        (RuntimeError("[gloo] Connection closed by peer [::1]:1"), "RuntimeError: [gloo] Connection", 1, True),
+        (
+            RuntimeError("[gloo] Connection closed by peer [::1]:1"),
+            "the connection to another rank is lost: [gloo] Connection",
+            1,
+            True,
+        ),
         (DataError("Connection refused"), "Connection refused", 1, False),
     ],
 )

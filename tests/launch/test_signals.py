@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 
-from stepmark.launch.signals import listening
+import pytest
 
-TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+from stepmark.launch.signals import SAME_PRESS, Interrupts, conclude, listening
+
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -96,4 +100,73 @@ def test_a_forked_process_does_not_write_to_its_parents_listener() -> None:
             time.sleep(0.1)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
+    assert heard == []
+
+
+def test_a_signal_that_is_forwarded_as_well_is_one_ctrl_c() -> None:
+    interrupts = Interrupts()
+    assert not interrupts.again()
+    assert not interrupts.again()
+    time.sleep(2 * SAME_PRESS)
+    assert interrupts.again()
+    interrupts.forget()
+    assert not interrupts.again()
+
+
+def run_signalled(program: str, *numbers: int, pause: float = 0.5) -> int:
+    """The exit code of a program that prints a line before each of these signals, which it then gets."""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(pause)
+        process.wait(timeout=20)
+    return process.returncode
+
+
+BLOCKED = """
+import ctypes
+from stepmark.launch.signals import listening
+with listening(lambda number: None):
+    print("ready", flush=True)
+    for _ in range(20): ctypes.CDLL(None).sleep(1)  # native code, which signals interrupt
+"""
+
+
+def test_a_second_ctrl_c_ends_the_process_wherever_it_is() -> None:
+    assert run_signalled(BLOCKED, INT, TERM, INT) == -INT
+
+
+def test_ctrl_c_is_not_heard_where_a_shell_has_put_the_job_into_the_background() -> None:
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    assert run_signalled(ignoring + BLOCKED.replace("range(20)", "range(4)"), INT, INT) == 0
+
+
+INTERRUPTED = """
+import signal, sys, time
+from stepmark.launch.signals import RunInterrupted, conclude, listening
+try:
+    with listening(lambda number: None):
+        print("ready", flush=True)
+        time.sleep(1)
+        conclude({seconds})
+        time.sleep(1)
+        raise RunInterrupted("SIGTERM: stopped")
+finally:
+    time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(60, 75), (0, -TERM)])
+def test_after_the_run_was_interrupted_further_signals_change_nothing_for_a_while(seconds: int, code: int) -> None:
+    assert run_signalled(INTERRUPTED.format(seconds=seconds), *[TERM] * 5, pause=0.7) == code
+
+
+def test_once_it_is_concluded_nobody_hears() -> None:
+    heard: list[signal.Signals] = []
+    with listening(heard.append, heard.append):
+        conclude(60.0)
+        os.kill(os.getpid(), TERM)
     assert heard == []

@@ -10,7 +10,7 @@ import pytest
 
 from stepmark.errors import LaunchError
 from stepmark.launch import world as world_module
-from stepmark.launch.world import World, first_host
+from stepmark.launch.world import World, node_names, step_port
 
 TORCHRUN = {
     "RANK": "5",
@@ -86,9 +86,18 @@ def test_slurm() -> None:
     world = World.from_environment(SLURM)
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node) == (5, 7, 1, 3, 1)
     assert world.master_address == "trn003"
-    assert 20000 <= world.master_port < 40000
+    assert 20000 <= world.master_port < 32768
+    assert (world.run, world.nodes) == ("slurm-1234567.0", ("trn003",))
     others = [World.from_environment({**SLURM, "SLURM_PROCID": str(rank)}) for rank in range(7)]
     assert {(other.master_address, other.master_port) for other in others} == {("trn003", world.master_port)}
+
+
+def test_slurm_steps_have_ports_of_their_own() -> None:
+    worlds = [World.from_environment({**SLURM, "SLURM_STEP_ID": str(step)}) for step in range(4)]
+    assert len({world.master_port for world in worlds}) == len({world.run for world in worlds}) == 4
+    ports = {step_port(job, step) for job in range(1_000_000, 1_000_500) for step in range(20)}
+    assert len(ports) == 500 * 20
+    assert max(ports) < 32768  # the first port that Linux gives to connections
 
 
 def test_slurm_with_an_address_of_the_users() -> None:
@@ -136,18 +145,18 @@ def test_tasks_of_each_node(counts: str, sizes: list[int]) -> None:
     ],
 )
 def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert node_names(nodes) == (first,)
 
 
 def test_scontrol_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = subprocess.CompletedProcess([], 0, stdout="other7\nother8\n")
     monkeypatch.setattr(world_module.subprocess, "run", lambda *_, **__: answer)
-    assert first_host("trn[003-005]") == "other7"
+    assert node_names("trn[003-005]") == ("other7", "other8")
 
 
 def test_no_node_list() -> None:
     with pytest.raises(LaunchError, match="MASTER_ADDR"):
-        first_host("")
+        node_names("")
 
 
 def test_slurm_ranks_set_the_variables_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +170,27 @@ def test_slurm_ranks_set_the_variables_of_libraries(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RANK", "3")
     world.export()
     assert os.environ["RANK"] == "3"
+
+
+def test_a_place_that_was_exported_is_kept_until_the_variables_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "_exported", None)
+    for name in (*TORCHRUN, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "")  # so that what is set here is undone
+        monkeypatch.delenv(name)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    world_module.export_place()
+    first = World.from_environment()
+    assert first is World.from_environment()
+    monkeypatch.setenv("MASTER_ADDR", "another")
+    assert World.from_environment().master_address == "another"
+
+
+def test_invalid_variables_are_reported_when_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "x")
+    world_module.export_place()
+    with pytest.raises(LaunchError, match="RANK must be an integer"):
+        World.from_environment()
 
 
 def test_a_rank_that_is_alone_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from stepmark.errors import PeerLost
 from stepmark.runtime import liveness
 from stepmark.runtime.liveness import HeartbeatTimeouts, PeerWatch
 
@@ -130,3 +131,24 @@ def test_a_suspended_job_continues() -> None:
     assert timeouts.overdue({1: "a"}, 0.0) == []
     assert timeouts.overdue({1: "a"}, 3600.0) == []
     assert timeouts.overdue({1: "b"}, 3601.0) == []
+
+
+def test_the_rank_that_was_killed_is_named_by_those_that_lost_their_connection(ended: list[str]) -> None:
+    """Rank 1 is gone without a word; rank 2 has failed too, because of that, and rank 3 has ended by itself."""
+    store = dist.HashStore()
+    watches = [watch(store, rank, 4) for rank in range(4)]
+    for one in watches:
+        one.__enter__()
+    time.sleep(0.5)
+    stop_beating(watches[1])
+    watches[3].__exit__(None, None, None)
+    lost = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:8888")
+    with pytest.raises(PeerLost) as caught:
+        watches[0].__exit__(type(lost), lost, None)
+    watches[2].__exit__(None, None, None)
+    assert str(caught.value).startswith("rank 1 on ")
+    assert "(last seen after step 7, in " in str(caught.value)
+    assert "is gone: it was killed" in str(caught.value)
+    assert "rank 2" not in str(caught.value)
+    assert "rank 3" not in str(caught.value)
+    assert not ended

@@ -66,3 +66,23 @@ def test_triangular_systems(ranks: Ranks) -> None:
     (found,) = ranks.run(f"{HERE}:largest_differences").check()
     assert len(found) == 8
     assert max(found) < 1e-5
+
+
+def own_transfers() -> list[int | None]:
+    from stepmark.runtime.context import start
+
+    runtime = start("xla").runtime
+    tensors = runtime.place([torch.ones(3), torch.ones(2), torch.tensor(1.0)])
+    runtime.step_boundary(wait=True)
+    counts = [runtime.transfers_to_host(own=False)]
+    runtime.to_host(tensors)
+    counts.append(runtime.transfers_to_host(own=False))
+    float(tensors[2])  # a line of the user's
+    counts.append(runtime.transfers_to_host(own=False))
+    return counts
+
+
+@pytest.mark.xla
+def test_transfers_of_the_runtime_are_told_from_those_of_other_lines(ranks: Ranks) -> None:
+    (found,) = ranks.run(f"{__name__}:own_transfers").check()
+    assert found == [0, 0, 1]

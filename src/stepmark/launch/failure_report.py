@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from stepmark.filesystem.error_advice import with_advice
+
 REPORTS = "STEPMARK_REPORTS"
+OUTPUT_CLOSED = "nobody reads standard output any more"
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why one rank failed. `secondary`: a consequence of another rank's failure, such as a lost connection."""
+    """Why one rank failed. `secondary`: a consequence of another rank's failure, such as a lost connection.
+    `permanent`: it would fail in the same way if it was started again, since the call or the data is wrong."""
 
     rank: int
     message: str
@@ -27,14 +32,17 @@ class FailureReport:
     exit_code: int
     secondary: bool
     time: float
+    permanent: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> FailureReport:
-        from stepmark.errors import PeerFailed, StepmarkError
+        from stepmark.errors import CheckpointMismatch, DataError, MetricsError, PeerFailed, StepmarkError, UsageError
 
         known = isinstance(error, StepmarkError)
         text = str(error).strip()
+        lost = isinstance(error, RuntimeError) and not known and any(sign in text for sign in PEER_LOST)
         message = text if known else f"{type(error).__name__}: {text}" if text else type(error).__name__
+        message = describe_lost_peer(text) if lost else with_advice(message, error)
         if isinstance(error, KeyboardInterrupt):
             message = "interrupted"
         return cls(
@@ -42,9 +50,15 @@ class FailureReport:
             message=" ".join(message.split()),
             details="".join(traceback.format_exception(error)),
             exit_code=getattr(error, "exit_code", 1),
-            secondary=isinstance(error, PeerFailed) or (not known and any(sign in text for sign in PEER_LOST)),
+            secondary=isinstance(error, PeerFailed) or lost,
             time=time.time(),
+            permanent=isinstance(error, (UsageError, DataError, MetricsError, CheckpointMismatch, KeyboardInterrupt)),
         )
+
+    @classmethod
+    def of_closed_output(cls, rank: int) -> FailureReport:
+        """A rank that ends because the reader of its standard output has gone, which is not shown as an error."""
+        return cls(rank, OUTPUT_CLOSED, "", 1, False, time.time())
 
     def leave(self, folder: str | os.PathLike[str]) -> None:
         """Writes the report atomically into the supervisor's folder."""
@@ -52,6 +66,24 @@ class FailureReport:
         temporary = target.with_suffix(".part")
         temporary.write_text(json.dumps(asdict(self)))
         temporary.rename(target)
+
+
+def describe_lost_peer(text: str) -> str:
+    """gloo's message about a lost connection without its place in gloo's source, and what it means."""
+    plain = re.sub(r"\[\S*/(\S+?)\.cc:\d+\]\s*", "", " ".join(text.split()))
+    return (
+        f"the connection to another rank is lost: {plain}; that rank has ended, or its machine or network has failed: "
+        "look at its output"
+    )
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether the error, or what it was raised from, is that of a connection to another rank."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_LOST):
+            return True
+        error = error.__cause__
+    return False
 
 
 def read_failure_reports(folder: str | os.PathLike[str]) -> list[FailureReport]:

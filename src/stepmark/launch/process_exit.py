@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
 from stepmark.launch.failure_report import REPORTS, FailureReport
-from stepmark.launch.signals import INTERRUPTED
 
+INTERRUPTED = 75  # exit code: ended by a signal, and can be resumed
 STDERR = 2
+RECORDING = 2.0  # seconds that recording the reason may take, since a file system may hang
 FLUSHING = 1.0  # seconds that printing may take
 
 
@@ -34,20 +37,28 @@ def _write(line: str, *, stacks: bool = False) -> None:
             if stacks:
                 faulthandler.dump_traceback(file=STDERR, all_threads=True)
 
-    writing = threading.Thread(target=write, name="stepmark-stderr", daemon=True)  # it stays in a pipe that is full
+    within(FLUSHING, write, name="stepmark-stderr")  # a thread that stays in a pipe that is full
+
+
+def within(seconds: float, function: Callable[[], object], name: str = "stepmark-bounded") -> bool:
+    """Calls the function and waits at most so long; returns whether it has ended. It may continue in its thread."""
+    calling = threading.Thread(target=function, name=name, daemon=True)
     try:
-        writing.start()
+        calling.start()
     except RuntimeError:  # the limit of threads, or the interpreter is ending
-        write()
-    else:
-        writing.join(FLUSHING)
+        function()
+        return True
+    calling.join(seconds)
+    return not calling.is_alive()
 
 
 def end_process(error: BaseException, rank: int) -> None:
     """Ends this process at once, as a failed one; the error goes where errors of a rank go."""
     failure = FailureReport.of(error, rank)
+    reported: list[bool] = []
     try:
-        if not _reported(failure):
+        within(RECORDING, lambda: reported.append(_reported(failure)))
+        if reported != [True]:
             say(f"error: rank {rank}: {failure.message}")
     finally:
         leave(failure.exit_code)
@@ -63,21 +74,30 @@ def _reported(failure: FailureReport) -> bool:
         return False
 
 
-def end_interrupted(reason: str, record: Callable[[str], None]) -> NoReturn:
+def end_interrupted(reason: str, record: Callable[[str], None], seconds: float = RECORDING) -> NoReturn:
     """Ends this process at once, as one that a signal has interrupted, from a thread other than the main one, which
-    cannot end it in time by raising RunInterrupted. `record(reason)` is called first."""
+    cannot end it in time by raising RunInterrupted. `record(reason)` is called first, and may take so many seconds: a
+    file system may hang."""
     try:
-        record(reason)
+        within(seconds, lambda: record(reason))
     finally:
         leave(INTERRUPTED)
 
 
+def end_by_signal(number: int) -> NoReturn:
+    """Ends this process at once, from any thread, with the signal's own exit code."""
+    within(FLUSHING, _flush)
+    with contextlib.suppress(Exception):  # `signal.signal` works in the main thread only
+        ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), None)
+        os.kill(os.getpid(), number)
+        time.sleep(FLUSHING)
+    os._exit(128 + number)
+
+
 def leave(exit_code: int) -> NoReturn:
     """Ends this process at once. What it has printed is flushed, if that is possible and does not take long."""
-    flushing = threading.Thread(target=_flush, daemon=True)
     try:
-        flushing.start()
-        flushing.join(FLUSHING)
+        within(FLUSHING, _flush)
     finally:
         os._exit(exit_code)
 

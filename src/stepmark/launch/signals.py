@@ -1,9 +1,12 @@
-"""Receives SIGTERM and SIGUSR1 immediately, whatever the main thread is doing.
+"""Receives SIGTERM, SIGUSR1 and SIGINT immediately, whatever the main thread is doing.
 
 Python runs signal handlers in the main thread between bytecodes: not while a graph is compiled or a collective waits.
 The C handler, however, writes the signal's number to the interpreter's wake-up descriptor immediately, and a thread
 that reads the other end receives it. A process has one such descriptor, so it has one listener: `listening` blocks
 nest, and a signal goes to the innermost one.
+
+A second SIGINT, from somebody who presses Ctrl-C again, ends the process at once. Once a signal has ended the run,
+further ones no longer change the exit code, up to the last instruction of the process.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)  # spot instances, Slurm and launchers send these
-INTERRUPTED = 75  # exit code: ended by a signal, and can be resumed
+from stepmark.launch.process_exit import INTERRUPTED, end_by_signal, leave
+from stepmark.launch.signal_handlers import STOPPING, handler_afterwards, keep_exit_code_at_exit
+
+HOW_TO_GO_ON = "to continue, start it again with resume_from_checkpoint: true"
+SAME_PRESS = 0.2  # seconds within which two SIGINTs are one Ctrl-C: a parent process may forward it as well
 _FLUSH = 0  # not a signal's number
 _FLUSH_SECONDS = 1.0
 SignalHandler = Callable[[signal.Signals], None]
@@ -42,8 +49,9 @@ def _ignore(_: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> Iterator[bool]:
-    """Inside the block, SIGTERM and SIGUSR1 to this process call `heard` in the listener's thread, immediately, and
-    `in_main_thread` in the main thread, as soon as Python can run a handler there. They do nothing else.
+    """Inside the block, SIGTERM, SIGUSR1 and SIGINT to this process call `heard` in the listener's thread, immediately,
+    and `in_main_thread` in the main thread, as soon as Python can run a handler there. They do nothing else; but a
+    second SIGINT ends the process.
 
     Yields whether signals are received: the outermost block has to be entered in the main thread.
     """
@@ -71,31 +79,76 @@ def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> 
             listener.close()
 
 
+def conclude(seconds: float) -> None:
+    """A signal has ended the run: further ones change nothing. Where the program has no handlers for them and goes on
+    after the run, they have their usual effect again after so many seconds."""
+    if _listener is not None:
+        _listener.concluded_until = time.monotonic() + seconds
+
+
+def send_again(number: signal.Signals) -> None:
+    """Sends this process a signal that it has received before, for what follows; it counts as a first one."""
+    if _listener is not None:
+        _listener.interrupts.forget()
+    os.kill(os.getpid(), number)
+
+
+class Interrupts:
+    """Tells a second Ctrl-C from the first, and from the same one that arrives twice."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def again(self) -> bool:
+        """A SIGINT has arrived: whether it is a second one."""
+        if self._first is None:
+            self._first = time.monotonic()
+        return time.monotonic() - self._first > SAME_PRESS
+
+    def forget(self) -> None:
+        """The next one is the first again."""
+        self._first = None
+
+
+def program_handler(number: int) -> Any:
+    """The handler that the program has for a signal outside of all `listening` blocks, as `signal.getsignal` returns
+    it."""
+    earlier = {} if _listener is None else _listener.earlier_handlers
+    return earlier[number] if number in earlier else signal.getsignal(number)
+
+
 class _Listener:
     """The thread that reads the wake-up descriptor, and the handlers of STOPPING in the main thread."""
 
     def __init__(self) -> None:
         self.subscribers: list[tuple[SignalHandler, SignalHandler]] = []
+        self.interrupts = Interrupts()
+        self.concluded_until: float | None = None
+        self._closing = False
         self._process = os.getpid()
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._flushed = threading.Event()
         self._earlier_descriptor = -1
-        self._earlier_handlers: dict[int, Any] = {}
+        self.earlier_handlers: dict[int, Any] = {}
         self._thread = threading.Thread(target=self._read, name="stepmark-signals", daemon=True)
 
     def open(self) -> None:
         self._thread.start()
         self._earlier_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in STOPPING:
-            self._earlier_handlers[number] = signal.signal(number, self._handle)
+            if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # a background job of a shell
+            self.earlier_handlers[number] = signal.signal(number, self._handle)
 
     def restore_handlers(self) -> None:
-        """Gives the signals back to the handlers that were installed before."""
-        for number, handler in self._earlier_handlers.items():
-            signal.signal(number, handler)
-        if self._earlier_handlers:
+        """Gives the signals back to the handlers that were installed before, unless the process is about to end."""
+        self._closing = True
+        for number, handler in self.earlier_handlers.items():
+            signal.signal(number, handler_afterwards(handler, self.concluded_until))
+        if self.earlier_handlers:
             signal.set_wakeup_fd(self._earlier_descriptor)
+            keep_exit_code_at_exit()
 
     def flush(self) -> None:
         """Returns when the signals received so far were delivered."""
@@ -111,7 +164,7 @@ class _Listener:
         self._writer.close()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.subscribers:
+        if self.subscribers and not self._closing and self.concluded_until is None:
             self.subscribers[-1][1](signal.Signals(number))
 
     def _read(self) -> None:
@@ -126,8 +179,16 @@ class _Listener:
     def _deliver(self, number: int) -> None:
         if number == _FLUSH:
             self._flushed.set()
-        elif number in STOPPING and self.subscribers:
-            self.subscribers[-1][0](signal.Signals(number))
+        elif number in self.earlier_handlers:
+            if number == signal.SIGINT and self.interrupts.again():
+                self._end_at_once()
+            if self.subscribers and self.concluded_until is None:
+                self.subscribers[-1][0](signal.Signals(number))
+
+    def _end_at_once(self) -> NoReturn:
+        if self.concluded_until is not None:  # saved, and about to end
+            leave(INTERRUPTED)
+        end_by_signal(signal.SIGINT)
 
 
 _listener: _Listener | None = None

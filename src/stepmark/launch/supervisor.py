@@ -2,8 +2,9 @@
 
 The ranks get the variables that torchrun sets. The supervisor holds the listening socket of the ranks' store, so no two
 jobs can take the same port. When a rank fails, the others have five seconds to end by themselves and are then killed;
-when the supervisor dies, the kernel kills the ranks. SIGTERM and SIGUSR1 are forwarded, and the ranks have
-`signal_grace` seconds to save and end.
+when the supervisor dies, the kernel kills the ranks. SIGTERM, SIGUSR1 and SIGINT are forwarded, and the ranks have
+`signal_grace` seconds to save and end; a second SIGINT ends them at once. Ranks that
+failed may be started again (restarts.py).
 """
 
 from __future__ import annotations
@@ -11,22 +12,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from stepmark.errors import UsageError
-from stepmark.launch.failure_report import REPORTS, FailureReport, read_failure_reports
-from stepmark.launch.signals import INTERRUPTED, STOPPING
+from stepmark.launch.failure_report import OUTPUT_CLOSED, REPORTS, FailureReport, read_failure_reports
+from stepmark.launch.process_exit import INTERRUPTED, end_by_signal
+from stepmark.launch.restarts import Restarts
+from stepmark.launch.signal_handlers import STOPPING, handler_afterwards
+from stepmark.launch.signals import Interrupts
+from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
 
 STORE_FD = "STEPMARK_STORE_FD"
 SUPERVISOR = "STEPMARK_SUPERVISOR"
 GRACE_SECONDS = 5.0
+AT_ONCE_SECONDS = 1.0  # that a rank has to end after a second SIGINT
 POLL_SECONDS = 0.05
 
 
@@ -37,43 +45,96 @@ def supervise(
     signal_grace: float = GRACE_SECONDS,
     resumable: bool = False,
     show_traceback: bool = False,
+    unblocks_sigint: bool = False,
     on_failure: Callable[[str], None] | None = None,
+    restarts: Restarts | None = None,
 ) -> int:
     """Runs `command` as `nproc` ranks and returns the job's exit code.
 
     Args:
         command: The command line of one rank.
         nproc: The number of ranks.
-        signal_grace: Seconds the ranks have to save and end after SIGTERM or SIGUSR1.
+        signal_grace: Seconds the ranks have to save and end after SIGTERM, SIGUSR1 or SIGINT.
         resumable: Whether a job whose ranks were killed by the signal itself counts as interrupted (75). Ranks that end
             with 75 always do.
         show_traceback: Also prints the traceback of the first failure.
+        unblocks_sigint: Whether the command unblocks SIGINT once it can handle it. Then ranks are started with it
+            blocked, so that no traceback of the interpreter's own start is printed.
         on_failure: Called with the error message of a failed job, once all ranks have ended.
+        restarts: Whether and when ranks that failed are started again; those that a signal has ended never are.
+            Default: never.
 
     Returns:
         0 if all ranks ended with 0; 75 if a signal ended them; else the exit code of the first failure, which is
-        printed on stderr as one line.
+        printed on stderr as one line. After a second SIGINT that ended ranks, this process ends by SIGINT.
     """
+    with _forwarded_signals() as signals:
+        while True:
+            ended = _attempt(command, nproc, signals, signal_grace, resumable, unblocks_sigint)
+            if ended.failure is None:
+                return ended.code
+            if restarts is None or signals.received is not None or ended.interrupted:
+                break
+            delay = restarts.delay(ended.failure, ended.message, ended.place)
+            if delay is None:
+                break
+            if not signals.wait(delay):
+                if not resumable:
+                    break
+                restarts.interrupted(str(signals.received))
+                return INTERRUPTED
+            command = restarts.command()
+    message = ended.message if restarts is None else restarts.final(ended.message, ended.place)
+    if show_traceback and ended.failure.details:
+        print(ended.failure.details, file=sys.stderr, end="")
+    if on_failure is not None and ended.failure.exit_code != UsageError.exit_code:
+        on_failure(message)
+    print(f"error: {message}", file=sys.stderr)
+    return ended.failure.exit_code
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How an attempt ended: its exit code, and where it failed the first failure, as a message, and the step.
+    `interrupted`: a signal has ended at least one rank."""
+
+    code: int
+    failure: FailureReport | None = None
+    message: str = ""
+    place: StepPlace = NO_STEP
+    interrupted: bool = False
+
+
+def _attempt(
+    command: Sequence[str],
+    nproc: int,
+    signals: _ForwardedSignals,
+    signal_grace: float,
+    resumable: bool,
+    unblocks_sigint: bool,
+) -> _Ending:
+    """Starts the ranks once, and returns when all have ended."""
     with tempfile.TemporaryDirectory(prefix="stepmark-") as reports, socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks = _Ranks(command, nproc, reports, listener, signal_grace, resumable)
-        with _forwarded_signals(ranks):
+        board = StepBoard(reports, nproc)
+        ranks = _Ranks(command, nproc, reports, listener, signal_grace, resumable, unblocks_sigint)
+        with signals.to(ranks):
             ranks.start()
             listener.close()
             ranks.wait()
         if not ranks.failed:
-            return 0
+            return _Ending(0)
+        if ranks.ended_at_once():
+            shutil.rmtree(reports, ignore_errors=True)
+            end_by_signal(signal.SIGINT)
         reported = read_failure_reports(reports)
         if ranks.interrupted(reported):
-            return INTERRUPTED
+            return _Ending(INTERRUPTED)
         failure = ranks.first_failure(reported)
-        if show_traceback and failure.details:
-            print(failure.details, file=sys.stderr, end="")
+        if failure.message == OUTPUT_CLOSED:  # as with `| head`
+            return _Ending(failure.exit_code)
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
-        message = f"{prefix}{failure.message}"
-        if on_failure is not None and failure.exit_code != UsageError.exit_code:
-            on_failure(message)
-        print(f"error: {message}", file=sys.stderr)
-        return failure.exit_code
+        place = board.read()[failure.rank]
+        return _Ending(failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes)
 
 
 def follow_supervisor() -> None:
@@ -96,6 +157,7 @@ class _Ranks:
         listener: socket.socket,
         signal_grace: float,
         resumable: bool,
+        unblocks_sigint: bool = False,
     ) -> None:
         self._command = list(command)
         self._nproc = nproc
@@ -103,6 +165,11 @@ class _Ranks:
         self._listener = listener
         self._signal_grace = signal_grace
         self._resumable = resumable
+        self._blocked = [signal.SIGINT] if unblocks_sigint else []
+        self._started = False
+        self._waiting: list[int] = []  # signals that arrived before all ranks were started
+        self._interrupts = Interrupts()
+        self._at_once: float | None = None  # the deadline after a second SIGINT
         self._signal_deadline: float | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first_exit: tuple[int, int] | None = None
@@ -112,6 +179,16 @@ class _Ranks:
         return self._first_exit is not None
 
     def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)  # ranks inherit what is blocked
+        try:
+            self._start_all()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._started = True
+        for number in self._waiting:
+            self.send(number)
+
+    def _start_all(self) -> None:
         for rank in range(self._nproc):
             descriptors = (self._listener.fileno(),) if rank == 0 else ()
             self._processes.append(
@@ -122,7 +199,8 @@ class _Ranks:
 
     def _environment(self, rank: int) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // self._nproc)
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        # Where a rank has failed, torch would print the C++ stack of every other one before the rank's error.
+        environment = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
         environment |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -149,7 +227,7 @@ class _Ranks:
                 self.expect_end()
             elif self._first_exit is not None and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
-            deadline = deadline or self._signal_deadline
+            deadline = self._at_once or deadline or self._signal_deadline
             if deadline is not None and time.monotonic() > deadline:
                 self.send(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
@@ -159,6 +237,21 @@ class _Ranks:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
 
+    def forward(self, number: int) -> None:
+        """Sends a signal to all ranks, once they are started, and starts the time in which they end by themselves."""
+        if number == signal.SIGINT and self._interrupts.again():
+            self._at_once = time.monotonic() + AT_ONCE_SECONDS
+        if self._started:
+            self.send(number)
+        else:
+            self._waiting.append(number)
+        self.expect_end()
+
+    def ended_at_once(self) -> bool:
+        """Whether a second SIGINT has ended a rank that was still at work."""
+        codes = {process.returncode for process in self._processes}
+        return self._at_once is not None and bool(codes & {-signal.SIGINT, -signal.SIGKILL})
+
     def expect_end(self) -> None:
         """A signal was sent to the ranks: starts the time in which they end by themselves."""
         if self._signal_deadline is None:
@@ -166,10 +259,15 @@ class _Ranks:
 
     def interrupted(self, reported: list[FailureReport]) -> bool:
         """Whether a signal ended the run: at least one rank reports so, and no other has a primary failure."""
-        codes = {process.returncode for process in self._processes}
+        codes = self.exit_codes
         ended_by_it = {0, *(-number for number in (*STOPPING, signal.SIGKILL))}
         signalled = self._resumable and self._signal_deadline is not None and codes <= ended_by_it
         return (INTERRUPTED in codes or signalled) and all(failure.secondary for failure in reported)
+
+    @property
+    def exit_codes(self) -> set[int | None]:
+        """The ranks' exit codes."""
+        return {process.returncode for process in self._processes}
 
     def _find_failed(self) -> tuple[int, int] | None:
         for rank, process in enumerate(self._processes):
@@ -213,18 +311,47 @@ def _describe(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
+class _ForwardedSignals:
+    """SIGINT, SIGTERM and SIGUSR1 to the supervisor reach every rank. `received`: the name of the last one."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._ranks: _Ranks | None = None
+        self._early: list[int] = []  # signals that came before the ranks were started
+
+    @contextlib.contextmanager
+    def to(self, ranks: _Ranks) -> Iterator[None]:
+        """Inside the block, signals go to these ranks, first those that came before."""
+        self._ranks = ranks
+        while self._early:
+            ranks.forward(self._early.pop(0))
+        try:
+            yield
+        finally:
+            self._ranks = None
+
+    def forward(self, number: int, _: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        if self._ranks is not None:
+            self._ranks.forward(number)
+        else:
+            self._early.append(number)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long between two attempts; False, at once, if there is a signal."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.received is None:
+            time.sleep(POLL_SECONDS)
+        return self.received is None
+
+
 @contextlib.contextmanager
-def _forwarded_signals(ranks: _Ranks):  # type: ignore[no-untyped-def]
-    """SIGINT, SIGTERM and SIGUSR1 to the supervisor reach every rank."""
-
-    def forward(number: int, _: FrameType | None) -> None:
-        ranks.send(number)
-        if number in STOPPING:
-            ranks.expect_end()
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, *STOPPING)}
+def _forwarded_signals() -> Iterator[_ForwardedSignals]:
+    signals = _ForwardedSignals()
+    heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGINT]
+    before = {number: signal.signal(number, signals.forward) for number in heard}
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler_afterwards(handler))

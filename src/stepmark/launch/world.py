@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stepmark.errors import LaunchError
+
+_FIRST_PORT, _JOBS, _STEPS = 20000, 600, 20
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place: `rank` of `size`, and on its node `local_rank` of `local_size`."""
+    """One rank's place: `rank` of `size`, and on its node `local_rank` of `local_size`. `run` is the launcher's name of
+    the run, the same on all ranks, and `nodes` are the nodes' names as far as it gives them."""
 
     rank: int = 0
     size: int = 1
@@ -22,6 +27,18 @@ class World:
     node: int = 0
     master_address: str = "127.0.0.1"
     master_port: int = 0
+    run: str = "stepmark"
+    nodes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def here(self) -> str:
+        """This rank and its host, for messages."""
+        return f"rank {self.rank} on {socket.gethostname()}"
+
+    @property
+    def place(self) -> str:
+        """Where the ranks meet, for messages."""
+        return f"at {self.master_address}:{self.master_port}"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -31,7 +48,8 @@ class World:
         """
         environment = os.environ if environment is None else environment
         if "RANK" in environment or "WORLD_SIZE" in environment:
-            return _from_torchrun(environment)
+            world = _from_torchrun(environment)
+            return _exported if _exported == world else world
         if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
             return _from_slurm(environment)
         return cls()
@@ -48,10 +66,21 @@ class World:
             "GROUP_RANK": self.node,
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": self.master_port,
-            "TORCHELASTIC_RUN_ID": "stepmark",
+            "TORCHELASTIC_RUN_ID": self.run,
         }
         for name, value in variables.items():
             os.environ.setdefault(name, str(value))
+
+
+_exported: World | None = None  # what `export_place` found: it may know more than torchrun's variables say
+
+
+def export_place() -> None:
+    """Sets torchrun's variables for this rank. Invalid variables are left for `World.from_environment` to report."""
+    global _exported
+    with contextlib.suppress(LaunchError):
+        _exported = World.from_environment()
+        _exported.export()
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> World:
@@ -66,22 +95,33 @@ def _from_torchrun(environment: Mapping[str, str]) -> World:
         node=_number(environment, "GROUP_RANK", 0),
         master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(environment, "MASTER_PORT", 0 if size == 1 else None),
+        run=environment.get("TORCHELASTIC_RUN_ID") or World.run,
     )
 
 
 def _from_slurm(environment: Mapping[str, str]) -> World:
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    port = 20000 + _number(environment, "SLURM_JOB_ID", 0) % 20000
+    nodelist = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
     node = _number(environment, "SLURM_NODEID", 0)
+    address = environment.get("MASTER_ADDR")
+    nodes = () if address else node_names(nodelist)
     return World(
         rank=_number(environment, "SLURM_PROCID"),
         size=_number(environment, "SLURM_STEP_NUM_TASKS"),
         local_rank=_number(environment, "SLURM_LOCALID"),
         local_size=_tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), node),
         node=node,
-        master_address=environment.get("MASTER_ADDR") or first_host(nodes),
-        master_port=_number(environment, "MASTER_PORT", port),
+        master_address=address or nodes[0],
+        master_port=_number(environment, "MASTER_PORT", step_port(job, step)),
+        run=f"slurm-{job}.{step}",
+        nodes=nodes,
     )
+
+
+def step_port(job: int, step: int) -> int:
+    """The port of a Slurm step: another one for the steps of one job, and for jobs that follow each other. It is below
+    the ports that Linux gives to connections."""
+    return _FIRST_PORT + job % _JOBS * _STEPS + step % _STEPS
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -97,18 +137,19 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         ) from None
 
 
-def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list such as `trn[003-005,9],head`: `trn003`."""
+def node_names(nodelist: str) -> tuple[str, ...]:
+    """The hosts of a Slurm node list such as `trn[003-005,9],head`; only the first, `trn003`, without scontrol."""
     try:
         names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
-        return names.stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodelist)  # up to the first comma outside brackets
-        if first is None:
-            raise LaunchError(
-                f"cannot find the first host in Slurm's node list {nodelist!r}; set MASTER_ADDR"
-            ) from None
-        return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+        found = tuple(names.stdout.split())
+    except (OSError, subprocess.CalledProcessError):
+        found = ()
+    if found:
+        return found
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodelist)  # up to the first comma outside brackets
+    if first is None:
+        raise LaunchError(f"cannot find the first host in Slurm's node list {nodelist!r}; set MASTER_ADDR")
+    return (re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]),)
 
 
 def _tasks_on_node(counts: str, node: int) -> int:

@@ -23,6 +23,14 @@ class GraphCounters:
 
 
 @dataclass(frozen=True)
+class CacheCounters:
+    """Graphs of this process that were read from the compile cache, and that were not in it or could not be read."""
+
+    hits: int
+    misses: int
+
+
+@dataclass(frozen=True)
 class DeviceMemory:
     """Bytes of the device's memory: in use by this process now, at the peak, and available in total (None where the
     device does not report it)."""
@@ -77,9 +85,13 @@ class Runtime(Protocol):
         """Graphs compiled so far, None on an eager device. Does not wait for the device: graphs are compiled by the
         thread that ends a step."""
 
-    def transfers_to_host(self) -> int | None:
-        """Transfers from the device to the host so far, by all threads of this process; None on an eager device. Waits
-        for nothing."""
+    def cache_counters(self) -> CacheCounters | None:
+        """Graphs looked up in the compile cache so far; None without one, and where the device's compiler does not say.
+        Waits for nothing."""
+
+    def transfers_to_host(self, *, own: bool = True) -> int | None:
+        """Transfers from the device to the host so far, by all threads of this process; None on an eager device.
+        Without `own`, those that `to_host` has made are left out. Waits for nothing."""
 
     def memory(self) -> DeviceMemory | None:
         """Memory use as the device's allocator counts it; None where it does not, or where the memory is the host's.

@@ -129,6 +129,11 @@ class GroupCollectives:
         work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
         return lambda: _after(work, lambda: _sum(received.view(self.size, -1, *tensor.shape[1:])))
 
+    def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """The sum of each number over the ranks; `device` is the group's. Waits for the device."""
+        (total,) = self.all_reduce([torch.tensor(numbers, device=device)])
+        return [float(number) for number in total.tolist()]
+
     def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         length = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.rank * length, length)

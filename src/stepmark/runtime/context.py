@@ -16,12 +16,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from stepmark.errors import LaunchError, PeerFailed
-from stepmark.launch.supervisor import STORE_FD
 from stepmark.launch.world import World
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import choose_device, create_runtime
+from stepmark.runtime.hardware import neuron_device_present
 from stepmark.runtime.host_group import HostGroup
+from stepmark.runtime.join_clock import JoinClock, join_timeout
+from stepmark.runtime.joining import connect
+from stepmark.runtime.neuron_environment import set_rank_variables
 from stepmark.runtime.process_groups import leave
+from stepmark.runtime.roster import Roster
 
 TIMEOUT = timedelta(hours=2)  # longer than any compilation that another rank waits for
 
@@ -74,20 +78,28 @@ ANSWER_SECONDS = 3.0
 _started: dict[str, Context] = {}
 _joined: dict[str, dist.Store] = {}
 _shares_default_group = False
+_roster: Roster | None = None
 
 
-def start(device: str = "auto") -> Context:
+def start(device: str = "auto", timeout: float | None = None) -> Context:
     """Joins the other ranks, if there are any, and opens the device. A second call returns the same context.
+
+    Args:
+        device: `auto`, `xla`, `cuda`, `neuron` or `cpu`.
+        timeout: Seconds that the ranks may take to join. Default: STEPMARK_JOIN_TIMEOUT, or 600.
 
     Raises UsageError, DeviceError or LaunchError before anything expensive is done.
     """
     name = choose_device(device)
     if name not in _started:
+        seconds = join_timeout(timeout)
         world = World.from_environment()
         world.export()
+        if name == "xla" and neuron_device_present():
+            set_rank_variables(world)
         runtime = create_runtime(name, world.local_rank, world.local_size)
         if not _joined:
-            _connect(world, runtime)
+            _connect(world, runtime, JoinClock(seconds))
         with quiet_stdout():
             host = HostGroup.of_processes(TIMEOUT)
         _check_devices(world, runtime)
@@ -103,31 +115,28 @@ def backend_for(runtime: Runtime) -> str:
     return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
-def _connect(world: World, runtime: Runtime) -> None:
+def _connect(world: World, runtime: Runtime, clock: JoinClock) -> None:
     """Connects this rank to the others: by the process group that the script created, or by a new one."""
-    global _shares_default_group
+    global _shares_default_group, _roster
     _shares_default_group = dist.is_available() and dist.is_initialized()
     if _shares_default_group:
         _check_default_group(world)
     if world.size == 1:
         return
-    try:
-        store = _default_group_store() if _shares_default_group else None
-        store = dist.PrefixStore(
-            f"stepmark/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store or _store(world)
-        )
-        if not _shares_default_group:
-            with quiet_stdout():
-                dist.init_process_group(
-                    backend_for(runtime), store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT
-                )
-    except (RuntimeError, ValueError) as error:
-        raise LaunchError(
-            f"rank {world.rank} of {world.size} cannot join the others at {world.master_address}:{world.master_port}: "
-            f"{error}; check that all ranks were started and that the address is reachable"
-        ) from error
+    given = _default_group_store() if _shares_default_group else None
+    store, _roster = connect(world, clock, given, None if _shares_default_group else _group_maker(world, runtime))
     _joined["store"] = store
     atexit.register(leave)
+
+
+def _group_maker(world: World, runtime: Runtime) -> Callable[[dist.Store], None]:
+    def make(store: dist.Store) -> None:
+        with quiet_stdout():
+            dist.init_process_group(
+                backend_for(runtime), store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT
+            )
+
+    return make
 
 
 def _check_default_group(world: World) -> None:
@@ -162,6 +171,12 @@ def a_rank_has_failed() -> bool:
     return store is not None and _ask_store(lambda: store.check(["failed"]), gone=True, silent=True)
 
 
+def store_answers() -> bool:
+    """Whether the ranks' store still answers."""
+    store = _joined.get("store")
+    return store is not None and _ask_store(lambda: store.check(["failed"]) or True, gone=False, silent=False)
+
+
 def _ask_store(ask: Callable[[], bool], *, gone: bool, silent: bool) -> bool:
     """The store's answer: `gone` if the rank that serves it has ended, `silent` if it does not answer, because that
     rank is stopped."""
@@ -191,23 +206,6 @@ def quiet_stdout() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
-
-
-def _store(world: World) -> dist.Store:
-    """The ranks' store. With `--nproc` rank 0 serves it on the supervisor's socket; under torchrun the agent may serve
-    it; otherwise rank 0 opens the port."""
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    descriptor = os.environ.get(STORE_FD)
-    serves = world.rank == 0 and not agent_serves
-    return dist.TCPStore(
-        world.master_address,
-        world.master_port,
-        world.size,
-        is_master=serves,
-        timeout=timedelta(minutes=10),
-        wait_for_workers=False,
-        master_listen_fd=int(descriptor) if serves and descriptor else None,
-    )
 
 
 def _check_devices(world: World, runtime: Runtime) -> None:

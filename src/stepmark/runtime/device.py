@@ -6,13 +6,12 @@ import functools
 
 import torch
 
-from stepmark.errors import DeviceError, UsageError
+from stepmark.errors import DeviceError
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.device_names import check_device_name
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.hardware import neuron_device_present, torch_xla_installed, tpu_present
 from stepmark.runtime.xla_environment import check_no_type_override
-
-DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
 
 
 def choose_device(wish: str = "auto") -> str:
@@ -23,8 +22,7 @@ def choose_device(wish: str = "auto") -> str:
 
     Raises UsageError for an unknown name and DeviceError for a device that is missing.
     """
-    if wish not in DEVICES:
-        raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}")
+    check_device_name(wish)
     device = _default_device() if wish == "auto" else wish
     _check_available(device)
     if device == "xla":

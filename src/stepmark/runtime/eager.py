@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepmark.runtime.base import DeviceMemory, GraphCounters
+from stepmark.runtime.base import CacheCounters, DeviceMemory, GraphCounters
 from stepmark.runtime.nested import map_tensors
 
 
@@ -50,7 +50,10 @@ class EagerRuntime:
     def compilations(self) -> int | None:
         return None
 
-    def transfers_to_host(self) -> int | None:
+    def cache_counters(self) -> CacheCounters | None:
+        return None
+
+    def transfers_to_host(self, *, own: bool = True) -> int | None:
         return None
 
     def memory(self) -> DeviceMemory | None:

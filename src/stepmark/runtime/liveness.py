@@ -31,11 +31,13 @@ from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
-from stepmark.errors import LaunchError
-from stepmark.launch.process_exit import end_process, print_stacks
+from stepmark.errors import LaunchError, PeerLost
+from stepmark.launch.failure_report import REPORTS, is_lost_peer
+from stepmark.launch.process_exit import RECORDING, end_process, print_stacks, within
 
 LONGEST_BEAT = 1.0  # seconds
 BEATS = 8  # per limit, at least
+_OBSERVED = 3  # beats in which a rank that is alive has another one
 _NAMED = 8  # ranks that an error names
 _LEFT = "left"
 _STORE = -1
@@ -97,6 +99,7 @@ class PeerWatch:
         self._count = 0
         self._started: set[int] = set()  # ranks with a first heartbeat
         self._latest: dict[int, str] = {}  # heartbeats
+        self._left: set[int] = set()  # ranks that have ended by themselves
         # A separate connection: a request that waits for an answer blocks all others on the same connection.
         alone = store is None or size == 1
         self._store = None if alone else dist.PrefixStore(f"alive/{_watches}", store.clone())  # type: ignore[union-attr]
@@ -116,10 +119,47 @@ class PeerWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        ended = self._ended_peers() if is_lost_peer(error) and REPORTS not in os.environ else []
         self._closed.set()
+        if ended:
+            raise PeerLost(
+                f"{', '.join(ended[:_NAMED])}: is gone: it was killed, or its machine or network has failed; look at "
+                "its output and that machine, then restart the run to resume from its last checkpoint"
+            ) from error
         if self._store is not None:
             for thread in self._threads:
                 thread.join(2 * self._beat)  # a thread blocked by a store that does not answer is abandoned
+            if error is not None and self._serves_store and REPORTS not in os.environ:
+                time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
+
+    def _ended_peers(self) -> list[str]:
+        """After a connection was lost: the ranks whose heartbeat has stopped, described. One that fails by itself
+        leaves, and one that has lost its connection too goes on for as long as it looks; under `--nproc` the supervisor
+        knows which rank was killed."""
+        if self._store is None:
+            return []
+        try:
+            before = self._all_beats()
+            time.sleep(_OBSERVED * self._beat)
+            after = self._all_beats()
+        except RuntimeError:  # the rank that serves the store has ended
+            if not self._rank or 0 in self._left:
+                return []
+            return [self._server() if self._latest.get(0) else "rank 0"]
+        stopped = [rank for rank, beat in after.items() if beat != _LEFT and beat == before.get(rank)]
+        self._latest |= after
+        return [self._describe(rank) for rank in stopped if rank != self._rank]
+
+    def _all_beats(self) -> dict[int, str]:
+        """The latest heartbeats of the ranks that have one."""
+        store = self._store_in_use
+        ranks = [rank for rank in range(self._size) if store.check([f"beat/{rank}"])]
+        beats = store.multi_get([f"beat/{rank}" for rank in ranks])  # type: ignore[attr-defined]
+        return {rank: beat.decode() for rank, beat in zip(ranks, beats, strict=True)}
+
+    @property
+    def _serves_store(self) -> bool:
+        return self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     # Heartbeats and verdicts
 
@@ -144,7 +184,9 @@ class PeerWatch:
         self._send_beat()
         if store.check(["silent"]):
             self._end(store.get("silent").decode())
-        self._latest = {rank: beat for rank, beat in self._beats().items() if beat != _LEFT}
+        beats = self._beats()
+        self._latest = {rank: beat for rank, beat in beats.items() if beat != _LEFT}
+        self._left.update(beats.keys() - self._latest.keys())
         overdue = timeouts.overdue(self._latest, time.monotonic())
         if overdue:
             reason = self._reason([self._describe(rank) for rank in overdue])
@@ -204,7 +246,7 @@ class PeerWatch:
             if self._closed.is_set():
                 return
             print_stacks(reason)
-            self._ending(reason)
+            within(RECORDING, lambda: self._ending(reason))  # the main thread may hang with the log's lock
             end_process(LaunchError(reason), self._rank)
 
 

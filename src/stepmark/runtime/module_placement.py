@@ -9,7 +9,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.device import runtime_for
 from stepmark.runtime.host_group import HostGroup
 
 
@@ -19,14 +21,39 @@ def place_module(module: nn.Module, runtime: Runtime) -> None:
     Every Parameter stays the same object, so that ties and optimizers remain valid; `module.to` would create new ones
     on a lazy device.
     """
+    fetch_module(module, runtime)
     for tensor in _tensors(module):
-        if tensor.device == runtime.device:
-            continue
-        placed = runtime.place(tensor.detach())
-        if isinstance(tensor, nn.Parameter):
-            placed = nn.Parameter(placed, requires_grad=tensor.requires_grad)
-            placed.__dict__.update(tensor.__dict__)  # its layout and replication
-        torch.utils.swap_tensors(tensor, placed)
+        if tensor.device != runtime.device and runtime.device.type != "cpu":
+            _replace(tensor, runtime.place(tensor.detach()))
+
+
+def fetch_module(module: nn.Module, runtime: Runtime) -> None:
+    """Moves to the host what is on a device of another type than the runtime's, such as a model that was on `xla` and
+    is trained on the CPU. Every Parameter stays the same object."""
+    elsewhere = [tensor for tensor in _tensors(module) if tensor.device.type not in _settled(runtime)]
+    for device in {tensor.device for tensor in elsewhere}:
+        runtime_for(device).step_boundary(wait=True)  # otherwise each pending tensor is computed by a graph of its own
+    for tensor in elsewhere:
+        _replace(tensor, runtime_for(tensor.device).to_host([tensor])[0])
+
+
+def _settled(runtime: Runtime) -> tuple[str, ...]:
+    """Devices that a tensor needs not be fetched from; one on `meta` has no values."""
+    return "cpu", "meta", runtime.device.type
+
+
+def _replace(tensor: Tensor, value: Tensor) -> None:
+    """Gives the tensor the value's device and memory. Raises UsageError where a reference from C++ forbids it."""
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        value.__dict__.update(tensor.__dict__)  # its layout and replication
+    try:
+        torch.utils.swap_tensors(tensor, value)
+    except RuntimeError as error:  # its memory cannot be exchanged under a reference from C++
+        raise UsageError(
+            f"model: its parameters cannot be moved to another device, because something else still refers to them, "
+            f"such as DistributedDataParallel around the model; pass a model that was not wrapped ({error})"
+        ) from error
 
 
 def agree_on_weights(

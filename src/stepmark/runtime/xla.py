@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepmark.runtime.base import DeviceMemory, GraphCounters
-from stepmark.runtime.hardware import neuron_device_present, tpu_present
+from stepmark.runtime.base import CacheCounters, DeviceMemory, GraphCounters
 from stepmark.runtime.nested import map_tensors
-from stepmark.runtime.xla_environment import check_no_type_override
+from stepmark.runtime.xla_environment import (
+    XLA_FOLDER,
+    check_no_type_override,
+    prepare_environment,
+    warn_of_unused_accelerator,
+)
 from stepmark.runtime.xla_operations import register_operations
 
-
-def prepare_environment() -> None:
-    """Sets the environment variables that torch_xla and Neuron's compiler read when they are first imported.
-
-    By default Neuron's compiler casts fp32 matrix products to bf16; here fp32 stays fp32. Flags that the user set are
-    kept.
-    """
-    if neuron_device_present():
-        os.environ["PJRT_DEVICE"] = "NEURON"
-        flags = os.environ.get("NEURON_CC_FLAGS", "")
-        if "--auto-cast" not in flags:
-            os.environ["NEURON_CC_FLAGS"] = f"{flags} --auto-cast=none".strip()
-    elif tpu_present():
-        os.environ["PJRT_DEVICE"] = "TPU"
-    else:
-        os.environ.setdefault("PJRT_DEVICE", "CPU")
-
-
 prepare_environment()
+warn_of_unused_accelerator()
 
 import torch_xla  # noqa: E402
 import torch_xla.core.xla_model as xm  # noqa: E402
@@ -59,6 +49,7 @@ class XlaRuntime:
         self.device = torch_xla.device()
         self.host_memory = xr.device_type() == "CPU"
         self.in_graph_collectives = not self.host_memory or xr.world_size() > 1
+        self._own_transfers = 0
         self._dispatch = dispatch or (lambda: torch_xla.sync(wait=False))
 
     def place(self, batch: Any) -> Any:
@@ -77,9 +68,11 @@ class XlaRuntime:
         target.data = self._send(value.to(dtype=target.dtype))
 
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
-        if copy or not self.host_memory:
-            return [tensor.detach().cpu() for tensor in tensors]
-        return [_host_view(tensor.detach()) for tensor in tensors]
+        before = _samples("TransferFromDeviceTime")
+        fetch = _host_view if self.host_memory and not copy else Tensor.cpu
+        fetched = [fetch(tensor.detach()) for tensor in tensors]
+        self._own_transfers += _samples("TransferFromDeviceTime") - before
+        return fetched
 
     def step_boundary(self, *, wait: bool = False) -> None:
         self._dispatch()
@@ -99,8 +92,24 @@ class XlaRuntime:
     def compilations(self) -> int | None:
         return _samples("CompileTime")
 
-    def transfers_to_host(self) -> int | None:
-        return _samples("TransferFromDeviceTime")
+    def cache_counters(self) -> CacheCounters | None:
+        if XLA_FOLDER not in os.environ:
+            return None
+        counts = graph_counts()
+        return CacheCounters(counts.hits, counts.missed + counts.unreadable)
+
+    @contextmanager
+    def dispatching(self, dispatch: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+        """Inside the block, `dispatch` is called at each step boundary with the function that runs what is pending."""
+        run = self._dispatch
+        self._dispatch = lambda: dispatch(run)
+        try:
+            yield
+        finally:
+            self._dispatch = run
+
+    def transfers_to_host(self, *, own: bool = True) -> int | None:
+        return _samples("TransferFromDeviceTime") - (0 if own else self._own_transfers)
 
     def memory(self) -> DeviceMemory | None:
         if self.host_memory:
@@ -127,6 +136,57 @@ def _host_view(tensor: Tensor) -> Tensor:
 def _samples(metric: str) -> int:
     data = metrics.metric_data(metric)
     return 0 if data is None else data[0]
+
+
+@dataclass(frozen=True)
+class GraphCounts:
+    """Graphs of this process: `compiled` in `compile_seconds`; read from the compile cache (`hits`), not in it
+    (`missed`), and in it but `unreadable`, which are compiled."""
+
+    compiled: int
+    compile_seconds: float
+    hits: int
+    missed: int
+    unreadable: int
+
+    @property
+    def requested(self) -> int:
+        """Graphs that this process did not have yet."""
+        return self.compiled + self.hits
+
+    @property
+    def cached(self) -> int:
+        """Graphs that an earlier process had made."""
+        return self.hits + self.unreadable
+
+
+def graph_counts() -> GraphCounts:
+    """The counts so far. Waits for nothing: the thread that ends a step compiles."""
+    data = metrics.metric_data("CompileTime")
+    names = ("PersistentCacheHit", "PersistentCacheMiss", "PersistentCacheDeserializeFailure")
+    compiled, nanoseconds = (0, 0.0) if data is None else data[:2]
+    return GraphCounts(compiled, nanoseconds / 1e9, *(metrics.counter_value(name) or 0 for name in names))
+
+
+def pending_graph() -> str:
+    """The operations that the next step boundary would run, as StableHLO text. Runs nothing."""
+    return xm.get_stablehlo()
+
+
+def keep_graphs(folder: Path) -> bool:
+    """Makes torch_xla keep compiled graphs in a folder; False where this process has looked up graphs already, unless
+    it keeps them there."""
+    if os.environ.get(XLA_FOLDER) == str(folder):
+        return True
+    if torch_xla._XLAC._xla_computation_cache_is_initialized():
+        return False
+    xr.initialize_cache(str(folder))
+    return True
+
+
+def versioned_name() -> str:
+    """Names the folder of graphs that this torch_xla compiles for this kind of device."""
+    return f"xla-{torch_xla.__version__}-{xr.device_type()}".lower()
 
 
 Groups = list[list[int]] | None  # replica numbers of each group; None: one group of all

@@ -1,0 +1,79 @@
+"""The step that each rank of `--nproc` is in, in memory that outlives it: a rank that is killed cannot report it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from stepmark.launch.failure_report import REPORTS
+
+_FORMAT = struct.Struct("7q")
+_FILE = "steps"
+
+
+@dataclass(frozen=True)
+class StepPlace:
+    """A step, from 1, and its samples: those from `first` on, `samples` of them, in the order of `epoch`, which `size`,
+    `seed` and `shuffled` determine. Before the first step `step` is 0, and before the samples are known `samples`."""
+
+    step: int = 0
+    epoch: int = 0
+    first: int = 0
+    samples: int = 0
+    size: int = 0
+    seed: int = 0
+    shuffled: int = 0
+
+    @classmethod
+    def of(cls, step: int, samples: int, after: Mapping[str, Any]) -> StepPlace:
+        """A step with so many samples; `after` is the loader's state after it."""
+        if not {"dataset_size", "samples", "epoch", "seed", "order"} <= after.keys():  # of a loader that a user gave
+            return cls(step)
+        size, used, epoch = int(after["dataset_size"]), int(after["samples"]), int(after["epoch"])
+        if not used:  # it was the last step of an epoch; samples that drop_last leaves out follow it
+            used, epoch = size // samples * samples if size % samples else size, epoch - 1
+        shuffled = int(str(after["order"]).startswith("shuffled"))
+        return cls(step, epoch, used - samples, samples, size, int(after["seed"]), shuffled)
+
+
+NO_STEP = StepPlace()
+
+
+class StepBoard:
+    """The places of all ranks."""
+
+    def __init__(self, folder: str | os.PathLike[str], ranks: int) -> None:
+        """Creates the board in the supervisor's folder for reports."""
+        self._ranks = ranks
+        self._path = Path(folder) / _FILE
+        self._path.write_bytes(bytes(_FORMAT.size * ranks))
+
+    def read(self) -> list[StepPlace]:
+        """The ranks' places, by rank."""
+        content = self._path.read_bytes()
+        return [StepPlace(*_FORMAT.unpack_from(content, _FORMAT.size * rank)) for rank in range(self._ranks)]
+
+
+def show_step(place: StepPlace) -> None:
+    """In a rank: this is where it is now. Does nothing in a rank that no supervisor has started."""
+    global _board
+    if _board is None:
+        _board = _open_board()
+    if not isinstance(_board, bool):
+        _FORMAT.pack_into(_board, _FORMAT.size * int(os.environ["RANK"]), *astuple(place))
+
+
+def _open_board() -> mmap.mmap | Literal[False]:
+    try:
+        with open(Path(os.environ[REPORTS]) / _FILE, "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+    except (KeyError, OSError, ValueError):
+        return False
+
+
+_board: mmap.mmap | Literal[False] | None = None

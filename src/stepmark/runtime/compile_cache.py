@@ -1,0 +1,92 @@
+"""Where a lazy device keeps its compiled graphs, so that a later process need not compile them again.
+
+Neuron's compiler has a cache of its own, which is set by environment variables and may be in S3. Other devices use
+torch_xla's: one file per graph, named by a hash of the graph and of what it is compiled with. Ranks do not share its
+folder, because an executable may belong to one device, and a file is not written in one step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+from stepmark.errors import UsageError
+from stepmark.filesystem.cache_folder import GRAPHS, cache_root
+from stepmark.launch.world import World
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.hardware import neuron_device_present
+from stepmark.runtime.xla_environment import XLA_FOLDER
+
+Setting = bool | str | None  # of the field: off, on in the default folder, a folder or URL; None: on where it helps
+
+NEURON_FLAGS = "NEURON_CC_FLAGS"
+NEURON_URL = "NEURON_COMPILE_CACHE_URL"
+NEURON_FOLDER = "neuron"
+_NEURON_OPTION = re.compile(r"--cache_dir[= ](\S+)")
+
+logger = logging.getLogger("stepmark")
+
+
+def prepare_compile_cache(setting: Setting) -> None:
+    """Points Neuron's compiler to its cache; call it before the device is opened. Does nothing on other machines.
+
+    Raises:
+        UsageError: The setting contradicts `--cache_dir` in `NEURON_CC_FLAGS`, which Neuron's compiler prefers.
+    """
+    if not neuron_device_present():
+        return
+    flags = os.environ.get(NEURON_FLAGS, "")
+    given = _NEURON_OPTION.search(flags)
+    if setting is False:
+        os.environ[NEURON_FLAGS] = flags if "--no_cache" in flags else f"{flags} --no_cache".strip()
+        return
+    if isinstance(setting, str) and given is not None and given.group(1) != setting:
+        raise UsageError(
+            f"compile_cache and {NEURON_FLAGS}: they name {setting} and {given.group(1)}; leave one of them out"
+        )
+    if given is None and (setting is not None or NEURON_URL not in os.environ):
+        os.environ[NEURON_URL] = setting if isinstance(setting, str) else str(cache_root() / GRAPHS / NEURON_FOLDER)
+
+
+def kept_in() -> str | None:
+    """The folder or URL of all ranks' compiled graphs, once the cache was opened; None without one."""
+    if neuron_device_present():
+        given = _NEURON_OPTION.search(os.environ.get(NEURON_FLAGS, ""))
+        return given.group(1) if given else os.environ.get(NEURON_URL)
+    folder = os.environ.get(XLA_FOLDER)
+    return None if folder is None else str(Path(folder).parent)
+
+
+def switched_on(setting: Setting) -> Setting:
+    """The setting, but on in the default folder where it would be off by default; what variables say stays."""
+    given = setting is not None or neuron_device_present() or XLA_FOLDER in os.environ
+    return setting if given else True
+
+
+def open_compile_cache(runtime: Runtime, setting: Setting, world: World) -> None:
+    """Makes torch_xla keep this rank's compiled graphs; call it before the device has run anything. Does nothing on
+    eager devices, and on Neuron.
+
+    By default the cache is on, except on XLA's CPU client, which writes compiled graphs and cannot read them back.
+
+    Raises:
+        UsageError: The folder cannot be written to, or is a URL.
+    """
+    if not runtime.lazy or setting is False or neuron_device_present():
+        return
+    if isinstance(setting, str) and "://" in setting:
+        raise UsageError(f"compile_cache: {setting} is a URL, which only Neuron's compiler supports; name a folder")
+    if setting is None and (runtime.host_memory or XLA_FOLDER in os.environ):
+        return
+    from stepmark.runtime.xla import keep_graphs, versioned_name
+
+    root = Path(setting).expanduser() if isinstance(setting, str) else cache_root() / GRAPHS
+    folder = root.absolute() / versioned_name() / f"rank-{world.rank}-of-{world.size}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"compile_cache: cannot write to {folder}: {error.strerror}; name another folder") from error
+    if not keep_graphs(folder):
+        logger.warning("compile_cache: the device has run graphs already, so none are kept in %s", folder)

@@ -1,0 +1,13 @@
+"""The names that the field `device` accepts."""
+
+from __future__ import annotations
+
+from stepmark.errors import UsageError
+
+DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
+
+
+def check_device_name(wish: str) -> None:
+    """Raises UsageError for an unknown name."""
+    if wish not in DEVICES:
+        raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}")
