@@ -24,6 +24,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, VALUES, FileEnt
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.sizes import distinct_sizes
 from stepmark.interchange.gather import StoredShard
 from stepmark.interchange.model_files import ModelFile, index_of, split_into_files
 from stepmark.interchange.writers import THREADS, write_pytorch, write_safetensors
@@ -188,9 +189,9 @@ def _belongs_to_model(entry: FileEntry) -> bool:
 def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
+        wanted, there = distinct_sizes(needed, free)
         raise CheckpointError(
-            f"{folder} has {free / 1e9:.2f} GB free and the model needs {needed / 1e9:.2f} GB; free some space or name "
-            "another folder"
+            f"{folder} has {there} free and the model needs {wanted}; free some space or name another folder"
         )
 
 

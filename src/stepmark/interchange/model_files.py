@@ -39,13 +39,13 @@ def tensor_bytes(tensor: TensorEntry) -> int:
     return math.prod(tensor.shape) * item_size(tensor.dtype)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "5GB" (10^9), "5GiB" (2^30) or a plain number. Raises UsageError."""
+def parse_size(text: str, flag: str = "--max-shard-size") -> int:
+    """Bytes of "5GB" (10^9), "5GiB" (2^30) or a plain number. Raises UsageError, which names `flag`."""
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise UsageError(f"--max-shard-size: {text!r} is not a size; give one such as 5GB or 500MB")
+        raise UsageError(f"{flag}: {text!r} is not a size; give one such as 5GB or 500MB")
     return size
 
 

@@ -40,11 +40,11 @@ def write_safetensors(
 
     Raises CheckpointDamaged where a shard differs from its checksums or a tensor is incomplete.
     """
-    places = _make_header(path, tensors)
+    places = make_header(path, tensors)
     descriptor = files.open_for_writing(path)
     try:
         targets = [GatherTarget(name, tensor, descriptor, places[name]) for name, tensor in tensors.items()]
-        _run(pool, (job for target in targets for job in jobs(target, sources[target.name])), advance)
+        run_jobs(pool, (job for target in targets for job in jobs(target, sources[target.name])), advance)
     finally:
         files.close(descriptor)
 
@@ -72,7 +72,7 @@ def write_pytorch(path: Path, tensors: Tensors, reader: TensorReader, advance: A
         raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
-def _make_header(path: Path, tensors: Tensors) -> dict[str, int]:
+def make_header(path: Path, tensors: Tensors) -> dict[str, int]:
     """Makes a safetensors file whose tensors are holes; returns the byte of the file at which each begins.
 
     Larger elements come first, and the data begin at a page, so that every tensor is aligned to its elements.
@@ -90,7 +90,7 @@ def _make_header(path: Path, tensors: Tensors) -> dict[str, int]:
     return {name: size + place for name, place in places.items()}
 
 
-def _run(pool: ThreadPoolExecutor, work: Iterable[Job], advance: Advance) -> None:
+def run_jobs(pool: ThreadPoolExecutor, work: Iterable[Job], advance: Advance) -> None:
     """Runs all jobs, a few ahead of those that are done. When it returns or raises, none is running."""
     remaining: Iterator[Job] = iter(work)
     pending: set[Future[int]] = set()

@@ -1,0 +1,298 @@
+"""Reads parts of foreign tensors: elements [start, stop) of the flattened global tensor, assembled from its pieces.
+
+Reads are positioned and of bounded size: what a window needs of one file is read at once where that is not much more
+than what is needed, and row by row otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
+from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange.foreign import ForeignTensor, Piece
+from stepmark.interchange.stored_array import StoredArray
+from stepmark.sharding.layout import Box, TensorSlice
+
+_WASTE = 4  # at most so many times as many bytes as needed are read at once
+_FREE_WASTE = 1 << 16
+_OPEN_FILES = 64
+
+Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
+
+
+class OpenFiles:
+    """Descriptors of files that are read again and again; a few of them at a time. For several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Path, int] = {}
+
+    @contextmanager
+    def reading(self, path: Path) -> Iterator[int]:
+        """A descriptor of the file, for the time of the block."""
+        with self._lock:
+            descriptor = self._open.pop(path, None)
+        if descriptor is None:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise cannot_read(path, error) from error
+        try:
+            yield descriptor
+        finally:
+            self._keep(path, descriptor)
+
+    def _keep(self, path: Path, descriptor: int) -> None:
+        with self._lock:
+            surplus = [descriptor] if path in self._open else []
+            self._open.setdefault(path, descriptor)
+            while len(self._open) > _OPEN_FILES:
+                surplus.append(self._open.pop(next(iter(self._open))))
+        for other in surplus:
+            os.close(other)
+
+    def close(self) -> None:
+        """Closes all of them."""
+        with self._lock:
+            descriptors = list(self._open.values())
+            self._open.clear()
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """An array to read, and the memory for it."""
+
+    array: StoredArray
+    target: Elements
+
+    @property
+    def begin(self) -> int:
+        return self.array.offset
+
+    @property
+    def end(self) -> int:
+        return self.array.offset + self.array.span()
+
+
+class ArrayReader:
+    """Reads parts of tensors; `close` it at the end. For several threads."""
+
+    def __init__(self) -> None:
+        self._files = OpenFiles()
+        self._windows = threading.local()
+
+    def __enter__(self) -> ArrayReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._files.close()
+
+    def window(self, tensor: ForeignTensor, start: int, stop: int) -> memoryview:
+        """The bytes of elements [start, stop) of the flattened tensor, in its dtype, until this thread's next call.
+
+        Raises CheckpointDamaged, naming file and tensor, where a file is truncated, replicas differ, or a conversion
+        that has to be exact is not.
+        """
+        stored = self._assemble(tensor.shape, tensor.pieces, start, stop, tensor.source_dtype)
+        if tensor.replicas:
+            self._compare(tensor, start, stop, stored)
+        if tensor.dtype == tensor.source_dtype:
+            return stored.data.cast("B")
+        return _converted(stored, tensor)
+
+    def array(self, array: StoredArray) -> Elements:
+        """All of a small array, as unsigned integers of its elements' size."""
+        found = np.empty(array.shape, dtype=f"u{item_size(array.dtype)}")
+        if array.numel:
+            self._read_all([_Read(array, found)])
+        return found
+
+    def same(self, one: StoredArray, other: StoredArray) -> bool:
+        """Whether two arrays hold the same values, bit for bit."""
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        rows = max(1, (1 << 22) // max(1, one.numel // max(one.shape[0], 1) * 8)) if one.shape else 1
+        if not one.shape:
+            return bool(np.array_equal(self.array(one), self.array(other)))
+        for start in range(0, one.shape[0], rows):
+            count = min(rows, one.shape[0] - start)
+            left, right = (self.array(array.narrow(0, start, count)) for array in (one, other))
+            if not np.array_equal(left, right):
+                return False
+        return True
+
+    def _assemble(
+        self, shape: Sequence[int], pieces: Sequence[Piece], start: int, stop: int, dtype: str
+    ) -> NDArray[np.uint8]:
+        size = item_size(dtype)
+        memory = self._memory((stop - start) * size)
+        elements = memory.view(f"u{size}")
+        reads = []
+        for block in TensorSlice.of_range(shape, start, stop).blocks():
+            view = elements[block.start : block.start + block.box.numel].reshape(block.box.lengths)
+            for piece in pieces:
+                common = piece.box.intersect(block.box)
+                if common is not None:
+                    reads.append(_Read(part_of(piece, common), view[_inside(common, block.box)]))
+        self._read_all(reads)
+        return memory
+
+    def _memory(self, size: int) -> NDArray[np.uint8]:
+        """This thread's memory for a window, the same again for the next one: new memory costs more than reading."""
+        memory: NDArray[np.uint8] | None = getattr(self._windows, "memory", None)
+        if memory is None or len(memory) < size:
+            memory = self._windows.memory = np.empty(size, dtype=np.uint8)
+        return memory[:size]
+
+    def _compare(self, tensor: ForeignTensor, start: int, stop: int, stored: NDArray[np.uint8]) -> None:
+        """Raises CheckpointDamaged where a replica holds other values."""
+        elements = stored.view(f"u{item_size(tensor.source_dtype)}")
+        for block in TensorSlice.of_range(tensor.shape, start, stop).blocks():
+            view = elements[block.start : block.start + block.box.numel].reshape(block.box.lengths)
+            for piece in tensor.replicas:
+                common = piece.box.intersect(block.box)
+                if common is None:
+                    continue
+                replica = self.array(part_of(piece, common))
+                if not np.array_equal(replica, view[_inside(common, block.box)]):
+                    raise CheckpointDamaged(
+                        f"{piece.array.path}: tensor {tensor.name!r} differs from its replica in "
+                        f"{tensor.pieces[0].array.path}; the files are of two saves, or a rank went its own way"
+                    )
+
+    def _read_all(self, reads: Sequence[_Read]) -> None:
+        by_file: dict[Path, list[_Read]] = {}
+        for read in reads:
+            if read.array.data is not None:
+                flat = np.frombuffer(read.array.data, dtype=f"u{item_size(read.array.dtype)}")
+                read.target[...] = _strided(flat, read.array)
+            else:
+                by_file.setdefault(read.array.path, []).append(read)
+        for path, found in by_file.items():
+            with self._files.reading(path) as descriptor:
+                for cluster in _clusters(found):
+                    self._read_cluster(path, descriptor, cluster)
+
+    def _read_cluster(self, path: Path, descriptor: int, cluster: list[_Read]) -> None:
+        """Reads arrays whose bytes lie among each other."""
+        if len(cluster) == 1 and _is_run(cluster[0]):
+            _read_into(path, descriptor, cluster[0].target.reshape(-1).view(np.uint8).data, cluster[0].begin)
+            return
+        begin, end = cluster[0].begin, max(read.end for read in cluster)
+        needed = sum(read.target.nbytes for read in cluster)
+        if end - begin <= _WASTE * needed + _FREE_WASTE:
+            memory = np.empty(end - begin, dtype=np.uint8)
+            _read_into(path, descriptor, memory.data, begin)
+            for read in cluster:
+                size = item_size(read.array.dtype)
+                run = memory[read.begin - begin : read.end - begin]
+                aligned = run if (read.begin - begin) % size == 0 else run.copy()
+                read.target[...] = _strided(aligned.view(f"u{size}"), read.array)
+            return
+        for read in cluster:
+            for row in _rows(read):
+                self._read_cluster(path, descriptor, [row])
+
+
+def _clusters(reads: list[_Read]) -> Iterator[list[_Read]]:
+    """Groups arrays of a file whose bytes overlap."""
+    cluster: list[_Read] = []
+    end = 0
+    for read in sorted(reads, key=lambda read: read.begin):
+        if cluster and read.begin >= end:
+            yield cluster
+            cluster = []
+        cluster.append(read)
+        end = max(end, read.end) if len(cluster) > 1 else read.end
+    if cluster:
+        yield cluster
+
+
+def _is_run(read: _Read) -> bool:
+    """Whether the bytes can be read straight to where they belong."""
+    return read.array.span() == read.target.nbytes and read.target.flags.c_contiguous and _in_order(read.array)
+
+
+def _in_order(array: StoredArray) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _rows(read: _Read) -> Iterator[_Read]:
+    """The parts of an array along the dim with the largest stride."""
+    array = read.array
+    wide = [dim for dim, size in enumerate(array.shape) if size > 1]
+    if not wide:
+        yield read
+        return
+    dim = max(wide, key=lambda dim: array.strides[dim])
+    for index in range(array.shape[dim]):
+        part = array.narrow(dim, index, 1)
+        yield _Read(part, read.target[(slice(None),) * dim + (slice(index, index + 1),)])
+
+
+def _strided(flat: Elements, array: StoredArray) -> Elements:
+    size = item_size(array.dtype)
+    strides = tuple(stride * size for stride in array.strides)
+    return np.lib.stride_tricks.as_strided(flat, array.shape, strides, writeable=False)
+
+
+def _read_into(path: Path, descriptor: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        try:
+            count = os.preadv(descriptor, [memory], offset)
+        except OSError as error:
+            raise cannot_read(path, error) from error
+        if not count:
+            raise CheckpointDamaged(f"{path} is truncated: it ends before byte {offset + len(memory)}")
+        memory, offset = memory[count:], offset + count
+
+
+def part_of(piece: Piece, common: Box) -> StoredArray:
+    """What a box of the global tensor is in the piece's array."""
+    array = piece.array
+    inside = common.relative_to(piece.offsets)
+    for dim, (start, length) in enumerate(zip(inside.offsets, inside.lengths, strict=True)):
+        if length != array.shape[dim]:
+            array = array.narrow(dim, start, length)
+    return array
+
+
+def _inside(box: Box, outer: Box) -> tuple[Any, ...]:
+    """The index of a box in the memory of another; with an ellipsis, so that it gives a view also without dims."""
+    relative = box.relative_to(outer.offsets)
+    return (..., *(slice(at, at + length) for at, length in zip(relative.offsets, relative.lengths, strict=True)))
+
+
+def _converted(stored: NDArray[np.uint8], tensor: ForeignTensor) -> memoryview:
+    """The same values in the tensor's dtype."""
+    import torch
+
+    source = torch.from_numpy(stored).view(torch_dtype(tensor.source_dtype))
+    found = source.to(torch_dtype(tensor.dtype))
+    if not tensor.rounds and not torch.equal(found.to(source.dtype).nan_to_num(), source.nan_to_num()):
+        raise CheckpointMismatch(
+            f"{tensor.where} is {tensor.source_dtype} and has values that {tensor.dtype} cannot hold exactly"
+        )
+    return found.view(torch.uint8).numpy().data.cast("B")

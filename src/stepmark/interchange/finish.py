@@ -1,0 +1,167 @@
+"""The last step for every format: checks what was found against the model's config, and gives it the types that a
+Stepmark run has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.sections import MASTER
+from stepmark.errors import CheckpointMismatch
+from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
+from stepmark.interchange.model_outline import ModelOutline, outline_of
+from stepmark.interchange.torch_optimizer import STEP, scalar
+
+CONFIG = "config.json"
+TAKEN = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+)
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|embeddings\.position_ids)\Z")
+
+
+def files_beside(folder: Path) -> dict[str, Path]:
+    """Config and tokenizer in a folder, by name."""
+    return {name: folder / name for name in TAKEN if (folder / name).is_file() and not (folder / name).is_symlink()}
+
+
+def outline_for(found_files: dict[str, Path], options: ImportOptions, tensors: int) -> ModelOutline | None:
+    """The model of the config that the user gave, or that lies in the checkpoint; None where there is none."""
+    path = config_path(found_files, options)
+    return None if path is None else outline_of(path, tensors)
+
+
+def config_path(found_files: dict[str, Path], options: ImportOptions) -> Path | None:
+    """Where the config is; None where there is none."""
+    return options.config or found_files.get(CONFIG)
+
+
+def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutline | None) -> ForeignCheckpoint:
+    """Completes a checkpoint.
+
+    Args:
+        found: As the format gives it.
+        options: The user's.
+        outline: The model of the config, if there is one.
+
+    Returns:
+        The same object, with names and types as a Stepmark run has them.
+
+    Raises:
+        CheckpointMismatch: The config is of another model, or a tensor has a wrong shape.
+    """
+    if options.config is not None:
+        found.files[CONFIG] = options.config
+    if options.model_only:
+        found.optimizer = None
+    if outline is not None and not found.adapter:
+        fit_model(found, outline)
+    found.model = {
+        name: _exact(tensor, "F32" if tensor.dtype == "F64" else tensor.dtype) for name, tensor in found.model.items()
+    }
+    if found.optimizer is not None:
+        _complete_optimizer(found, found.optimizer)
+    return found
+
+
+def _exact(tensor: ForeignTensor, dtype: str) -> ForeignTensor:
+    return tensor if tensor.dtype == dtype else replace(tensor, dtype=dtype)
+
+
+def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
+    """Compares with the config's model; drops tied names and buffers that it makes itself.
+
+    Raises CheckpointMismatch, naming file and tensor, where the model is another.
+    """
+    config = found.files.get(CONFIG, "config.json")
+    found.architecture, found.tied = outline.architecture, dict(outline.tied)
+    for name in [name for name in found.model if name not in outline.state]:
+        tensor = found.model[name]
+        if name in outline.tied:
+            _drop_tied(found, name, outline.tied[name])
+        elif _BUFFERS.search(name) or any(re.search(pattern, name) for pattern in outline.optional):
+            del found.model[name]
+        else:
+            raise CheckpointMismatch(
+                f"{tensor.where} is not in the {outline.architecture} of {config}; give the model's own config with "
+                "--config, or other names with --map"
+            )
+    for name, shape in outline.state.items():
+        other = found.model.get(name)
+        if other is None and name in outline.parameters:
+            raise CheckpointMismatch(
+                f"{found.folder} has no tensor {name!r}, which the {outline.architecture} of {config} has"
+            )
+        if other is not None and other.shape != shape:
+            raise CheckpointMismatch(
+                f"{other.where} is {list(other.shape)}, and {list(shape)} in the {outline.architecture} of {config}"
+            )
+    found.model = {name: found.model[name] for name in outline.state if name in found.model}
+
+
+def _drop_tied(found: ForeignCheckpoint, name: str, kept: str) -> None:
+    """Leaves out one name of a tied tensor; its values become a replica, which has to be the same."""
+    dropped = found.model.pop(name)
+    stays = found.model.get(kept)
+    if stays is None:
+        found.model[kept] = dropped
+    elif stays.shape == dropped.shape and stays.source_dtype == dropped.source_dtype:
+        found.model[kept] = replace(stays, replicas=(*stays.replicas, *dropped.pieces))
+    else:
+        raise CheckpointMismatch(f"{dropped.where} is tied to {kept!r}, and has another shape or type")
+
+
+def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -> None:
+    """States in fp32, and fp32 master weights for parameters of lower precision."""
+    downcast = any(tensor.dtype == "F64" for tensor in optimizer.tensors())
+    for name, state in optimizer.states.items():
+        for key, value in state.items():
+            if isinstance(value, ForeignTensor) and value.dtype in _FLOATS:
+                state[key] = _exact(value, "F32")
+        parameter = found.model.get(name)
+        if parameter is None:
+            raise CheckpointMismatch(
+                f"{found.folder}: the optimizer has a state of {name!r}, and the model has no such tensor"
+            )
+        _check_shapes(name, state, parameter)
+        if downcast and MASTER in state and parameter.dtype == "F32":
+            found.model[name] = parameter = _exact(parameter, "BF16")
+        if parameter.dtype == "F32":
+            state.pop(MASTER, None)
+        elif MASTER not in state and parameter.dtype in _FLOATS:
+            state[MASTER] = _exact(parameter, "F32")
+    if found.step is None:
+        found.step = _steps(optimizer)
+
+
+def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) -> None:
+    for key in ("exp_avg", "exp_avg_sq", MASTER, "momentum_buffer", "max_exp_avg_sq"):
+        value = state.get(key)
+        if isinstance(value, ForeignTensor) and value.shape != parameter.shape:
+            raise CheckpointMismatch(
+                f"{value.where} is {list(value.shape)}, and its parameter is {list(parameter.shape)}"
+            )
+
+
+def _steps(optimizer: ForeignOptimizer) -> int | None:
+    """The step that an optimizer counts, None where it does not."""
+    for state in optimizer.states.values():
+        step = state.get(STEP)
+        if isinstance(step, ForeignTensor) and step.shape in ((), (1,)):
+            return int(scalar(step.pieces[0].array, step.where))
+    return None

@@ -1,0 +1,1 @@
+"""The checkpoints of other tools, one module a format."""

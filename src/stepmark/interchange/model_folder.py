@@ -1,0 +1,64 @@
+"""Writes the model of a foreign checkpoint as a Hugging Face folder, and an adapter as PEFT's."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from stepmark.checkpoint.format.manifest import TensorEntry
+from stepmark.filesystem import files
+from stepmark.interchange.foreign import ForeignCheckpoint
+from stepmark.interchange.import_checkpoint import ImportListener, check_out, check_room, verify_records, writing
+from stepmark.interchange.model_files import ModelFile, index_of, split_into_files
+from stepmark.interchange.neuron_lora import PREFIX
+from stepmark.interchange.streaming import write_tensors
+from stepmark.interchange.writers import THREADS, make_header
+from stepmark.sharding.layout import TensorSlice
+
+MAX_SHARD = 5_000_000_000
+ADAPTER = "adapter_model.safetensors"
+
+
+def write_model_folder(source: ForeignCheckpoint, out: Path, listener: ImportListener) -> int:
+    """Writes the folder; returns the bytes of its tensors. Raises as `write_checkpoint` does."""
+    final = check_out(out, source.folder)
+    for tensor in source.model.values():
+        tensor.check()
+    verify_records(source)
+    entries = {
+        name: TensorEntry(tensor.dtype, tensor.shape, ((0, TensorSlice.full(tensor.shape)),))
+        for name, tensor in source.model.items()
+    }
+    adapter = {name: entry for name, entry in entries.items() if source.adapter and name.startswith(PREFIX)}
+    base = {name: entry for name, entry in entries.items() if name not in adapter}
+    shards = split_into_files(base, "safetensors", MAX_SHARD) if base else []
+    index = index_of(shards, "safetensors") if len(shards) > 1 else None
+    shards += [ModelFile(ADAPTER, adapter)] if adapter else []
+    size = sum(shard.size for shard in shards)
+    check_room(final.parent, size)
+    with writing(final, out) as temporary:
+        listener.begin(size)
+        _write_shards(source, temporary, shards, listener)
+        if index is not None:
+            files.write_file(temporary / index[0], index[1])
+        for name, path in source.files.items():
+            shutil.copyfile(path, temporary / name)
+            files.sync_file(temporary / name)
+        for name, data in source.texts.items():
+            files.write_file(temporary / name, data)
+    return size
+
+
+def _write_shards(source: ForeignCheckpoint, folder: Path, shards: list[ModelFile], listener: ImportListener) -> None:
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool:
+        for shard in shards:
+            places = make_header(folder / shard.name, shard.tensors)
+            descriptor = files.open_for_writing(folder / shard.name)
+            try:
+                write_tensors(
+                    descriptor, [(source.model[name], places[name]) for name in shard.tensors], pool, listener.advance
+                )
+                files.sync(descriptor)
+            finally:
+                files.close(descriptor)

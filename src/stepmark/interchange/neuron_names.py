@@ -1,0 +1,201 @@
+"""How neuronx-distributed and optimum-neuron cut a model over tensor parallel ranks: names and rows, nothing else.
+
+A rank's tensor becomes parts of one or more tensors with Hugging Face's names. All cuts of one tensor are along one
+dim: a `Move` says which rows (or columns) of which rank become which rows of which tensor. Where key/value heads are
+replicated, because there are fewer than ranks, the order of heads is undone: see `HeadLayout`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepmark.errors import CheckpointMismatch
+from stepmark.sharding.layout import Shape
+
+TILED, BLOCKED, NATURAL, WIDE = "tiled", "blocked", "natural", "wide"
+_NAME = re.compile(
+    r"(?P<prefix>(?:.*\.)?)(?P<module>(?!lora_[AB]\.|base_layer\.)[^.]+)\.(?P<base>base_layer\.)?(?:(?P<lora>lora_[AB])\.)?"
+    r"(?P<kind>weight|bias)(?:_(?P<part>qkv|[qkv]))?\Z"
+)
+_COLUMN = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj", "gate_up_proj", "embed_tokens", "lm_head"}
+_ROW = {"o_proj", "down_proj"}
+_MEMBERS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+HEADS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Attention heads, and how they lie on the ranks.
+
+    `queries` and `keys` are the model's own numbers, `copies` how often each key/value head is stored, and `size` a
+    head's rows. With "tiled" copies, as on trn1, the stored key heads are 0 to `keys` - 1 again and again, and the
+    query heads are stored so that each meets its own; with "blocked" ones, as on trn2, neighbours are equal, and with
+    "natural" copies are tiled, and queries in order.
+    """
+
+    queries: int
+    keys: int
+    copies: int
+    size: int
+    arrangement: str = TILED
+
+    def query_order(self) -> list[int]:
+        """The query head at each stored position."""
+        group, copies = self.queries // self.keys, self.copies
+        if copies == 1 or self.arrangement in (BLOCKED, NATURAL, WIDE):
+            return list(range(self.queries))
+        part = group // copies
+        return [h * group + r * part + t for r in range(copies) for h in range(self.keys) for t in range(part)]
+
+    def key_order(self) -> list[int]:
+        """The key/value head at each stored position; those that come again are replicas."""
+        stored = range(self.keys * self.copies)
+        if self.arrangement == WIDE:
+            return list(stored)
+        return [p // self.copies if self.arrangement == BLOCKED else p % self.keys for p in stored]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements [start, start + length) along `dim` of a rank's tensor become those from `at` on of `name`."""
+
+    name: str
+    rank: int
+    dim: int
+    start: int
+    length: int
+    at: int
+    replica: bool = False
+
+
+def moves_of(
+    name: str, shapes: Sequence[Shape], heads: HeadLayout | None, dim: int | str | None = "name"
+) -> list[Move]:
+    """Where the parts of the ranks' tensors of a name belong.
+
+    Args:
+        name: As it is stored.
+        shapes: Of each tensor parallel rank's tensor.
+        heads: None where the checkpoint has no attention heads that are cut.
+        dim: Along which it is cut, None if every rank has all of it; default: what its name says.
+
+    Raises:
+        CheckpointMismatch: The shapes do not fit the name.
+    """
+    match = _NAME.match(name)
+    if match is None:
+        return _replicated([name], shapes) if not isinstance(dim, int) else _joined(name, shapes, dim)
+    prefix, module, part = match["prefix"], match["module"], match["part"]
+    tail = f"{match['base'] or ''}{(match['lora'] + '.') if match['lora'] else ''}{match['kind']}"
+    members = _members(module, part, len(shapes[0]))
+    names = [f"{prefix}{member}.{tail}" for member in members]
+    row = module in _ROW
+    if match["lora"] == "lora_A":
+        return _rows(names[0], shapes, heads, 1, module) if row else _replicated(names, shapes)
+    if row:
+        whole = match["lora"] == "lora_B" or match["kind"] == "bias"
+        return _replicated(names, shapes) if whole else _rows(names[0], shapes, heads, 1, module)
+    if module not in _COLUMN and not isinstance(dim, int):
+        return _replicated(names, shapes)
+    if len(shapes[0]) == 3:
+        return _halves(names * 2, shapes, 2)
+    if module == "gate_up_proj":
+        return _halves(names, shapes, 0)
+    if module == "qkv_proj" and part in (None, "qkv"):
+        return _fused(names, shapes, heads, part)
+    if module == "qkv_proj":
+        return _heads_of(names[0], shapes, heads, members[0])
+    return _joined(names[0], shapes, dim if isinstance(dim, int) else 0)
+
+
+def _members(module: str, part: str | None, dims: int) -> list[str]:
+    if module == "qkv_proj":
+        return [_MEMBERS[one] for one in (part or "qkv")]
+    if module == "gate_up_proj" and dims != 3:
+        return ["gate_proj", "up_proj"]
+    return [module]
+
+
+def _replicated(names: Sequence[str], shapes: Sequence[Shape]) -> list[Move]:
+    """Every rank has all of it."""
+    length = shapes[0][0] if shapes[0] else 1
+    return [Move(name, rank, 0, 0, length, 0, replica=rank > 0) for name in names for rank in range(len(shapes))]
+
+
+def _joined(name: str, shapes: Sequence[Shape], dim: int) -> list[Move]:
+    """The ranks' tensors follow each other along a dim."""
+    moves, at = [], 0
+    for rank, shape in enumerate(shapes):
+        if len(shape) <= dim:
+            raise CheckpointMismatch(f"tensor {name!r} is {list(shape)}, and should be cut along dim {dim}")
+        moves.append(Move(name, rank, dim, 0, shape[dim], at))
+        at += shape[dim]
+    return moves
+
+
+def _halves(names: Sequence[str], shapes: Sequence[Shape], dim: int) -> list[Move]:
+    """Each rank has its part of the first and of the second tensor. Of two equal names, the second follows the first
+    in one tensor."""
+    half = shapes[0][dim] // 2
+    if any(shape[dim] != 2 * half for shape in shapes):
+        raise CheckpointMismatch(f"tensor {names[0]!r} is fused, and {shapes[0][dim]} rows cannot be two equal parts")
+    shift = half * len(shapes) if names[0] == names[1] else 0
+    return [
+        Move(name, rank, dim, number * half, half, rank * half + number * shift)
+        for number, name in enumerate(names)
+        for rank in range(len(shapes))
+    ]
+
+
+def _rows(name: str, shapes: Sequence[Shape], heads: HeadLayout | None, dim: int, module: str) -> list[Move]:
+    """A row parallel tensor: cut along the dim of its inputs; those of o_proj are query heads."""
+    if len(shapes[0]) == 3:
+        return _joined(name, shapes, dim)
+    if module != "o_proj" or heads is None or heads.copies == 1:
+        return _joined(name, shapes, dim)
+    return _by_head(name, shapes, dim, heads.size, heads.query_order())
+
+
+def _heads_of(name: str, shapes: Sequence[Shape], heads: HeadLayout | None, member: str) -> list[Move]:
+    if heads is None or heads.copies == 1:
+        return _joined(name, shapes, 0)
+    order = heads.query_order() if member == "q_proj" else heads.key_order()
+    return _by_head(name, shapes, 0, heads.size, order)
+
+
+def _fused(names: Sequence[str], shapes: Sequence[Shape], heads: HeadLayout | None, part: str | None) -> list[Move]:
+    """Each rank has its query, key and value rows one after the other."""
+    rows, ranks = shapes[0][0], len(shapes)
+    if heads is None and part is None:
+        query = key = rows // 3
+    elif heads is None:
+        raise CheckpointMismatch(f"tensor {names[0]!r} is fused, and the number of heads is unknown")
+    else:
+        query = heads.queries * heads.size // ranks
+        key = heads.keys * heads.copies * heads.size // ranks
+    if query + 2 * key != rows:
+        raise CheckpointMismatch(f"tensor {names[0]!r} has {rows} rows on a rank, which do not fit the config's heads")
+    moves = []
+    for name, start, length in zip(names, (0, query, query + key), (query, key, key), strict=True):
+        inner = [(length, *shape[1:]) for shape in shapes]
+        found = _heads_of(name, inner, heads, "q_proj" if ".q_proj." in f".{name}" else "k_proj")
+        moves += [Move(m.name, m.rank, m.dim, m.start + start, m.length, m.at, m.replica) for m in found]
+    return moves
+
+
+def _by_head(name: str, shapes: Sequence[Shape], dim: int, size: int, order: Sequence[int]) -> list[Move]:
+    """Head by head, since they are stored in another order; heads that come again are replicas."""
+    per_rank, remainder = divmod(shapes[0][dim], size)
+    if remainder or per_rank * len(shapes) != len(order) or any(shape[dim] != shapes[0][dim] for shape in shapes):
+        raise CheckpointMismatch(
+            f"tensor {name!r} has {shapes[0][dim]} rows on a rank, which do not fit {len(order)} heads of {size}"
+        )
+    moves: list[Move] = []
+    seen: set[int] = set()
+    for position, head in enumerate(order):
+        rank, inside = divmod(position, per_rank)
+        moves.append(Move(name, rank, dim, inside * size, size, head * size, head in seen))
+        seen.add(head)
+    return moves

@@ -1,0 +1,99 @@
+"""Recognizes which tool a checkpoint is of, and opens it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepmark.checkpoint.format.checkpoint_folders import resolve_link
+from stepmark.checkpoint.format.manifest import MANIFEST
+from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.interchange.foreign import CheckpointFormat, ForeignCheckpoint, ImportOptions
+from stepmark.interchange.formats import (
+    dcp,
+    hf_sharded,
+    neuronx_distributed,
+    optimum_neuron,
+    optimum_neuron_lora,
+    plain,
+    transformers_trainer,
+)
+
+# In this order: the folders of some tools contain files of others.
+FORMATS: tuple[CheckpointFormat, ...] = (
+    optimum_neuron_lora,
+    optimum_neuron,
+    neuronx_distributed,
+    transformers_trainer,
+    dcp,
+    hf_sharded,
+    plain,
+)
+_INNER = ("checkpoint-*", "step-*", "step_*", "global_step*")
+
+
+def format_of(source: Path) -> CheckpointFormat | None:
+    """The format of a folder or file, None where it is none that is known, or one of ours."""
+    if (source / MANIFEST).is_file():
+        return None
+    try:
+        return next((found for found in FORMATS if found.recognize(source)), None)
+    except OSError:
+        return None
+
+
+def open_foreign(source: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """Opens a checkpoint of another tool.
+
+    Args:
+        source: Its folder or file, or a folder of several with `options.tag`.
+        options: What the user says about it.
+
+    Returns:
+        What it holds; nothing of its tensors has been read.
+
+    Raises:
+        CheckpointNotFound: There is nothing.
+        CheckpointMismatch: It is of no known tool, or needs what the options do not have.
+        CheckpointDamaged: It is incomplete or malformed.
+    """
+    source = resolve_link(source)
+    if not source.exists():
+        raise CheckpointNotFound(f"there is no {source}; name the folder of a checkpoint")
+    if (source / MANIFEST).is_file():
+        raise UsageError(f"{source} is a Stepmark checkpoint already; resume from it, or see `stepmark consolidate`")
+    source = _tagged(source, options.tag)
+    found = format_of(source)
+    if found is None:
+        raise CheckpointMismatch(
+            f"{source} is not a checkpoint of a known tool{_hint(source)}; see docs/interchange.md"
+        )
+    try:
+        return found.open_checkpoint(source, options)
+    except RecursionError as error:
+        raise CheckpointMismatch(f"{source} is nested too deep to be a checkpoint") from error
+    except MemoryError as error:
+        raise CheckpointError(f"{source}: there is not enough memory for its metadata") from error
+
+
+def _tagged(source: Path, tag: str | None) -> Path:
+    """The checkpoint of a tag or step, in a folder with several."""
+    if tag is None:
+        return source
+    if Path(tag).name != tag:
+        raise UsageError(f"--tag {tag}: give the name or the step of a checkpoint in {source}")
+    names = (tag, *(pattern.replace("*", tag) for pattern in _INNER))
+    found = next((source / name for name in names if (source / name).exists()), None)
+    if found is None:
+        raise CheckpointNotFound(f"{source} has no checkpoint {tag!r}; it has {_entries(source)}")
+    return found
+
+
+def _hint(source: Path) -> str:
+    """Names the checkpoints in a folder, where it has some."""
+    inner = sorted(path.name for pattern in _INNER for path in source.glob(pattern) if format_of(path))
+    return f"; it has {', '.join(inner[:3])}: name one of them" if inner else ""
+
+
+def _entries(source: Path) -> str:
+    names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "") if names else "nothing"

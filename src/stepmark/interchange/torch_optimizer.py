@@ -1,0 +1,101 @@
+"""The state dict of a torch optimizer, with numbers or names, as a ForeignOptimizer."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepmark.checkpoint.format.dtypes import torch_dtype
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange.array_reader import ArrayReader
+from stepmark.interchange.foreign import ForeignOptimizer, ForeignTensor
+from stepmark.interchange.stored_array import StoredArray
+from stepmark.sharding.layout import Shape
+
+STEP = "step"
+NAMES = "param_names"
+
+
+def split_state_dict(value: Any, where: str) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
+    """State and groups of an optimizer's state dict. Raises CheckpointDamaged where it is not one."""
+    state = value.get("state") if isinstance(value, dict) else None
+    groups = value.get("param_groups") if isinstance(value, dict) else None
+    if not isinstance(state, dict) or not isinstance(groups, list) or not groups:
+        raise CheckpointDamaged(f"{where} is not the state of an optimizer: it has no state and param_groups")
+    if not all(isinstance(item, dict) for item in (*state.values(), *groups)):
+        raise CheckpointDamaged(f"{where}: a state or group of the optimizer is malformed")
+    return state, [{str(key): plain(item, where) for key, item in group.items()} for group in groups]
+
+
+def plain(value: Any, where: str) -> Any:
+    """A hyperparameter as plain values: tensors of one element become numbers."""
+    if isinstance(value, StoredArray):
+        return scalar(value, where)
+    if isinstance(value, dict):
+        return {key: plain(item, where) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, where) for item in value]
+    if isinstance(value, ForeignTensor):
+        return scalar(value.pieces[0].array, where)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointMismatch(f"{where}: a hyperparameter of the optimizer is a {type(value).__name__}")
+
+
+def scalar(array: StoredArray, where: str) -> int | float:
+    """The number in a tensor of one element."""
+    import torch
+
+    if array.numel != 1:
+        raise CheckpointMismatch(f"{where}: a tensor of shape {list(array.shape)} stands where a number is expected")
+    with ArrayReader() as reader:
+        bits = reader.array(array)
+    found = torch.from_numpy(bits.reshape(1).view(np.uint8)).view(torch_dtype(array.dtype)).item()
+    assert isinstance(found, int | float)
+    return found
+
+
+def number_tensor(name: str, value: float, path: Path) -> ForeignTensor:
+    """A tensor for a number, such as a step that a tool counts with an integer."""
+    array = StoredArray(path, 0, "F32", (), (), struct.pack("<f", value))
+    return ForeignTensor.whole(name, array)
+
+
+def state_shape(state: Mapping[str, Any], like: Callable[[Any], Shape | None]) -> Shape | None:
+    """The shape of a parameter, as its states show it; None where they do not."""
+    return next(
+        (shape for key, value in state.items() if key != STEP and (shape := like(value)) not in (None, ())), None
+    )
+
+
+def array_shape(value: Any) -> Shape | None:
+    """The shape of an array or tensor, None of anything else."""
+    return value.shape if isinstance(value, StoredArray | ForeignTensor) else None
+
+
+def whole_optimizer(
+    state: Mapping[Any, Mapping[str, Any]], groups: list[dict[str, Any]], names: Mapping[Any, str], where: Path
+) -> ForeignOptimizer:
+    """An optimizer whose states are not sharded. `names` are by the keys of `state`."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, values in state.items():
+        if key not in names:
+            raise CheckpointDamaged(f"{where}: the state of parameter {str(key)[:80]!r} is in no group")
+        states[names[key]] = {str(one): as_tensor(f"{names[key]}/{one}", value, where) for one, value in values.items()}
+    for group in groups:
+        group["params"] = [names[key] for key in group["params"]]
+        group.pop(NAMES, None)
+    return ForeignOptimizer(groups, states)
+
+
+def as_tensor(name: str, value: Any, path: Path) -> Any:
+    """A state's value: arrays become tensors, and so does a step that is a number."""
+    if isinstance(value, StoredArray):
+        return ForeignTensor.whole(name, value)
+    if name.endswith(f"/{STEP}") and isinstance(value, int | float):
+        return number_tensor(name, float(value), path)
+    return value

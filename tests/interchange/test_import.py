@@ -1,0 +1,219 @@
+"""Checkpoints of other tools, written from their formats' descriptions: every value comes along, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stepmark.checkpoint.format.verify import verify
+from stepmark.cli.main import run
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
+from stepmark.interchange.foreign import ImportOptions
+from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.recognition import open_foreign
+from tests.support import foreign_checkpoints
+from tests.support.foreign_checkpoints import WRITERS, Truth, truth
+
+SILENT = ImportListener(lambda size: None, lambda size: None)
+
+
+def take(source: Path, out: Path, **options: Any) -> Path:
+    write_checkpoint(open_foreign(source, ImportOptions(**options)), out, SILENT)
+    return out
+
+
+def check(folder: Path, expected: Truth) -> None:
+    model = load_file(folder / "model.safetensors")
+    assert model.keys() == expected.model.keys()
+    assert all(torch.equal(model[name], tensor) for name, tensor in expected.model.items())
+    states = load_file(folder / "optimizer" / "optimizer.safetensors")
+    assert {name for name, key in (full.rsplit("/", 1) for full in states)} == expected.moments.keys()
+    for name, moments in expected.moments.items():
+        assert all(torch.equal(states[f"{name}/{key}"], value) for key, value in moments.items()), name
+    assert not verify(folder).faults
+
+
+@pytest.mark.parametrize("tool", list(WRITERS))
+def test_every_value_comes_along(tool: str, tmp_path: Path) -> None:
+    expected = truth()
+    source = WRITERS[tool](tmp_path / "source", expected)
+    found = open_foreign(source, ImportOptions())
+    assert tool.split()[0] in found.kind or tool == "dcp"
+    assert found.step == foreign_checkpoints.STEP
+    check(take(source, tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize(("tp", "dp", "xser"), [(1, 1, False), (2, 3, True), (4, 1, True), (8, 2, False)])
+def test_any_mesh_of_neuronx_distributed(tp: int, dp: int, xser: bool, tmp_path: Path) -> None:
+    expected = truth()
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", expected, tp=tp, dp=dp, xser=xser)
+    check(take(source, tmp_path / "out"), expected)
+
+
+def test_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = foreign_checkpoints.trainer_folder(tmp_path / "checkpoint-3", truth())
+    assert run(["import", str(source), str(tmp_path / "out"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["kind"], said["step"], said["optimizer_parameters"]) == ("transformers Trainer", 3, 21)
+    assert said["assumed"]
+    assert run(["inspect", str(source)]) == 0
+    assert "transformers Trainer, step 3" in capsys.readouterr().out
+    assert run(["verify", str(source)]) == 0
+    assert "complete" in capsys.readouterr().out
+    assert run(["import", str(tmp_path / "out"), str(tmp_path / "again")]) == UsageError.exit_code
+
+
+def test_model_only_is_a_model_folder(tmp_path: Path) -> None:
+    expected = truth()
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", expected)
+    assert run(["import", str(source), str(tmp_path / "out"), "--model-only"]) == 0
+    model = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(model[name], tensor) for name, tensor in expected.model.items())
+    assert (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out" / "optimizer").exists()
+
+
+def test_low_precision_gets_master_weights_and_fp32_states(tmp_path: Path) -> None:
+    drawn = truth()
+    low = Truth(
+        {name: tensor.bfloat16() for name, tensor in drawn.model.items()},
+        {
+            name: {key: v if key == "step" else v.bfloat16() for key, v in moments.items()}
+            for name, moments in drawn.moments.items()
+        },
+    )
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", low)
+    states = load_file(take(source, tmp_path / "out") / "optimizer" / "optimizer.safetensors")
+    for name, tensor in low.model.items():
+        assert torch.equal(states[f"{name}/master"], tensor.float())
+        assert torch.equal(states[f"{name}/exp_avg"], low.moments[name]["exp_avg"].float())
+
+
+def test_names_of_another_program(tmp_path: Path) -> None:
+    expected = truth()
+    torch.save({name.replace("model.layers", "net.blocks"): t for name, t in expected.model.items()}, tmp_path / "m.pt")
+    names = tmp_path / "names.yaml"
+    names.write_text(
+        "net.blocks.*.*.*.weight: model.layers.*.*.*.weight\nnet.blocks.*.*.weight: model.layers.*.*.weight\n"
+    )
+    config = foreign_checkpoints.write_config(tmp_path / "config")
+    command = ["import", str(tmp_path / "m.pt"), str(tmp_path / "out"), "--model-only", "--map", str(names)]
+    assert run([*command, "--config", str(config)]) == 0
+    model = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(model[name], tensor) for name, tensor in expected.model.items())
+
+
+# Bad input: one error that names file and tensor, and nothing is written
+
+
+def refused(source: Path, tmp_path: Path, kind: type[CheckpointError], *words: str) -> None:
+    with pytest.raises(kind) as error:
+        take(source, tmp_path / "out")
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".", "out"))) == []
+
+
+def test_missing_file_of_a_rank(tmp_path: Path) -> None:
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth())
+    (source / "model" / "dp_rank_00_tp_rank_02_pp_rank_00.pt").unlink()
+    refused(source, tmp_path, CheckpointDamaged, "tensor rank 2", "missing")
+
+
+def test_missing_last_data_parallel_rank(tmp_path: Path) -> None:
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth())
+    for path in (source / "optim").glob("dp_rank_01*"):
+        path.unlink()
+    refused(source, tmp_path, CheckpointDamaged, "data parallel rank's file is missing", "exp_avg")
+
+
+def test_missing_tensor_file(tmp_path: Path) -> None:
+    source = foreign_checkpoints.optimum_folder(tmp_path / "source", truth())
+    (source / "shards" / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt.tensors" / "tensor_3.pt").unlink()
+    refused(source, tmp_path, CheckpointDamaged, "tensor_3.pt", "weight_v")
+
+
+@pytest.mark.parametrize("tool", list(WRITERS))
+def test_truncated_file(tool: str, tmp_path: Path) -> None:
+    source = WRITERS[tool](tmp_path / "source", truth())
+    path = max((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    os.truncate(path, path.stat().st_size - 100)
+    refused(source, tmp_path, CheckpointDamaged, path.name)
+
+
+def test_changed_byte_of_a_record(tmp_path: Path) -> None:
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", truth())
+    data = bytearray((source / "optimizer.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (source / "optimizer.pt").write_bytes(data)
+    refused(source, tmp_path, CheckpointDamaged, "optimizer.pt")
+
+
+def test_files_of_two_saves(tmp_path: Path) -> None:
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth())
+    other = foreign_checkpoints.nxd_folder(tmp_path / "other", truth(1))
+    name = "dp_rank_00_tp_rank_03_pp_rank_00.pt"
+    shutil.copy(other / "model" / name, source / "model" / name)
+    refused(source, tmp_path, CheckpointMismatch, "replicas", "weight_k")
+
+
+def test_norms_of_two_saves(tmp_path: Path) -> None:
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth(), tp=2)
+    other = foreign_checkpoints.nxd_folder(tmp_path / "other", truth(1), tp=2)
+    name = "dp_rank_00_tp_rank_01_pp_rank_00.pt"
+    shutil.copy(other / "model" / name, source / "model" / name)
+    refused(source, tmp_path, CheckpointDamaged, "differs from its replica", name, "norm")
+
+
+def test_config_of_another_model(tmp_path: Path) -> None:
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", truth())
+    (source / "config.json").write_text(json.dumps({**foreign_checkpoints.CONFIG, "intermediate_size": 25}))
+    refused(source, tmp_path, CheckpointMismatch, "model.safetensors", "gate_proj", "[25, 32]")
+
+
+def test_config_of_very_many_layers_is_not_built(tmp_path: Path) -> None:
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", truth())
+    (source / "config.json").write_text(json.dumps({**foreign_checkpoints.CONFIG, "num_hidden_layers": 10**9}))
+    refused(source, tmp_path, CheckpointMismatch, "num_hidden_layers")
+
+
+def test_optimizer_of_another_model(tmp_path: Path) -> None:
+    expected = truth()
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", expected)
+    names = list(expected.moments)
+    swapped = {names[1]: expected.moments[names[2]], names[2]: expected.moments[names[1]]}
+    torch.save(foreign_checkpoints.numbered({**expected.moments, **swapped}), source / "optimizer.pt")
+    refused(source, tmp_path, CheckpointMismatch, "optimizer.pt", "q_proj")
+
+
+def test_index_that_leads_out_of_the_folder(tmp_path: Path) -> None:
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", truth())
+    (source / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    index = {"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(source, tmp_path, CheckpointError, "outside", "elsewhere")
+
+
+def test_name_of_another_step(tmp_path: Path) -> None:
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", truth())
+    with pytest.raises(UsageError, match="checkpoint-3"):
+        take(source, tmp_path / "checkpoint-4")
+
+
+def test_tensor_in_two_files_of_an_index(tmp_path: Path) -> None:
+    expected = truth()
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", expected)
+    (source / "model.safetensors").unlink()
+    for number in (1, 2):
+        save_file(expected.model, source / f"model-0000{number}-of-00002.safetensors")
+    weight_map = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(expected.model)}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    refused(source, tmp_path, CheckpointDamaged, "as well")
