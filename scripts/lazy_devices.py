@@ -38,6 +38,8 @@ trace: warnings and checks that read values. What reads all the same is named in
 the run: values that the model looks at, and operations that torch_xla does not have and runs on the host. Mixtures of
 experts apply every expert to every token, so that no shape depends on the routing, at (experts / experts per token)
 times the arithmetic.
+
+The graphs of a recipe's run can be made ahead, and kept for later runs: [trainium.md](trainium.md#compiling-ahead).
 """
 
 

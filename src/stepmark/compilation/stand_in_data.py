@@ -1,0 +1,52 @@
+"""Data of the shapes that a recipe's data has, without reading any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from stepmark.config.recipe import Recipe
+from stepmark.data.prepared_data import choose_block_size
+
+FINGERPRINT = "stand-in"
+
+
+@dataclass(frozen=True)
+class StandInData:
+    """In place of `Prepared`: what training and evaluation read. `validation` is None where nothing is evaluated."""
+
+    train: StandInBlocks
+    validation: StandInBlocks | None
+    fingerprint: str = FINGERPRINT
+
+
+class StandInBlocks(Dataset[dict[str, Tensor]]):
+    """Blocks as those of `PackedBlocks`: every token is the same, and every label counts."""
+
+    def __init__(self, samples: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.fingerprint = FINGERPRINT
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.zeros(self.block_size, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps: int) -> StandInData:
+    """Enough samples for `steps` steps of an epoch, the last of which lacks some, and two batches of an evaluation."""
+    block_size = choose_block_size(recipe.data.block_size, tokenizer.model_max_length)
+    training = recipe.training
+    per_batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * data_parallel_size
+    ragged = 0 if training.dataloader_drop_last else (per_batch - 1) // 2
+    validation = StandInBlocks(training.per_device_eval_batch_size * data_parallel_size + 1, block_size)
+    return StandInData(
+        StandInBlocks(per_batch * steps - ragged, block_size), validation if training.eval_strategy != "no" else None
+    )

@@ -1,0 +1,34 @@
+"""What the doctor finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """Good, of no consequence or unknown; a risk; something that will make a run fail."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the page.
+
+    Attributes:
+        topic: The section.
+        name: What was looked at.
+        text: What was found; with a warning or a failure also what to do.
+        status: Whether that is good.
+        values: The same for machines.
+    """
+
+    topic: str
+    name: str
+    text: str
+    status: Status = Status.OK
+    values: dict[str, Any] = field(default_factory=dict)

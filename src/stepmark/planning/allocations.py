@@ -1,0 +1,144 @@
+"""Counts the memory of tensors that a program allocates, without any of them being real.
+
+Under torch's FakeTensorMode every operation of a real step runs, and its results have shapes, types and storages but no
+memory. The tracker sees each new storage and each one that is released, so at any time it knows what would be
+allocated. What a kernel allocates for itself and releases before it returns is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Categories of memory, in the order in which they are shown.
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+MASTER_WEIGHTS = "master weights"
+COMMUNICATION = "communication"
+ACTIVATIONS = "activations"
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, MASTER_WEIGHTS, COMMUNICATION, ACTIVATIONS)
+
+Usage = Mapping[str, int]  # bytes by category
+
+
+class AllocationTracker(TorchDispatchMode):
+    """Active while a program runs under FakeTensorMode.
+
+    `rounding`: bytes to whose multiple the allocator rounds.
+    """
+
+    def __init__(self, rounding: int = 1) -> None:
+        super().__init__()
+        self._rounding = rounding
+        self._category = ACTIVATIONS
+        self._window: str | None = None
+        self._sizes: list[int] = []
+        self._categories: list[str] = []
+        self._numbers: dict[int, int] = {}  # of the storages that are allocated, by address
+        self._log: dict[str, list[int]] = {}  # by window: a storage's number, or ~number when it is released
+        self._at_start: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self._numbers:
+            return
+        number = self._numbers[address] = len(self._sizes)
+        self._sizes.append(-(-storage.nbytes() // self._rounding) * self._rounding)
+        self._categories.append(self._category)
+        self._record(number)
+        weakref.finalize(storage, self._release, address, number).atexit = False
+
+    def _release(self, address: int, number: int) -> None:
+        if self._numbers.get(address) == number:
+            del self._numbers[address]
+        self._record(~number)
+
+    def _record(self, event: int) -> None:
+        if self._window is not None:
+            self._log[self._window].append(event)
+
+    def enter(self, window: str, category: str) -> None:
+        """From now on, allocations belong to `window`, a part of the step, and to `category` unless `assign` says
+        otherwise."""
+        self._window, self._category = window, category
+        if window not in self._log:
+            self._log[window], self._at_start[window] = [], list(self._numbers.values())
+
+    @contextmanager
+    def within(self, category: str) -> Iterator[None]:
+        """What is allocated in the block belongs to `category`."""
+        before, self._category = self._category, category
+        try:
+            yield
+        finally:
+            self._category = before
+
+    def assign(self, tensors: Iterable[Any], category: str) -> None:
+        """The memory of these tensors belongs to `category`, whenever it was allocated."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                number = self._numbers.get(tensor.untyped_storage()._cdata)
+                if number is not None:
+                    self._categories[number] = category
+
+    def allocated(self) -> dict[str, int]:
+        """What is allocated now, by category."""
+        return self._usage(self._numbers.values())
+
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """What is allocated when most is, by window. A backward pass is two windows, its halves, in which the peaks
+        have other causes: activations that are still held, and gradients that are there already."""
+        found = {}
+        for window, log in self._log.items():
+            middle = len(log) // 2 if window.startswith("backward") else len(log)
+            live = dict.fromkeys(self._at_start[window])
+            for half, events in enumerate((log[:middle], log[middle:])):
+                if events or not half:
+                    name = window if middle == len(log) else f"{window}, {'first' if not half else 'second'} half"
+                    found[name] = self._usage(self._peak(live, events))
+        return found
+
+    def _peak(self, live: dict[int, None], events: list[int]) -> list[int]:
+        """The storages at the peak. `live` is advanced to the end of the events."""
+        total = highest = sum(self._sizes[number] for number in live)
+        until = 0
+        for position, event in enumerate(events, start=1):
+            total += self._sizes[event] if event >= 0 else -self._sizes[~event]
+            if total > highest:
+                highest, until = total, position
+        _advance(live, events[:until])
+        at_peak = list(live)
+        _advance(live, events[until:])
+        return at_peak
+
+    def _usage(self, numbers: Iterable[int]) -> dict[str, int]:
+        usage: Counter[str] = Counter()
+        for number in numbers:
+            usage[self._categories[number]] += self._sizes[number]
+        return {category: usage[category] for category in CATEGORIES}
+
+
+def _advance(live: dict[int, None], events: list[int]) -> None:
+    for event in events:
+        if event >= 0:
+            live[event] = None
+        else:
+            live.pop(~event, None)

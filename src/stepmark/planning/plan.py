@@ -1,0 +1,195 @@
+"""What a recipe needs on a number of ranks: memory a rank, for its mesh and those near it, and the run's length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stepmark.config.recipe import Recipe
+from stepmark.config.training_arguments import TrainingArguments
+from stepmark.errors import UsageError
+from stepmark.planning.candidates import neighbours, smaller
+from stepmark.planning.depth import trace_deep
+from stepmark.planning.run_length import RunLength
+from stepmark.planning.simulated_mesh import DEVICES, PlannedDevice
+from stepmark.planning.step_trace import StepSetup, meta_model
+
+HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of a rank with some settings.
+
+    Attributes:
+        args: The settings.
+        peak_of: The part of the step in which most is allocated.
+        usage: Bytes by category at that peak.
+        checkpointed: Bytes of optimizer state and master weights for an element of a parameter, as they are saved.
+        impossible: Why these settings cannot be used; None if they can.
+    """
+
+    args: TrainingArguments
+    peak_of: str = ""
+    usage: dict[str, int] | None = None
+    checkpointed: float = 0.0
+    impossible: str | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return sum((self.usage or {}).values())
+
+    def fits(self, device_memory: int) -> bool:
+        """Whether it fits with some room for what is not counted."""
+        return self.impossible is None and self.peak <= HEADROOM * device_memory
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of a checkpoint's tensors, and of host memory that each rank copies them to (on average; a lazy device
+    passes complete tensors, one at a time, beside that)."""
+
+    model: int
+    optimizer: int
+    staging: int
+
+    @property
+    def total(self) -> int:
+        return self.model + self.optimizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a recipe. `options` are the recipe's own settings, then others; `device_memory` in bytes."""
+
+    model_class: str
+    parameters: int
+    ranks: int
+    device: PlannedDevice
+    device_memory: int | None
+    length: RunLength
+    options: Sequence[RankMemory]
+    checkpoint: CheckpointSize
+    notes: Sequence[str]
+
+    @property
+    def own(self) -> RankMemory:
+        return self.options[0]
+
+    @property
+    def chosen(self) -> RankMemory | None:
+        """The first that fits: the recipe's own if it does."""
+        if self.device_memory is None:
+            return None
+        return next((option for option in self.options if option.fits(self.device_memory)), None)
+
+
+def make_plan(
+    recipe: Recipe,
+    config: Any,
+    ranks: int,
+    length: RunLength,
+    device: str,
+    device_memory: int | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Plans a recipe.
+
+    Args:
+        recipe: The recipe.
+        config: The model's configuration.
+        ranks: All ranks of the run.
+        length: Steps and tokens.
+        device: The device type to plan for.
+        device_memory: Bytes of a rank's device; default None: nothing is said about what fits.
+        notes: Lines that the reader of the plan should know.
+
+    Raises:
+        UsageError: The recipe's own settings cannot be used on these ranks.
+    """
+    args = recipe.training
+    _check_mesh(args, ranks)
+    model_class, parameters, elements = _count(config)
+    measured = [_measure(config, each, ranks, length, device) for each in neighbours(args, ranks)]
+    if measured[0].impossible is not None:
+        raise UsageError(measured[0].impossible)
+    if device_memory is not None and not any(each.fits(device_memory) for each in measured):
+        others = [each for each in smaller(args, ranks) if each not in [one.args for one in measured]]
+        measured += _until_one_fits(config, others, ranks, length, device, device_memory)
+    size = torch.finfo(getattr(torch, args.dtype)).bits // 8
+    optimizer = 0 if args.save_only_model else round(parameters * measured[0].checkpointed)
+    total = elements * size + optimizer
+    return Plan(
+        model_class,
+        parameters,
+        ranks,
+        DEVICES[device],
+        device_memory,
+        length,
+        measured,
+        CheckpointSize(elements * size, optimizer, -(-total // ranks)),
+        notes,
+    )
+
+
+def _check_mesh(args: TrainingArguments, ranks: int) -> None:
+    if ranks < 1:
+        raise UsageError(f"--nproc: must be at least 1, but is {ranks}")
+    if ranks % args.tensor_parallel_size:
+        raise UsageError(
+            f"tensor_parallel_size: {args.tensor_parallel_size} does not divide the {ranks} ranks; plan for a multiple "
+            f"of {args.tensor_parallel_size} ranks, or choose a divisor of {ranks}"
+        )
+
+
+def _count(config: Any) -> tuple[str, int, int]:
+    """The model's class, its parameters, and these with the buffers that are saved."""
+    with FakeTensorMode():
+        model = meta_model(config)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        saved = {id(value): value.numel() for value in model.state_dict(keep_vars=True).values()}
+        return type(model).__name__, parameters, sum(saved.values())
+
+
+def _until_one_fits(
+    config: Any, tried: Sequence[TrainingArguments], ranks: int, length: RunLength, device: str, device_memory: int
+) -> list[RankMemory]:
+    found: list[RankMemory] = []
+    for settings in tried:
+        found.append(_measure(config, settings, ranks, length, device))
+        if found[-1].fits(device_memory):
+            break
+    return found
+
+
+def _measure(config: Any, args: TrainingArguments, ranks: int, length: RunLength, device: str) -> RankMemory:
+    if args.sequence_parallel and length.block_size % args.tensor_parallel_size:
+        reason = f"block_size {length.block_size} is not a multiple of tensor_parallel_size {args.tensor_parallel_size}"
+        return RankMemory(args, impossible=f"sequence_parallel: {reason}")
+    try:
+        trace = trace_deep(StepSetup(config, args, ranks, length.block_size, DEVICES[device]))
+    except UsageError as error:
+        return RankMemory(args, impossible=str(error))
+    window, usage = max(trace.peaks.items(), key=lambda item: sum(item[1].values()))
+    return RankMemory(args, _part(window), usage, trace.saved_per_element)
+
+
+def _part(window: str) -> str:
+    """`backward pass 1, first half` without the number of the micro-batch."""
+    words = [word for word in window.split(", ")[0].split() if not word.isdigit()]
+    return " ".join(words)
+
+
+def saves(plan: Plan) -> int | None:
+    """Checkpoints of the complete run; None where that is unknown."""
+    args, steps = plan.own.args, plan.length.steps
+    if args.save_strategy != "steps" or steps is None:
+        return 0 if args.save_strategy == "no" else None
+    interval = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * steps)
+    return steps // max(int(interval), 1)

@@ -1,0 +1,144 @@
+"""A mesh of ranks that do not exist, for tracing a step: nothing is sent, and memory is allocated as if it were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stepmark.launch.world import World
+from stepmark.planning.allocations import COMMUNICATION, AllocationTracker
+from stepmark.runtime.collectives import Collectives, GroupCollectives, NoCollectives, Reduction
+from stepmark.runtime.context import Context
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.host_group import HostGroup
+from stepmark.runtime.mesh import DATA, TENSOR, Mesh
+from stepmark.runtime.rank_grid import RankGrid
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """The properties of a device type that decide what is allocated.
+
+    Attributes:
+        name: "cpu", "cuda", "neuron" or "xla".
+        lazy: Whether operations become a graph.
+        host_memory: Whether its memory is the host's.
+        rounding: Bytes to whose multiple its allocator rounds.
+    """
+
+    name: str
+    lazy: bool = False
+    host_memory: bool = False
+    rounding: int = 1
+
+
+DEVICES = {
+    "cpu": PlannedDevice("cpu", host_memory=True),
+    "cuda": PlannedDevice("cuda", rounding=512),
+    "neuron": PlannedDevice("neuron"),
+    "xla": PlannedDevice("xla", lazy=True),
+}
+
+
+class SimulatedRuntime(EagerRuntime):
+    """A device that computes nothing: its tensors are fake."""
+
+    def __init__(self, device: PlannedDevice) -> None:
+        super().__init__(torch.device("cpu"))
+        self.name = device.name
+        self.lazy = device.lazy
+        self.host_memory = device.host_memory
+
+    def seed(self, value: int) -> None:
+        """Draws nothing, so there is nothing to seed."""
+
+    def current_seed(self) -> int:
+        return 0
+
+
+class SimulatedMesh(Mesh):
+    """The mesh as rank 0 sees it, without the other ranks."""
+
+    def __init__(self, axes: dict[str, int], device: PlannedDevice, tracker: AllocationTracker) -> None:
+        grid = RankGrid(axes)
+        self._device, self._tracker = device, tracker
+        context = Context(World(size=grid.size), SimulatedRuntime(device), HostGroup())
+        super().__init__(context, grid, {axis: self._collectives(axes[axis]) for axis in (DATA, TENSOR)})
+
+    def replicas(self, count: int) -> Collectives:
+        return self._collectives(count)
+
+    def _collectives(self, size: int) -> Collectives:
+        if size == 1:
+            return NoCollectives()
+        kind = SimulatedGraphCollectives if self._device.lazy else SimulatedCollectives
+        return kind(size, self._tracker, self._device.host_memory)
+
+
+class SimulatedCollectives(GroupCollectives):
+    """Allocates what `GroupCollectives` does."""
+
+    def __init__(self, size: int, tracker: AllocationTracker, host_memory: bool) -> None:
+        self.rank, self.size = 0, size
+        self._tracker, self._host_memory = tracker, host_memory
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            return [tensor.contiguous() for tensor in tensors]
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            shards = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
+            gathered = [shard.new_empty(self.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
+            return [each.movedim(0, dim) for each in gathered]
+
+    def gather_in_place(self, tensors: Sequence[Tensor]) -> None:
+        """Allocates nothing."""
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            received = torch.empty_like(tensor) if self._host_memory else self._shard_like(tensor)
+        return lambda: self._finish(tensor, received)
+
+    def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        return [number * self.size for number in numbers]
+
+    def _finish(self, sent: Tensor, received: Tensor) -> Tensor:
+        """`sent` is held until then, as a collective does."""
+        if not self._host_memory:
+            return received
+        with self._tracker.within(COMMUNICATION):
+            return self._shard_like(received)
+
+    def _shard_like(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+
+
+class SimulatedGraphCollectives(NoCollectives):
+    """Collectives in the graph: each result is a new tensor."""
+
+    def __init__(self, size: int, tracker: AllocationTracker, host_memory: bool) -> None:
+        self.size = size
+        self._tracker = tracker
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
+        return [self._like(tensor, 0, 1, 1) for tensor in tensors]
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return [self._like(tensor, dim, self.size, 1) for tensor in tensors]
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return [self._like(tensor, dim, 1, self.size) for tensor in tensors]
+
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return self._like(tensor, dim, 1, self.size)
+
+    def _like(self, tensor: Tensor, dim: int, times: int, divided_by: int) -> Tensor:
+        shape = list(tensor.shape)
+        if shape:
+            shape[dim] = shape[dim] * times // divided_by
+        with self._tracker.within(COMMUNICATION):
+            return tensor.new_empty(shape)

@@ -1,0 +1,150 @@
+"""A plan as text, and as plain values for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from stepmark.planning.allocations import CATEGORIES
+from stepmark.planning.plan import HEADROOM, Plan, RankMemory, saves
+
+GIGABYTE = 10**9
+COLUMNS = ("mesh", "zero_1", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
+
+
+def to_text(plan: Plan) -> str:
+    """One page: the model and the run, memory of the recipe's own settings, and of others."""
+    return "\n".join([*_head(plan), "", *_own(plan), "", *_table(plan), "", *_conclusion(plan)])
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    length, checkpoint = plan.length, plan.checkpoint
+    yield f"model       {plan.model_class}, {plan.parameters / 1e9:.3f} billion parameters, {plan.own.args.dtype}"
+    yield f"ranks       {plan.ranks}: {_mesh(plan, plan.own)}; device {plan.device.name}"
+    steps = "unknown (max_steps, or --count-data, tells)" if length.steps is None else f"{length.steps:,}"
+    tokens = "" if length.tokens is None else f", {length.tokens:,} in all"
+    yield f"steps       {steps}; {length.samples_per_step:,} samples = {length.tokens_per_step:,} tokens a step{tokens}"
+    made = saves(plan)
+    times = "" if made is None else f", {made:,} times"
+    kept = plan.own.args.save_total_limit
+    disk = "" if kept is None else f"; {kept} kept and one in progress: {_gb((kept + 1) * checkpoint.total)}"
+    parts = f"model {_gb(checkpoint.model)}, optimizer {_gb(checkpoint.optimizer)}"
+    yield f"checkpoint  {_gb(checkpoint.total)} ({parts}){times}{disk}"
+    yield f"host        {_gb(checkpoint.staging)} a rank to copy a checkpoint to; it is kept from save to save"
+
+
+def _own(plan: Plan) -> Iterator[str]:
+    own = plan.own
+    yield f"memory a rank at the peak, in the {own.peak_of}:"
+    usage = own.usage or {}
+    for category in CATEGORIES:
+        yield f"  {category:<16}{_gb(usage[category]):>12}"
+    yield f"  {'sum':<16}{_gb(own.peak):>12}"
+
+
+def _table(plan: Plan) -> Iterator[str]:
+    """One line for each setting, in GB; the first is the recipe's own."""
+    yield "the recipe's mesh and those near it, in GB:"
+    columns = COLUMNS if plan.device_memory is None else (*COLUMNS, "fits")
+    rows = [columns, *(_row(plan, option) for option in plan.options if option.impossible is None)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
+    for row in rows:
+        yield "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+    for option in plan.options:
+        if option.impossible is not None:
+            yield f"  {_mesh(plan, option)}: not possible: {option.impossible}"
+
+
+def _row(plan: Plan, option: RankMemory) -> tuple[str, ...]:
+    args, usage = option.args, option.usage or {}
+    cells = [
+        _mesh(plan, option),
+        _yes(args.zero_1),
+        _yes(args.sequence_parallel),
+        _yes(args.gradient_checkpointing),
+        f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}",
+        *(f"{usage[category] / GIGABYTE:.2f}" for category in CATEGORIES),
+        f"{option.peak / GIGABYTE:.2f}",
+    ]
+    return tuple(cells) if plan.device_memory is None else (*cells, _verdict(plan, option))
+
+
+def _verdict(plan: Plan, option: RankMemory) -> str:
+    assert plan.device_memory is not None
+    if option.fits(plan.device_memory):
+        return "yes"
+    return "tight" if option.peak <= plan.device_memory else "no"
+
+
+def _conclusion(plan: Plan) -> Iterator[str]:
+    yield "`rows x micro`: rows of a micro-batch and micro-batches of a step, so that a step has the same samples."
+    if plan.device.lazy:
+        yield "On xla the compiler decides: it is planned as if operations ran one by one, without fused attention."
+    yield from plan.notes
+    if plan.device_memory is None:
+        return
+    memory = f"{_gb(plan.device_memory)} a rank, of which {1 - HEADROOM:.0%} are left for runtime and libraries"
+    chosen = plan.chosen
+    if chosen is None:
+        narrower = "" if plan.own.args.dtype == "bfloat16" else "dtype: bfloat16, "
+        yield f"None of these fits into {memory}: use {narrower}a shorter block_size, or more ranks."
+    elif chosen is plan.own:
+        yield f"The recipe fits into {memory}."
+    else:
+        yield f"The recipe does not fit into {memory}. This does: {' '.join(flags(plan.own, chosen))}"
+
+
+def flags(own: RankMemory, other: RankMemory) -> list[str]:
+    """What to add to the command to get the other settings."""
+    before, after = own.args.to_dict(), other.args.to_dict()
+    return [f"--{name} {str(value).lower()}" for name, value in after.items() if value != before[name]]
+
+
+def _mesh(plan: Plan, option: RankMemory) -> str:
+    size = option.args.tensor_parallel_size
+    return f"dp {plan.ranks // size} x tp {size}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _gb(size: int) -> str:
+    return f"{size / GIGABYTE:,.2f} GB" if size >= GIGABYTE / 10 else f"{size / 1e6:,.2f} MB"
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The same as plain values, sizes in bytes."""
+    return {
+        "model": plan.model_class,
+        "parameters": plan.parameters,
+        "ranks": plan.ranks,
+        "device": plan.device.name,
+        "device_memory": plan.device_memory,
+        "block_size": plan.length.block_size,
+        "steps": plan.length.steps,
+        "tokens_per_step": plan.length.tokens_per_step,
+        "tokens": plan.length.tokens,
+        "checkpoint": {
+            "model": plan.checkpoint.model,
+            "optimizer": plan.checkpoint.optimizer,
+            "staging_per_rank": plan.checkpoint.staging,
+            "saves": saves(plan),
+        },
+        "options": [_option_to_json(plan, option) for option in plan.options],
+        "chosen": plan.options.index(plan.chosen) if plan.chosen is not None else None,
+        "notes": list(plan.notes),
+    }
+
+
+def _option_to_json(plan: Plan, option: RankMemory) -> dict[str, Any]:
+    size = option.args.tensor_parallel_size
+    return {
+        "mesh": {"dp": plan.ranks // size, "tp": size},
+        "changes": flags(plan.own, option),
+        "peak": option.peak if option.impossible is None else None,
+        "peak_in": option.peak_of,
+        "memory": option.usage,
+        "fits": None if plan.device_memory is None else option.fits(plan.device_memory),
+        "impossible": option.impossible,
+    }

@@ -1,0 +1,158 @@
+"""Neuron's compiler: its tool starts the command again to extract graphs, and its cache is where the recipe says.
+
+There is no Neuron device here. A program takes the place of `neuron_parallel_compile`: it sets the variable by which
+the real one asks for graphs alone, and runs the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.main import run
+from tests.support.ranks import ROOT, Ranks
+from tests.support.recipes import write_recipe
+
+HERE = "tests.compilation.test_neuron"
+TOOL = """#!{python}
+import json, os, subprocess, sys
+names = ("NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS")
+found = {{name: os.environ.get(name) for name in names}}
+with open({seen!r}, "w") as file:
+    json.dump({{"command": sys.argv[1:], **found}}, file)
+sys.exit(subprocess.run(sys.argv[1:], env={{**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}}).returncode)
+"""
+ON_A_NEURON_HOST = """
+import sys
+from unittest import mock
+with mock.patch("stepmark.compilation.neuron.neuron_device_present", return_value=True), \\
+     mock.patch("stepmark.runtime.compile_cache.neuron_device_present", return_value=True):
+    from stepmark.cli.main import run
+    sys.exit(run(sys.argv[1:]))
+"""
+
+
+def command_line(*arguments: str) -> int:
+    """`stepmark` in a rank."""
+    return run(list(arguments))
+
+
+def on_a_neuron_host(folder: Path, *arguments: str, tool: bool = True) -> subprocess.CompletedProcess[str]:
+    """`stepmark` where a Neuron device seems to be, with the stand-in for the tool on the PATH."""
+    programs = folder / "bin"
+    programs.mkdir()
+    if tool:
+        path = programs / "neuron_parallel_compile"
+        path.write_text(TOOL.format(python=sys.executable, seen=str(folder / "seen.json")))
+        path.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", ON_A_NEURON_HOST, *arguments], env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.xla
+def test_precompile_runs_under_neurons_tool(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, device="xla", compile_cache=str(tmp_path / "graphs"))
+    done = on_a_neuron_host(tmp_path, "precompile", str(recipe))
+    assert done.returncode == 0, done.stderr
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["NEURON_COMPILE_CACHE_URL"] == str(tmp_path / "graphs")
+    assert seen["command"][1:] == ["-m", "stepmark", "precompile", str(recipe)]
+    assert "extracted" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.xla
+def test_without_the_tool_there_is_an_error(tmp_path: Path) -> None:
+    done = on_a_neuron_host(tmp_path, "precompile", str(write_recipe(tmp_path, device="xla")), tool=False)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "error: precompile: neuron_parallel_compile is not on the PATH; install torch-neuronx, which brings it\n"
+    )
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_train_under_neurons_tool_makes_the_graphs_and_trains_nothing(ranks: Ranks, tmp_path: Path, nproc: int) -> None:
+    """The recipe asks for a million steps, and its data is not there."""
+    fields = {
+        "max_steps": 1_000_000,
+        "train_file": str(tmp_path / "none.txt"),
+        "compile_cache": str(tmp_path / "cache"),
+    }
+    recipe = write_recipe(tmp_path, device="xla", **fields)
+    environment = {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}
+    found = ranks.run(f"{HERE}:command_line", "train", str(recipe), nproc=nproc, environment=environment)
+    assert found.check() == [0] * nproc
+    assert "extracted" in found.logs[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_eager_device_compiles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["precompile", str(write_recipe(tmp_path))]) == 2
+    assert "error: device: cpu runs operations as they come and compiles no graphs" in capsys.readouterr().err
+    assert run(["precompile", str(write_recipe(tmp_path, compile_cache=False))]) == 2
+    assert "error: compile_cache: is false, so no graph would be kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "expected"),
+    [
+        (None, {}, {"NEURON_COMPILE_CACHE_URL": "CACHE/graphs/neuron", "NEURON_CC_FLAGS": None}),
+        (True, {"NEURON_COMPILE_CACHE_URL": "/u"}, {"NEURON_COMPILE_CACHE_URL": "CACHE/graphs/neuron"}),
+        (None, {"NEURON_COMPILE_CACHE_URL": "/u"}, {"NEURON_COMPILE_CACHE_URL": "/u"}),
+        (None, {"NEURON_CC_FLAGS": "--cache_dir=/f"}, {"NEURON_COMPILE_CACHE_URL": None}),
+        ("s3://b/c", {}, {"NEURON_COMPILE_CACHE_URL": "s3://b/c"}),
+        ("/f", {"NEURON_CC_FLAGS": "--cache_dir=/f -O1"}, {"NEURON_COMPILE_CACHE_URL": None}),
+        (False, {"NEURON_CC_FLAGS": "-O1"}, {"NEURON_CC_FLAGS": "-O1 --no_cache", "NEURON_COMPILE_CACHE_URL": None}),
+    ],
+)
+def test_the_variables_of_neurons_cache(
+    setting: Any,
+    given: dict[str, str],
+    expected: dict[str, str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from stepmark.runtime import compile_cache
+
+    monkeypatch.setattr(compile_cache, "neuron_device_present", lambda: True)
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path))
+    for name in ("NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS"):
+        monkeypatch.setenv(name, "")  # so that what is set here is undone
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    compile_cache.prepare_compile_cache(setting)
+    found = {name: os.environ.get(name) for name in expected}
+    assert found == {name: value and value.replace("CACHE", str(tmp_path)) for name, value in expected.items()}
+
+
+def test_precompile_keeps_what_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepmark.runtime import compile_cache
+
+    monkeypatch.delenv("XLA_PERSISTENT_CACHE_PATH", raising=False)
+    assert [compile_cache.switched_on(each) for each in (None, "/f", False)] == [True, "/f", False]
+    monkeypatch.setenv("XLA_PERSISTENT_CACHE_PATH", "/own")
+    assert compile_cache.switched_on(None) is None
+    monkeypatch.delenv("XLA_PERSISTENT_CACHE_PATH")
+    monkeypatch.setattr(compile_cache, "neuron_device_present", lambda: True)
+    assert compile_cache.switched_on(None) is None
+
+
+def test_two_caches_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepmark.errors import UsageError
+    from stepmark.runtime import compile_cache
+
+    monkeypatch.setattr(compile_cache, "neuron_device_present", lambda: True)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--cache_dir=/a")
+    with pytest.raises(UsageError, match="they name /b and /a; leave one of them out"):
+        compile_cache.prepare_compile_cache("/b")

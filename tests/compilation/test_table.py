@@ -1,0 +1,30 @@
+"""What `stepmark precompile` prints."""
+
+from __future__ import annotations
+
+from stepmark.compilation.graph import NEW, Graph
+from stepmark.compilation.graph_text import GraphText
+from stepmark.compilation.table import describe
+
+STEP = Graph("step", GraphText(1200, 79), "a", 1.25, NEW)
+ODD = Graph("evaluation", GraphText(90, 25, ("a call to the host (f)",)), "b", 0.5, NEW)
+
+
+def test_the_graphs_of_one_rank() -> None:
+    assert describe([[STEP, ODD]], "/cache", reads_back=True).splitlines() == [
+        "graph       operations  parameters  seconds  state",
+        "step              1200          79      1.2  new",
+        "evaluation          90          25      0.5  new",
+        "2 graphs in 1.8 seconds, in /cache",
+        "warning: evaluation: has a call to the host (f)",
+    ]
+
+
+def test_ranks_with_different_graphs_are_named() -> None:
+    lines = describe([[STEP], [STEP], [ODD]], "/cache", reads_back=True).splitlines()
+    assert "1 graphs on each of 3 ranks in 1.2 seconds, in /cache" in lines
+    assert "warning: rank 2 has other graphs than rank 0; with collectives in the graph the run would hang" in lines
+
+
+def test_a_client_that_cannot_read_back_is_said() -> None:
+    assert "note: XLA's CPU client cannot read" in describe([[STEP]], "/cache", reads_back=False)

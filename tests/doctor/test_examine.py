@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from stepmark.cli.main import run
+from stepmark.doctor import shared_folder
+from stepmark.doctor.findings import Finding, Status
+from stepmark.doctor.machine import look_at_launcher, look_at_machine
+from stepmark.doctor.shared_folder import file_system, look_at_folder
+from stepmark.doctor.variables import look_at_variables
+from stepmark.filesystem import files
+from tests.support.recipes import write_recipe
+
+
+def statuses(findings: list[Finding]) -> dict[str, Status]:
+    return {finding.name: finding.status for finding in findings}
+
+
+def test_a_machine_without_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, output_dir=str(tmp_path / "runs" / "new"))
+    assert run(["doctor", "--recipe", str(recipe), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["will_fail"] is False
+    by_name = {finding["name"]: finding for finding in found["findings"]}
+    assert by_name["torch"]["version"]
+    assert by_name["fsync"]["median_seconds"] > 0
+    assert by_name["throughput"]["bytes_per_second"] > 0
+    assert by_name["device: cpu"]["device"] == "cpu"
+    assert by_name[str(tmp_path / "runs" / "new")]["free"] > 0
+    assert {"rename", "exchange", "locks", "memory", "ports", "launcher"} <= by_name.keys()
+    assert [path.name for path in tmp_path.iterdir() if "doctor" in path.name] == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_device_that_is_missing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, device="neuron")
+    assert run(["doctor", "--recipe", str(recipe)]) == 1
+    page = capsys.readouterr().out
+    assert any(line.startswith("!") and "device: neuron is not available" in line for line in page.splitlines())
+
+
+def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--recipe", str(tmp_path / "none.yaml")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_variables_that_narrow_tensors_fail_on_xla_only() -> None:
+    found = {"XLA_USE_BF16": "1", "PJRT_DEVICE": "CPU", "CUDA_LAUNCH_BLOCKING": "1", "XLA_DOWNCAST_BF16": "0"}
+    on_xla = statuses(list(look_at_variables("xla", found)))
+    assert on_xla == {
+        "PJRT_DEVICE": Status.OK,
+        "XLA_USE_BF16": Status.FAILURE,
+        "CUDA_LAUNCH_BLOCKING": Status.WARNING,
+    }
+    assert statuses(list(look_at_variables("cpu", found)))["XLA_USE_BF16"] == Status.WARNING
+
+
+def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    (finding,) = [each for each in look_at_folder(tmp_path / "run") if each.status == Status.FAILURE]
+    assert "Read-only file system" in finding.text
+
+
+def test_a_file_system_without_locks_and_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_folder, "try_lock", lambda descriptor: None)
+    monkeypatch.setattr(files, "exchange", lambda one, other: False)
+    found = {finding.name: finding for finding in look_at_folder(tmp_path)}
+    assert found["locks"].status == Status.WARNING
+    assert found["exchange"].text.startswith("not supported")
+
+
+def test_locks_that_exclude_nobody_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_folder, "try_lock", lambda descriptor: True)
+    assert statuses(list(look_at_folder(tmp_path)))["locks"] == Status.WARNING
+
+
+def test_a_full_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: memoryview, offset: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_at", full)
+    failures = [each for each in look_at_folder(tmp_path) if each.status == Status.FAILURE]
+    assert "No space left on device" in failures[0].text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_system_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "mounts"
+    table.write_text(f"/dev/a / ext4 rw 0 0\nserver:/x {tmp_path}/with\\040space nfs4 rw 0 0\n")
+    monkeypatch.setattr(shared_folder, "MOUNTS", table)
+    assert file_system(tmp_path) == "ext4"
+    assert file_system(tmp_path / "with space" / "run") == "nfs4"
+
+
+def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    launcher, ports = look_at_launcher()
+    assert "rank 1 of 4" in launcher.text
+    assert ports.status == Status.OK
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    assert list(look_at_launcher())[1].status == Status.FAILURE
+    monkeypatch.setenv("RANK", "four")
+    assert [finding.status for finding in look_at_launcher()] == [Status.FAILURE]
+
+
+def test_data_workers_need_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepmark.doctor.machine.LITTLE_SHARED_MEMORY", 1 << 62)
+    assert statuses(list(look_at_machine(4)))["/dev/shm"] == Status.WARNING
+    assert statuses(list(look_at_machine(0)))["/dev/shm"] == Status.OK

@@ -1,0 +1,133 @@
+"""What a plan says of a rank's memory is what real training allocates: models, sizes, meshes, with and without gradient
+checkpointing.
+
+Measured are real runs of the same recipe, with every rank, by torch's own allocator: see tests/support/memory_programs.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.config.recipe import read_recipe
+from stepmark.planning.depth import trace_deep
+from stepmark.planning.simulated_mesh import DEVICES
+from stepmark.planning.step_trace import StepSetup
+from stepmark.recipe.model import build_config, build_tokenizer
+from tests.support.ranks import Ranks
+from tests.support.recipes import write_recipe, write_text
+
+TOLERANCE = 0.02  # promised are 0.1
+LENGTH = 128
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4},
+    "gpt2-deep": {"n_layer": 14, "n_embd": 96, "n_head": 4},
+    "gpt2-wide": {"n_layer": 2, "n_embd": 512, "n_head": 8},
+    "llama": {
+        "num_hidden_layers": 3,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 352,
+    },
+    "llama-deep": {
+        "num_hidden_layers": 12,
+        "hidden_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 256,
+    },
+    "qwen3": {
+        "num_hidden_layers": 4,
+        "hidden_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 512,
+    },
+    "qwen3-vocabulary": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 32000,
+    },
+}
+BFLOAT16 = {"dtype": "bfloat16", "gradient_accumulation_steps": 3}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp": (2, {}),
+    "dp-bf16": (2, BFLOAT16),
+    "zero": (2, {"zero_1": True}),
+    "zero-bf16": (2, {"zero_1": True, **BFLOAT16}),
+    "tp": (2, {"tensor_parallel_size": 2}),
+    "sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "tp-autocast": (2, {"tensor_parallel_size": 2, "bf16": True, "optim": "sgd", "optim_args": "momentum=0.9"}),
+    "evaluating": (1, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 16}),
+    "zero-tp": (4, {"tensor_parallel_size": 2, "zero_1": True, "sequence_parallel": True}),
+}
+SAMPLE = [("gpt2", "zero-bf16", False), ("llama", "sp", True)]
+
+
+def cases() -> list[Any]:
+    """Every case, those beyond the sample in `make prove`."""
+    each = product(MODELS, MESHES, (False, True))
+    return [pytest.param(*case, marks=[pytest.mark.prove] * (case not in SAMPLE)) for case in each]
+
+
+def recipe_of(folder: Path, model: str, **fields: Any) -> Path:
+    """Some of the text is for validation, which runs between the steps where the fields ask for it."""
+    write_text(folder / "text.txt", lines=400)
+    return write_recipe(
+        folder,
+        config_name=model.split("-")[0],
+        config_overrides=MODELS[model],
+        block_size=LENGTH,
+        max_steps=3,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        **fields,
+    )
+
+
+def planned(recipe: Path, ranks: int) -> int:
+    """The most bytes in any part of the step."""
+    read = read_recipe(str(recipe), {})
+    config = build_config(read.model, build_tokenizer(read.model))
+    length = read.data.block_size
+    assert length is not None
+    trace = trace_deep(StepSetup(config, read.training, ranks, length, DEVICES["cpu"]))
+    return max(sum(usage.values()) for usage in trace.peaks.values())
+
+
+@pytest.mark.parametrize(("model", "mesh", "checkpointing"), cases())
+def test_planned_peak_is_the_measured_one(
+    ranks: Ranks, tmp_path: Path, model: str, mesh: str, checkpointing: bool
+) -> None:
+    size, fields = MESHES[mesh]
+    recipe = recipe_of(tmp_path, model, gradient_checkpointing=checkpointing, **fields)
+    peaks = ranks.run("tests.support.memory_programs:measured_peak", str(recipe), nproc=size).check()
+    assert planned(recipe, size) == pytest.approx(peaks[0], rel=TOLERANCE)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_planned_peak_is_what_the_process_grows_by(ranks: Ranks, tmp_path: Path, checkpointing: bool) -> None:
+    """Resident memory, which also has what is no tensor; so the model is large enough to outweigh that."""
+    write_text(tmp_path / "text.txt", lines=2000)
+    recipe = write_recipe(
+        tmp_path,
+        config_overrides={"n_layer": 8, "n_embd": 768, "n_head": 12},
+        block_size=512,
+        max_steps=3,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        gradient_checkpointing=checkpointing,
+    )
+    (grown,) = ranks.run("tests.support.memory_programs:measured_resident_peak", str(recipe), timeout=500).check()
+    assert planned(recipe, 1) == pytest.approx(grown, rel=0.1)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from stepmark.cli.main import run
+from stepmark.config.recipe import Recipe, read_recipe
+from stepmark.config.training_arguments import TrainingArguments
+from stepmark.errors import UsageError
+from stepmark.planning.candidates import neighbours, smaller
+from stepmark.planning.depth import trace_deep
+from stepmark.planning.from_recipe import plan_recipe
+from stepmark.planning.simulated_mesh import DEVICES
+from stepmark.planning.step_trace import StepSetup
+from stepmark.planning.text import flags, to_text
+from tests.support.ranks import Ranks
+from tests.support.recipes import write_recipe
+
+HUGE = {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+PARAMETERS = 70.55e9
+
+
+def recipe_in(folder: Path, **fields: Any) -> Recipe:
+    return read_recipe(str(write_recipe(folder, **fields)), {})
+
+
+def test_a_model_of_70_billion_parameters_is_planned_without_weights() -> None:
+    args = TrainingArguments(dtype="bfloat16", tensor_parallel_size=16)
+    trace = trace_deep(StepSetup(LlamaConfig(**HUGE), args, 16, 4096, DEVICES["xla"]))
+    usage = trace.peaks["update"]
+    assert usage["parameters"] == pytest.approx(2 * PARAMETERS / 16, rel=0.05)
+    assert usage["optimizer"] == pytest.approx(8 * PARAMETERS / 16, rel=0.05)
+    assert usage["master weights"] == pytest.approx(4 * PARAMETERS / 16, rel=0.05)
+    assert trace.saved_per_element == pytest.approx(12)
+
+
+def test_a_mesh_that_cannot_be_is_named_and_the_others_are_planned(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path, config_overrides={"n_layer": 1, "n_embd": 24, "n_head": 3, "n_positions": 32})
+    plan = plan_recipe(recipe, 2)
+    impossible = [option for option in plan.options if option.impossible]
+    assert len(impossible) == 1
+    assert "3 heads" in str(impossible[0].impossible)
+    assert "not possible" in to_text(plan)
+
+
+def test_a_recipe_that_cannot_run_on_the_ranks_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="tensor_parallel_size: 2 does not divide the 3 ranks"):
+        plan_recipe(recipe_in(tmp_path, tensor_parallel_size=2), 3)
+    with pytest.raises(UsageError, match="block_size"):
+        plan_recipe(recipe_in(tmp_path, block_size=64), 1)
+
+
+def test_settings_that_fit_are_found_and_given_as_flags(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path, per_device_train_batch_size=8)
+    own = plan_recipe(recipe, 4).own
+    plan = plan_recipe(recipe, 4, int(own.peak * 0.9))
+    assert plan.chosen is not None
+    assert plan.chosen is not plan.own
+    assert plan.chosen.peak < own.peak
+    line = to_text(plan).splitlines()[-1]
+    assert line.endswith(" ".join(flags(plan.own, plan.chosen)))
+    again = dict(flag.removeprefix("--").split() for flag in flags(plan.own, plan.chosen))
+    changed = read_recipe(str(tmp_path / "recipe.yaml"), again)
+    assert plan_recipe(changed, 4).own.peak == plan.chosen.peak
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_setting_trains_on_as_many_samples_a_step(size: int) -> None:
+    args = TrainingArguments(
+        tensor_parallel_size=size, per_device_train_batch_size=4, gradient_accumulation_steps=4, zero_1=size < 4
+    )
+    settings = [*neighbours(args, 4), *smaller(args, 4)]
+    assert settings[0] == args
+    assert len(settings) > 4
+    for other in settings:
+        replicas = 4 // other.tensor_parallel_size
+        samples = other.per_device_train_batch_size * other.gradient_accumulation_steps * replicas
+        assert samples == 4 * 4 * 4 // size
+
+
+def test_a_model_that_cannot_train_a_step_is_an_error(tmp_path: Path) -> None:
+    overrides = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
+    with pytest.raises(UsageError, match="config_name and config_overrides: "):
+        plan_recipe(recipe_in(tmp_path, config_name="llama", config_overrides=overrides), 1)
+
+
+def test_steps_of_epochs_need_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    recipe = recipe_in(tmp_path, max_steps=-1, num_train_epochs=2.0)
+    assert plan_recipe(recipe, 2).length.steps is None
+    assert not (tmp_path / "cache").exists()
+    counted = plan_recipe(recipe, 2, count_data=True).length
+    tokens = len((tmp_path / "text.txt").read_bytes())
+    assert counted.steps is not None
+    assert counted.tokens == pytest.approx(2 * 0.95 * tokens, rel=0.1)
+
+
+def test_a_model_is_planned_without_its_tokenizer(tmp_path: Path) -> None:
+    plan = plan_recipe(recipe_in(tmp_path, tokenizer_name=str(tmp_path / "nothing")), 1)
+    assert "configuration's own vocabulary" in plan.notes[0]
+    assert plan.parameters > 50257 * 16
+
+
+def test_planned_checkpoint_is_the_one_that_is_written(ranks: Ranks, tmp_path: Path) -> None:
+    fields = {"dtype": "bfloat16", "zero_1": True, "save_steps": 2}
+    recipe = write_recipe(tmp_path, **fields)
+    ranks.run("tests.support.memory_programs:trained", str(recipe), nproc=2).check()
+    folder = tmp_path / "out" / "checkpoint-2"
+    written = sum(tensor_bytes(path) for path in folder.rglob("*.safetensors"))
+    plan = plan_recipe(read_recipe(str(recipe), {}), 2)
+    assert plan.checkpoint.total == pytest.approx(written, rel=0.001)
+
+
+def tensor_bytes(path: Path) -> int:
+    """Bytes of tensors in a safetensors file."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    return sum(
+        end - begin
+        for name, entry in header.items()
+        if name != "__metadata__"
+        for begin, end in [entry["data_offsets"]]
+    )
+
+
+def test_the_command_says_whether_the_recipe_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USE_TORCH_XLA", "1")  # the command sets it where it is not set
+    recipe = str(write_recipe(tmp_path))
+    assert run(["plan", recipe, "--nproc", "2", "--device-memory", "1GB"]) == 0
+    assert "The recipe fits into 1.00 GB" in capsys.readouterr().out
+    assert run(["plan", recipe, "--nproc", "2", "--device-memory", "10kB", "--zero_1", "--json"]) == 1
+    values = json.loads(capsys.readouterr().out)
+    assert values["chosen"] is None
+    assert values["options"][0]["peak"] == sum(values["options"][0]["memory"].values())
+    assert values["options"][0]["fits"] is False
+    assert run(["plan", recipe, "--nproc", "2", "--device-memory", "much"]) == 2
+    assert "--device-memory: 'much' is not a size" in capsys.readouterr().err
+
+
+def test_models_that_read_their_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GPT2LMHeadModel
+
+    forward = GPT2LMHeadModel.forward
+
+    def reading(self: Any, input_ids: Any = None, **options: Any) -> Any:
+        assert input_ids.sum().item() >= 0
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", reading)
+    with pytest.raises(UsageError, match="GPT2Config: the model reads values of its tensors"):
+        plan_recipe(recipe_in(tmp_path), 1)
