@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from stepmark.config.old_names import FIELDS
 from stepmark.config.recipe import PARTS, Recipe, all_fields, read_recipe
-from stepmark.config.unknown_field_message import ELSEWHERE, unknown_field
+from stepmark.config.unknown_field_message import unknown_field
 from stepmark.errors import UsageError
 
 Read = Callable[..., Recipe]
@@ -103,7 +104,7 @@ def test_relative_output_is_in_the_folder_the_user_stands_in(
         ("leraning_rate: 1", "leraning_rate: is not a field in .*; did you mean learning_rate?"),
         ("fp16: true", "fp16: is not a Stepmark field in .*; use bf16"),
         ("deepspeed: x.json", "deepspeed: is a transformers field that Stepmark does not support"),
-        ("trust_remote_code: true", "trust_remote_code: is a transformers field"),
+        ("streaming: true", "streaming: is a transformers field"),
         ("gizmo: 1", "gizmo: is not a field in .*--help"),
         ("max_steps: many", "max_steps: should be a whole number, and is 'many'"),
         ("max_steps: 1.5", "max_steps: should be a whole number, and is 1.5"),
@@ -162,7 +163,7 @@ def test_each_field_of_transformers_is_ours_or_an_error_that_says_so() -> None:
     for field in dataclasses.fields(TrainingArguments):
         if field.name not in ours:
             message = unknown_field(field.name, ours)
-            assert "transformers field that Stepmark does not support" in message or field.name in ELSEWHERE, message
+            assert "transformers field that Stepmark does not support" in message or field.name in FIELDS, message
 
 
 def test_shared_fields_have_the_defaults_of_transformers() -> None:

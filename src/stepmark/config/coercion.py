@@ -10,6 +10,9 @@ from typing import Any
 
 from stepmark.errors import UsageError
 
+# Fields that may be true or false besides what they declare, since HfArgumentParser reads no union with bool.
+BOOL_TOO = ("resume_from_checkpoint", "compile_cache")
+
 _NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -26,6 +29,7 @@ def convert(name: str, value: Any, annotation: Any) -> Any:
     Raises UsageError that names the field.
     """
     accepted = list(typing.get_args(annotation)) if _is_union(annotation) else [annotation]
+    accepted += [bool] if name in BOOL_TOO else []
     if value is None and type(None) in accepted:
         return None
     for kind in accepted:

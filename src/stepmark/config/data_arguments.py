@@ -8,16 +8,28 @@ from pathlib import Path
 from stepmark.errors import UsageError
 
 STDLIB = "python-stdlib"
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+def uncompressed_suffix(path: Path) -> str:
+    """The extension of a file without that of its compression, in lower case: `.txt` of `a.txt.gz`."""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSED else path.suffix.lower()
+
+
+def file_names(given: str | list | None) -> list[str]:
+    """The names in a field that holds one or several."""
+    return [given] if isinstance(given, str) else list(given or [])
 
 
 @dataclass(frozen=True)
 class DataArguments:
     """The recipe's data fields, with the names, meanings and defaults of Hugging Face's `run_clm` example.
 
-    Texts come from `dataset_name` (`python-stdlib`, a folder, or a name of the Hugging Face hub) or from `train_file`;
+    Texts come from `dataset_name` (`python-stdlib`, a folder, or a name of the Hugging Face hub) or from `train_file`:
+    one file, a folder, a pattern such as `data/**/*.jsonl`, or a list of these, also compressed;
     validation texts from `validation_file`, else from the dataset's own validation split, else from the first
     `validation_split_percentage` percent of the training texts (0: there is no validation). `max_train_samples` and
-    `max_eval_samples` count blocks of `block_size` tokens. `text_column` is `text`, else the first column of strings.
+    `max_eval_samples` count blocks of `block_size` tokens. `text_column` is `text`, else the only column of strings.
 
     Raises UsageError where fields contradict each other or are out of range.
     """
@@ -25,8 +37,8 @@ class DataArguments:
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     text_column: str | None = None
-    train_file: str | None = None
-    validation_file: str | None = None
+    train_file: str | list | None = None
+    validation_file: str | list | None = None
     block_size: int | None = None
     validation_split_percentage: int = 5
     max_train_samples: int | None = None
@@ -39,6 +51,10 @@ class DataArguments:
         self._check_ranges()
 
     def _check_sources(self) -> None:
+        for field in ("train_file", "validation_file"):
+            names = getattr(self, field)
+            if isinstance(names, list) and not all(isinstance(name, str) and name for name in names):
+                raise UsageError(f"{field}: should be one or more paths, and is {names!r}")
         if self.dataset_name and self.train_file:
             raise UsageError("dataset_name and train_file are both given; training data has one source: remove one")
         if not self.dataset_name and not self.train_file:
@@ -49,8 +65,11 @@ class DataArguments:
             raise UsageError("text_column is given, but the data has no columns; remove it")
 
     def _has_columns(self) -> bool:
-        files = [Path(name) for name in (self.train_file, self.validation_file) if name]
-        return self.dataset_name not in (None, STDLIB) or any(file.suffix != ".txt" for file in files)
+        """Whether the data may have columns; of folders and patterns that is known once they are read."""
+        names = [*file_names(self.train_file), *file_names(self.validation_file)]
+        return self.dataset_name not in (None, STDLIB) or any(
+            uncompressed_suffix(Path(name)) != ".txt" for name in names
+        )
 
     def _check_ranges(self) -> None:
         if self.block_size is not None and self.block_size < 2:

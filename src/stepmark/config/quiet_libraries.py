@@ -7,6 +7,12 @@ import os
 import warnings
 
 
+def leave_out_torch_xla() -> None:
+    """Keeps accelerate and transformers from importing torch_xla, which takes two seconds, on other devices. Call
+    before importing them."""
+    os.environ.setdefault("USE_TORCH_XLA", "0")
+
+
 def quiet_libraries() -> None:
     """Silences progress bars and notices of the libraries underneath; their errors stay. Call before importing them."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -14,7 +20,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("PJRT_DEVICE", "CPU")  # torch_xla logs that it uses this default; see choose_device
     logging.getLogger("torch_xla").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.config.coercion import convert_all, field_names
+from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
 from stepmark.config.data_arguments import DataArguments
 from stepmark.config.training_arguments import TrainingArguments
 from stepmark.config.unknown_field_message import unknown_field
@@ -20,12 +20,14 @@ from stepmark.errors import UsageError
 @dataclass(frozen=True)
 class ModelArguments:
     """Which model: a new one of `config_name` (a model type of transformers, or a folder with a config.json) with
-    `config_overrides`, or the weights in `model_name_or_path`; and its tokenizer, by default that of the model."""
+    `config_overrides`, or the weights in `model_name_or_path`; and its tokenizer, by default that of the model.
+    Python code that comes with them is executed only with `trust_remote_code`."""
 
     model_name_or_path: str | None = None
     config_name: str | None = None
     config_overrides: dict | str | None = None
     tokenizer_name: str | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None and self.config_name is None:
@@ -50,7 +52,11 @@ PARTS: tuple[type, ...] = (TrainingArguments, ModelArguments, DataArguments)
 
 def all_fields() -> dict[str, tuple[str, Any]]:
     """Every recipe field by name, with its type as text and its default."""
-    return {field.name: (str(field.type), field.default) for part in PARTS for field in dataclasses.fields(part)}
+    return {field.name: (_kind(field), field.default) for part in PARTS for field in dataclasses.fields(part)}
+
+
+def _kind(field: dataclasses.Field[Any]) -> str:
+    return f"bool | {field.type}" if field.name in BOOL_TOO else str(field.type)
 
 
 def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:

@@ -10,7 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from stepmark.config.coercion import convert_all
+from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
+from stepmark.config.transformers_defaults import AcceptingDefaults
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 
@@ -20,7 +21,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 
 @dataclass
-class TrainingArguments:
+class TrainingArguments(metaclass=AcceptingDefaults):
     """The training fields of a recipe, with the names, meanings and defaults of transformers' TrainingArguments.
 
     Steps are optimizer steps. `logging_steps`, `eval_steps` and `save_steps` below 1 are fractions of all steps. The
@@ -30,6 +31,9 @@ class TrainingArguments:
         output_dir: The run's folder; a relative path is relative to the current folder. All ranks have to see it.
         max_steps: Steps of the run; -1 (the default) trains for `num_train_epochs` instead.
         device: `auto` (the default), `xla`, `cuda`, `neuron` or `cpu`.
+        log_format: Lines on stderr as `text` (the default) or as one `json` object each.
+        prometheus_file: Where to keep the newest metrics in Prometheus's text format, such as a `.prom` file in the
+            folder of node_exporter's textfile collector. Default: None.
         dtype: The type of the parameters: `float32` (the default), or `bfloat16` with fp32 master weights in the
             optimizer. `bf16` is autocast over float32 parameters instead.
         zero_1: Shards the optimizer's states over the data parallel ranks. Default: false.
@@ -43,11 +47,18 @@ class TrainingArguments:
             Default: true.
         save_timeout: Seconds that each phase of a save or restore may take, and that a rank may be without a
             heartbeat, before the run ends with an error that names the late rank. Default: 1800.
-        save_on_signal: SIGTERM or SIGUSR1 stops the run after the current step, saves, and ends it with exit code 75.
-            Default (None): true, but false where `save_strategy` is `no` or with `save_only_model`, since such a run is
-            not meant to be resumed.
+        save_on_signal: SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) stops the run after the current step, saves, and ends it
+            with exit code 75; a second SIGINT ends it at once. Default (None): true, but false where `save_strategy` is
+            `no` or with `save_only_model`, since such a run is not meant to be resumed.
         signal_grace: Seconds from the signal until the run has to have ended; a save that does not fit is not begun.
             Default: 120.
+        join_timeout: Seconds that the ranks may take to find each other at the start. Default (None): the environment
+            variable STEPMARK_JOIN_TIMEOUT, or 600.
+        max_restarts: Under `--nproc`: ranks that die are started again, from the newest complete checkpoint, until so
+            many restarts in a row did not get past the step that failed. Default: 0.
+        compile_cache: On lazy devices, the folder that keeps compiled graphs (for Neuron also an `s3://` URL), true for
+            the one beside the token cache, false for none. Default (None): true, but false on XLA's CPU client, which
+            cannot read compiled graphs back.
 
     Raises:
         UsageError: A value has the wrong type or is out of range, or two fields contradict each other. The message
@@ -86,20 +97,26 @@ class TrainingArguments:
     save_timeout: float = 1800.0
     save_on_signal: bool | None = None
     signal_grace: float = 120.0
+    join_timeout: float | None = None
+    max_restarts: int = 0
     eval_strategy: str = "no"
     eval_steps: float | None = None
     eval_on_start: bool = False
     load_best_model_at_end: bool = False
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
-    resume_from_checkpoint: bool | str | None = None
+    resume_from_checkpoint: str | None = None  # or true; HfArgumentParser reads no union with bool
     seed: int = 42
     data_seed: int | None = None
-    report_to: str | list | None = "none"
+    report_to: list | str | None = "none"  # text second: HfArgumentParser reads that
     run_name: str | None = None
     dataloader_num_workers: int = 0
     dataloader_drop_last: bool = False
+    remove_unused_columns: bool = True
+    label_names: list[str] | None = None
     disable_tqdm: bool | None = None
+    log_format: str = "text"
+    prometheus_file: str | None = None
     log_level: str = "passive"
     device: str = "auto"
     dtype: str = "float32"
@@ -107,13 +124,21 @@ class TrainingArguments:
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     parallelize_embedding: bool = True
+    compile_cache: str | None = None  # or true, or false
 
     def __post_init__(self) -> None:
-        for name, value in convert_all(type(self), self._values()).items():
+        own = {name: getattr(self, name) for name in field_names(TrainingArguments)}  # not those of a subclass
+        for name, value in convert_all(TrainingArguments, own).items():
             setattr(self, name, value)
+        for name in BOOL_TOO:
+            setattr(self, name, _bool_or_path(getattr(self, name)))
         if not self.output_dir.strip():
             raise UsageError("output_dir: is empty; name the folder that the run writes to")
         self.output_dir = os.path.abspath(os.path.expanduser(self.output_dir))
+        if isinstance(self.compile_cache, str) and not self.compile_cache.strip():
+            raise UsageError("compile_cache: is empty; name a folder, or set it to true or false")
+        if self.prometheus_file is not None:
+            self.prometheus_file = os.path.abspath(os.path.expanduser(self.prometheus_file))
         _check_ranges(self)
         _check_agreement(self)
         if self.metric_for_best_model is None and self._follows_metric():
@@ -170,8 +195,16 @@ class TrainingArguments:
         return json.dumps(self._values(), indent=2)
 
 
+def _bool_or_path(value: Any) -> Any:
+    """A path, or true or false, also as text, which a flag of a script gives."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
 def parse_options(field: str, text: str) -> dict[str, Any]:
-    """Parses `"momentum=0.9,nesterov=true"` into a mapping; values are YAML. `field` is for error messages."""
+    """Parses `"momentum=0.9,nesterov=true"`, whose values are YAML, or a JSON object into a mapping. `field` is for
+    error messages."""
+    if text.lstrip().startswith("{"):
+        return _parse_object(field, text)
     options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = part.partition("=")
@@ -182,6 +215,13 @@ def parse_options(field: str, text: str) -> dict[str, Any]:
         except ValueError as error:
             raise UsageError(f"{field}: cannot read {part!r}: {error}") from error
     return options
+
+
+def _parse_object(field: str, text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise UsageError(f"{field}: is not a valid JSON object: {error}") from error
 
 
 def _check_ranges(args: TrainingArguments) -> None:
@@ -197,6 +237,7 @@ def _check_ranges(args: TrainingArguments) -> None:
         "adam_epsilon": 0,
         "seed": 0,
         "data_seed": 0,
+        "max_restarts": 0,
         "save_total_limit": 1,
         "tensor_parallel_size": 1,
     }
@@ -206,8 +247,8 @@ def _check_ranges(args: TrainingArguments) -> None:
             raise UsageError(f"{name}: should be at least {least}, and is {value}")
     if args.max_steps < 1 and args.max_steps != -1:
         raise UsageError(f"max_steps: should be at least 1, or -1 for num_train_epochs epochs, and is {args.max_steps}")
-    for name in ("save_timeout", "signal_grace"):
-        if not 0 < getattr(args, name) < math.inf:
+    for name in ("save_timeout", "signal_grace", "join_timeout"):
+        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
             raise UsageError(f"{name}: should be a number of seconds above 0, and is {getattr(args, name)}")
     for name in ("learning_rate", "weight_decay", "warmup_steps", "num_train_epochs"):
         if not math.isfinite(getattr(args, name)):
@@ -228,6 +269,7 @@ def _check_ranges(args: TrainingArguments) -> None:
         "save_strategy": (*STRATEGIES, "best"),
         "dtype": ("float32", "bfloat16"),
         "log_level": LOG_LEVELS,
+        "log_format": ("text", "json"),
     }
     for name, accepted in choices.items():
         if getattr(args, name) not in accepted:

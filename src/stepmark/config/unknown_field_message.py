@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Collection
 
-# Fields of transformers' TrainingArguments and run_clm that recipes often have, and what to use instead.
-ELSEWHERE = {
-    "fp16": "use bf16",
-    "do_train": "leave it out: `stepmark train` trains",
-    "do_eval": "use eval_strategy",
-    "evaluation_strategy": "use eval_strategy",
-    "overwrite_output_dir": "choose another output_dir, or set resume_from_checkpoint",
-    "per_gpu_train_batch_size": "use per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "use per_device_eval_batch_size",
-    "logging_dir": "TensorBoard's files go to output_dir",
-    "no_cuda": "use device: cpu",
-    "use_cpu": "use device: cpu",
-    "torch_dtype": "use dtype",
-    "model_type": "use config_name",
-}
+from stepmark.config.old_names import FIELDS
+
 # Fields of run_clm, which no installed package declares.
-RUN_CLM = ("cache_dir", "use_fast_tokenizer", "model_revision", "token", "trust_remote_code", "streaming")
+RUN_CLM = ("cache_dir", "use_fast_tokenizer", "model_revision", "token", "streaming")
 TYPING_ERROR = 0.85  # similarity from which a name counts as a typing error
 
 
 def unknown_field(name: str, known: Collection[str], path: str | None = None) -> str:
     """One line that says that `name`, in the recipe `path` or a flag, is not a field, and what to do instead."""
     where = f" in {path}" if path else ""
-    if name in ELSEWHERE:
-        return f"{name}: is not a Stepmark field{where}; {ELSEWHERE[name]}"
+    if name.replace("-", "_") in FIELDS:
+        return f"{name}: is not a Stepmark field{where}; {FIELDS[name.replace('-', '_')]}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=TYPING_ERROR)
     if close and not name.startswith(f"{close[0]}_"):
         return f"{name}: is not a field{where}; did you mean {close[0]}?"
@@ -45,6 +33,7 @@ def _transformers_fields() -> set[str]:
     from stepmark.config.quiet_libraries import quiet_libraries
 
     quiet_libraries()
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # torch_xla would log that it chooses a device
     from transformers import TrainingArguments
 
     return {field.name for field in dataclasses.fields(TrainingArguments)}

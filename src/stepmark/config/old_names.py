@@ -1,0 +1,106 @@
+"""Names of the tools that people come from, and what to use here; docs/migrating.md has the same as a table.
+
+A recipe's field, a flag or a keyword of a call with one of these names is an error that says ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from stepmark.errors import UsageError
+
+# Fields and keywords. Those of transformers' TrainingArguments and of run_clm first, then those of optimum-neuron.
+FIELDS = {
+    "fp16": "use bf16",
+    "do_train": "leave it out: `stepmark train` trains",
+    "do_eval": "use eval_strategy",
+    "evaluation_strategy": "use eval_strategy",
+    "overwrite_output_dir": "choose another output_dir, or set resume_from_checkpoint",
+    "per_gpu_train_batch_size": "use per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "use per_device_eval_batch_size",
+    "logging_dir": "TensorBoard's files go to output_dir",
+    "no_cuda": "use device: cpu",
+    "use_cpu": "use device: cpu",
+    "torch_dtype": "use dtype",
+    "model_type": "use config_name",
+    "tpu_num_cores": "start ranks with --nproc, torchrun or srun",
+    "half_precision_backend": "leave it out; bf16 is autocast, dtype: bfloat16 makes the parameters bfloat16",
+    "skip_cache_push": "leave it out: compiled graphs are not uploaded",
+    "disable_sequence_parallel": "use sequence_parallel, which is false by default",
+    "sequence_parallel_enabled": "use sequence_parallel",
+    "disable_embedding_parallelization": "use parallelize_embedding, which is true by default",
+    "parallelize_embeddings": "use parallelize_embedding",
+    "pipeline_parallel_num_microbatches": "leave it out: pipeline parallelism is not supported",
+    "kv_size_multiplier": "leave it out: key and value heads are replicated where there are fewer than ranks",
+    "fuse_qkv": "leave it out: projections stay as the model has them",
+    "recompute_causal_mask": "leave it out: masks are chosen by the shape of the inputs",
+    "num_local_ranks_per_step": "leave it out: every rank reads and writes only its own part",
+    "use_xser": "leave it out: checkpoints are safetensors that all ranks write together",
+    "optimizer_save_master_weights_in_ckpt": "leave it out: master weights are always saved",
+    "save_master_weights": "leave it out: master weights are always saved",
+    "use_autocast": "use bf16: true",
+    "zero1": "use zero_1",
+    "zero_1_enabled": "use zero_1",
+    "use_zero1": "use zero_1",
+    "use_zero_1": "use zero_1",
+    "neuron_cc_optlevel": "set the environment variable NEURON_CC_FLAGS, such as --optlevel=2",
+    "neuron_cc_flags_model_type": "set the environment variable NEURON_CC_FLAGS, such as --model-type=transformer",
+    "enable_throughput_metric": "leave it out: every log has tokens_per_second",
+    "lazy_load_for_parallelism": "leave it out: a recipe loads a sharded model so; in Python use load_for_parallelism",
+    "mp_plugin": "use tensor_parallel_size, sequence_parallel and parallelize_embedding",
+    "tokenizer": "use processing_class in Python, tokenizer_name in a recipe",
+    "model_init": "pass the model",
+    "train_batch_size": "use per_device_train_batch_size",
+    "eval_batch_size": "use per_device_eval_batch_size",
+    "tp_degree": "use tensor_parallel_size",
+    "tensor_parallel_degree": "use tensor_parallel_size",
+    "compute_dtype": "use dtype or bf16",
+}
+
+# What other packages export, for `from stepmark import …`.
+EXPORTS = {
+    "NeuronTrainer": "Trainer",
+    "NeuronSFTTrainer": "Trainer",
+    "NeuronTrainingArguments": "TrainingArguments",
+    "NeuronAccelerator": "Mesh and TrainStep, as in examples/custom_loop.py",
+    "ModelParallelismPlugin": "Mesh.create(tensor_parallel_size=…) and parallelize",
+    "lazy_load_for_parallelism": "load_for_parallelism",
+    "Parallelizer": "parallelize",
+    "ParallelizersManager": "parallelize",
+    "MpDeviceLoader": "DevicePrefetcher",
+    "ParallelLoader": "DevicePrefetcher",
+    "NeuronZero1Optimizer": "ZeroRedundancyOptimizer",
+}
+
+Owner = TypeVar("Owner", bound=type)
+
+
+def explains_keywords(owner: Owner) -> Owner:
+    """Class decorator: a keyword that `__init__` does not have raises UsageError, which says what to use instead."""
+    original: Callable[..., None] = owner.__init__  # type: ignore[misc]
+    known = [name for name in inspect.signature(original).parameters if name != "self"]
+
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in known:
+                raise UsageError(_unknown_keyword(type(self).__name__, name, known))
+        original(self, *args, **keywords)
+
+    owner.__init__ = construct  # type: ignore[misc]
+    return owner
+
+
+def _unknown_keyword(owner: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    instead = FIELDS.get(name) or (f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}")
+    return f"{owner}: {name}: is not an argument; {instead}"
+
+
+def export_message(name: str) -> str | None:
+    """What a name of another package is called in `stepmark`; None for any other name."""
+    return f"{name}: is not in stepmark; use {EXPORTS[name]}; see docs/migrating.md" if name in EXPORTS else None

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import stepmark
+from stepmark import Trainer, TrainingArguments
+from stepmark.cli.main import run
+from stepmark.config.old_names import EXPORTS, FIELDS
+from stepmark.config.recipe import all_fields, read_recipe
+from stepmark.errors import UsageError
+
+RECIPE = "config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\n"
+NAMED = re.compile(r"\buse ([a-z][a-z_0-9]+)")
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS.keys() - all_fields().keys()))
+def test_an_old_name_in_a_recipe_says_ours(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{RECIPE}{name}: 1\n")
+    with pytest.raises(UsageError) as caught:
+        read_recipe(str(path), {})
+    assert str(caught.value).endswith(FIELDS[name])
+
+
+def test_what_is_named_instead_exists() -> None:
+    ours = {*all_fields(), *stepmark.__all__, "processing_class"}
+    for message in (*FIELDS.values(), *(f"use {message}" for message in EXPORTS.values())):
+        for name in NAMED.findall(message):
+            assert name in ours, message
+
+
+def test_an_old_flag_says_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--disable_sequence_parallel", "--disable-sequence-parallel"):
+        assert run(["train", flag, "true"]) == 2
+        assert "use sequence_parallel, which is false by default" in capsys.readouterr().err
+
+
+def test_old_keywords_say_ours() -> None:
+    with pytest.raises(UsageError, match="disable_embedding_parallelization: .*use parallelize_embedding"):
+        TrainingArguments(disable_embedding_parallelization=True)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="Trainer: tokenizer: is not an argument; use processing_class"):
+        Trainer(None, tokenizer=None)  # type: ignore[arg-type, call-arg]
+    with pytest.raises(UsageError, match="Trainer: modell: is not an argument; did you mean model"):
+        Trainer(modell=None)  # type: ignore[call-arg]
+
+
+def test_a_subclass_of_the_trainer_explains_them_too() -> None:
+    class Own(Trainer):
+        def __init__(self, *args: object, **keywords: object) -> None:
+            super().__init__(*args, **keywords)  # type: ignore[arg-type]
+
+    with pytest.raises(UsageError, match="Own: model_init: is not an argument; pass the model"):
+        Own(model_init=lambda: None)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_old_class_says_ours(name: str) -> None:
+    with pytest.raises(ImportError, match=re.escape(f"{name}: is not in stepmark; use {EXPORTS[name]}")):
+        getattr(stepmark, name)
+
+
+def test_any_other_name_is_missing_as_usual() -> None:
+    assert not hasattr(stepmark, "Gizmo")
+
+
+def test_the_page_has_what_the_errors_have() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text()
+    of_scripts = {"disable_sequence_parallel", "kv_size_multiplier", "evaluation_strategy", "fp16", "tokenizer"}
+    for name in (*of_scripts, "NeuronTrainer", "NeuronAccelerator", "ModelParallelismPlugin", "MpDeviceLoader"):
+        assert name in page
+        assert name in FIELDS or name in EXPORTS

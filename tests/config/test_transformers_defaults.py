@@ -1,0 +1,63 @@
+"""Scripts for transformers pass arguments that Stepmark lacks, most of them at their default values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from stepmark import TrainingArguments
+from stepmark.errors import UsageError
+
+
+@dataclass
+class ScriptArguments(TrainingArguments):
+    """Arguments of a script, with a type that recipes do not have."""
+
+    rank: int = 8
+    targets: list[str] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, ScriptArguments])
+def test_default_values_of_other_fields_are_accepted(tmp_path: Path, kind: type[TrainingArguments]) -> None:
+    defaults: dict[str, Any] = {"push_to_hub": False, "fp16": False, "fsdp": "", "neftune_noise_alpha": None}
+    made = kind(output_dir=str(tmp_path), learning_rate=0.5, **defaults)
+    assert made.learning_rate == 0.5
+    assert not hasattr(made, "push_to_hub")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("fp16", True), ("push_to_hub", True), ("neftune_noise_alpha", 5.0), ("learningrate", 1.0)]
+)
+@pytest.mark.parametrize("kind", [TrainingArguments, ScriptArguments])
+def test_other_values_are_refused_by_name(name: str, value: Any, kind: type[TrainingArguments]) -> None:
+    with pytest.raises(UsageError, match=f"^{name}: "):
+        kind(**{name: value})
+
+
+def test_a_usage_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="max_steps"):
+        TrainingArguments(max_steps=0)
+
+
+def test_the_parser_of_example_scripts_reads_the_fields(tmp_path: Path) -> None:
+    parser = transformers.HfArgumentParser(ScriptArguments)  # type: ignore[arg-type]
+    text = f"""--output_dir {tmp_path} --rank 4 --targets query value --bf16 --save_total_limit 3 --report_to none
+        --resume_from_checkpoint true --async_save false --label_names labels""".split()
+    (made,) = parser.parse_args_into_dataclasses([*text, "--lr_scheduler_kwargs", '{"num_cycles": 2}'])
+    assert (made.rank, made.targets, made.bf16, made.save_total_limit) == (4, ["query", "value"], True, 3)
+    assert (made.resume_from_checkpoint, made.async_save, made.label_names) == (True, False, ["labels"])
+    assert made.scheduler_options == {"num_cycles": 2}
+    assert made.reporters == []
+
+
+def test_a_path_to_resume_from_stays_a_path() -> None:
+    assert TrainingArguments(resume_from_checkpoint="true story").resume_from_checkpoint == "true story"
+
+
+def test_invalid_json_is_named() -> None:
+    with pytest.raises(UsageError, match="lr_scheduler_kwargs: is not a valid JSON object"):
+        TrainingArguments(lr_scheduler_kwargs='{"num_cycles": ').scheduler_options  # noqa: B018
