@@ -14,7 +14,7 @@ from stepmark import Trainer, TrainingArguments, evaluate
 from stepmark.errors import CheckpointDamaged, CheckpointNotFound, DataError, MetricsError, UsageError
 from stepmark.evaluation.evaluator import Evaluation
 from stepmark.evaluation.metric_functions import load_function, load_metrics
-from stepmark.evaluation.metrics import plain_numbers, summarize
+from stepmark.evaluation.metrics import plain_numbers, plain_values, summarize
 from stepmark.trainer.strategies import is_better
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 
@@ -192,3 +192,23 @@ def test_no_number_is_never_the_best() -> None:
     assert is_better(args, 2.0, None)
     assert is_better(args, 0.5, 1.0)
     assert not is_better(args, 1.5, 1.0)
+
+
+def test_metrics_that_are_not_numbers_are_kept_and_not_compared(tmp_path: Path) -> None:
+    def report(given: Any) -> dict[str, Any]:
+        return {"accuracy": 0.5, "confusion": np.eye(2, dtype=int), "per_class": {"a": 1.0}, "best_class": "a"}
+
+    options = {**RUN, "compute_metrics": report, "eval_dataset": Blocks(3)}
+    made = trainer(tmp_path / "a", **options, metric_for_best_model="accuracy")
+    made.train(save_model=True)
+    results = json.loads((tmp_path / "a" / "eval_results.json").read_text())
+    for found in (made.evaluate(), results):
+        assert found["eval_confusion"] == [[1, 0], [0, 1]]
+        assert (found["eval_per_class"], found["eval_best_class"]) == ({"a": 1.0}, "a")
+    with pytest.raises(UsageError, match="metric_for_best_model: eval_best_class is a str; name a number"):
+        trainer(tmp_path / "b", **options, metric_for_best_model="best_class").train()
+
+
+def test_a_metric_that_no_file_can_hold_is_named() -> None:
+    with pytest.raises(MetricsError, match=r"mine returned a object for 'figure'"):
+        plain_values({"figure": object()}, "mine")

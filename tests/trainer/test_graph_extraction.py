@@ -9,16 +9,35 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations import CodeCarbonCallback
 
 from stepmark import Checkpointer, Trainer, TrainingArguments, save
+from stepmark.cli.failed_run import FailedRun
 from stepmark.runtime.eager import EagerRuntime
+from stepmark.trainer.interruption.outside_training import record_interruption
 from stepmark.trainer.interruption.stop_request import ask_to_stop, reason_to_stop
 from tests.support.programs import Blocks, tiny_model
 
 VARIABLE = "NEURON_EXTRACT_GRAPHS_ONLY"
 
 
-def train(folder: Path, steps: int, **options: Any) -> Trainer:
+class Reporter(CodeCarbonCallback):
+    """Writes on every rank and node, as some of transformers' reporters do."""
+
+    def __init__(self) -> None:
+        pass
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        pass
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        (Path(args.output_dir) / "reported").write_text("begun")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        (Path(args.output_dir) / "reported").write_text("ended")
+
+
+def train(folder: Path, steps: int, *, callbacks: bool = False, **options: Any) -> Trainer:
     args = TrainingArguments(
         output_dir=str(folder),
         device="cpu",
@@ -29,10 +48,12 @@ def train(folder: Path, steps: int, **options: Any) -> Trainer:
         save_total_limit=1,
         logging_steps=1,
         disable_tqdm=True,
-        report_to="none",
-        **options,
+        **{"report_to": "none", **options},
     )
-    trainer = Trainer(tiny_model(), args, train_dataset=Blocks(20), eval_dataset=Blocks(4))
+    given = [Reporter] if callbacks else []
+    trainer = Trainer(tiny_model(), args, train_dataset=Blocks(20), eval_dataset=Blocks(4), callbacks=given)
+    if callbacks:
+        trainer.add_callback(Reporter())
     trainer.train()
     trainer.save_model()
     return trainer
@@ -81,6 +102,28 @@ def test_what_a_real_run_has_left_stays(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv(VARIABLE)
     assert train(tmp_path, 4, resume_from_checkpoint=True).state.global_step == 4
     assert (tmp_path / "checkpoint-4").is_dir()
+
+
+def test_reporters_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "real", 2, callbacks=True, report_to="tensorboard")
+    assert {"reported", "runs"} <= {path.name for path in (tmp_path / "real").iterdir()}
+    monkeypatch.setenv(VARIABLE, "1")
+    train(tmp_path / "extracted", 2, callbacks=True, report_to="tensorboard")
+    assert files_in(tmp_path / "extracted") == {}
+
+
+def test_a_launcher_and_a_signal_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 2)
+    status = tmp_path / "status.json"
+    status.write_text(json.dumps({"state": "running", "step": 1, "time": 0.0}))
+    before = files_in(tmp_path)
+    monkeypatch.setenv(VARIABLE, "1")
+    FailedRun(tmp_path).write("rank 1 ran out of memory")
+    record_interruption(tmp_path, "SIGTERM", began=1.0)
+    assert files_in(tmp_path) == before
+    monkeypatch.delenv(VARIABLE)
+    record_interruption(tmp_path, "SIGTERM", began=1.0)
+    assert json.loads(status.read_text())["state"] == "interrupted"
 
 
 def test_a_checkpointer_saves_nothing_but_runs_what_is_pending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

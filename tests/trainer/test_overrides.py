@@ -196,7 +196,8 @@ class Pairs(Points):
 
 
 def test_a_contrastive_loss_trains_and_evaluates(tmp_path: Path) -> None:
-    trainer = make(Contrastive, tmp_path, train=Pairs(8), eval=Pairs(4, seed=1), max_steps=20)
+    sets = {"train": Pairs(8), "eval": Pairs(4, seed=1)}
+    trainer = make(Contrastive, tmp_path, **sets, max_steps=20, remove_unused_columns=False)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < before

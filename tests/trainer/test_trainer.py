@@ -7,18 +7,22 @@ import logging
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import SafetensorError
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from stepmark import Trainer
 from stepmark.errors import StepmarkError
 from stepmark.launch.signals import RunInterrupted
+from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer import model_export
-from stepmark.trainer.interruption.outside_training import ending_at_signals
+from stepmark.trainer.interruption.outside_training import ending_outside_training
+from stepmark.trainer.outputs import prepare_output_folder
 from tests.trainer.test_strategies import steps, trainer
 
 BEST_FIRST = {
@@ -115,9 +119,32 @@ def test_a_full_disk_at_the_end_fails_the_run_in_one_line(tmp_path: Path, monkey
     monkeypatch.setattr(model_export, "_write_weights", full)
     with pytest.raises(StepmarkError, match=r"^the model cannot be written to .*: I/O error: No space left") as caught:
         train(tmp_path)
+    assert str(caught.value).endswith("; free some space there, or use another folder")
     assert "\n" not in str(caught.value)
     assert read(tmp_path / "status.json")["state"] == "failed"
     assert statuses(tmp_path) == ["failed"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_the_final_model_has_the_permissions_of_a_checkpoint(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        train(tmp_path, save_strategy="steps", save_steps=100)
+    finally:
+        os.umask(before)
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    for path in (tmp_path / "model.safetensors", checkpoint / "model.safetensors", tmp_path / "config.json"):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path
+    assert not list(tmp_path.rglob(".permissions-*"))
+
+
+def test_probes_of_starts_that_were_killed_are_removed(tmp_path: Path) -> None:
+    old, young = tmp_path / f".stepmark-{'0' * 32}", tmp_path / f".stepmark-{'1' * 32}"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (time.time() - 100, time.time() - 100))
+    prepare_output_folder(tmp_path, HostGroup())
+    assert [path.name for path in tmp_path.iterdir()] == [young.name]  # it may be another start's, at this moment
 
 
 @pytest.mark.parametrize("name", ["train_results.json", "all_results.json"])
@@ -135,7 +162,70 @@ def test_a_signal_while_the_model_is_written_is_recorded_once(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Trainer, "save_model", interrupted)
-    with pytest.raises(RunInterrupted), ending_at_signals(tmp_path):
+    with pytest.raises(RunInterrupted), ending_outside_training(tmp_path):
         train(tmp_path, **steps("save", 12))
     assert statuses(tmp_path) == ["interrupted"]
     assert capfd.readouterr().err.count("interrupted by SIGTERM: not training") == 1
+
+
+class Counts(TrainerCallback, ExportableState):
+    """A callback with state; a run may have several."""
+
+    def __init__(self, name: str = "", seen: int = 0) -> None:
+        self.name = name
+        self.seen = seen
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seen += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"name": self.name}, "attributes": {"seen": self.seen}}
+
+
+def test_several_callbacks_of_one_class_are_restored_in_order(tmp_path: Path) -> None:
+    train(tmp_path, Counts("a"), Counts("b", seen=100), max_steps=2, **steps("save", 2))
+    first, second = Counts("a"), Counts("b")
+    train(tmp_path, first, second, max_steps=3, resume_from_checkpoint=True, **steps("save", 2))
+    assert (first.seen, second.seen) == (3, 103)
+
+
+class Logs(TrainerCallback):
+    def __init__(self) -> None:
+        self.all: list[dict[str, float]] = []
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        self.all.append(logs)
+
+
+def test_the_last_log_has_the_results_of_training(tmp_path: Path) -> None:
+    logs = Logs()
+    made = train(tmp_path, logs, max_steps=2)
+    last, results = logs.all[-1], read(tmp_path / "train_results.json")
+    assert {"train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second"} <= last.keys()
+    assert last["train_loss"] == results["train_loss"] == made.state.log_history[-1]["train_loss"]
+
+
+def test_an_evaluation_returns_the_epoch_as_transformers_does(tmp_path: Path) -> None:
+    made = train(tmp_path, max_steps=2, **steps("eval", 2))
+    assert made.evaluate()["epoch"] == made.state.epoch == read(tmp_path / "eval_results.json")["epoch"]
+
+
+def test_a_script_prints_and_saves_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = train(tmp_path, max_steps=2)
+    made.log_metrics("predict", {"predict_loss": 0.25, "predict_samples": 7})
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "predict metrics:",
+        "  predict_loss    = 0.2500",
+        "  predict_samples = 7",
+    ]
+    made.save_metrics("predict", {"predict_loss": 0.25})
+    made.save_metrics("test", {"test_loss": 0.5}, combined=False)
+    assert read(tmp_path / "predict_results.json") == {"predict_loss": 0.25}
+    assert read(tmp_path / "test_results.json") == {"test_loss": 0.5}
+    combined = read(tmp_path / "all_results.json")
+    assert combined["predict_loss"] == 0.25
+    assert "train_loss" in combined
+    assert "test_loss" not in combined
+    (tmp_path / "trainer_state.json").unlink()
+    made.save_state()
+    assert read(tmp_path / "trainer_state.json")["global_step"] == 2

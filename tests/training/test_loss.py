@@ -385,6 +385,23 @@ def test_smoothing_shifts_labels_if_the_models_own_loss_does(shifted: bool) -> N
     torch.testing.assert_close(found, expected)
 
 
+def test_labels_of_independent_classes_are_smoothed_towards_one_half() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 3, generator=generator)
+    labels = torch.randint(0, 2, (5, 3), generator=generator).float()
+    by_hand = [
+        -(0.9 * y + 0.05) * F.logsigmoid(x) - (0.95 - 0.9 * y) * F.logsigmoid(-x)
+        for x, y in zip(logits.flatten(), labels.flatten(), strict=True)
+    ]
+    found = smoothed_cross_entropy(logits, labels, 0.1, causal_shift=False)
+    torch.testing.assert_close(found / 5, torch.stack(by_hand).mean())
+
+
+def test_smoothing_a_regression_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"label_smoothing_factor: .*set it to 0 for a regression"):
+        smoothed_cross_entropy(torch.zeros(4, 1), torch.zeros(4), 0.1, causal_shift=False)
+
+
 def test_models_without_an_argument_labels_are_not_smoothed() -> None:
     case = make("BertForQuestionAnswering")
     inputs, one = batch_of(case.samples), torch.tensor(1.0)

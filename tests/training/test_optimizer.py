@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, ResNetConfig, SwinConfig, T5Config, Trainer
 
 from stepmark.errors import UsageError
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.optimizer import MASTER, ParameterOptimizer, build_optimizer, decays_by_default
 
 CPU = EagerRuntime(torch.device("cpu"))
+T5 = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1, "vocab_size": 32}
+SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 2}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]}
 
 # Master weights
 
@@ -87,6 +90,24 @@ def test_decay_by_default_is_that_of_transformers(name: str) -> None:
     assert ours == theirs & {key for key, _ in model.named_parameters()}
     assert ours
     assert len(ours) < len(list(model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("config", "spared"),
+    [
+        (T5Config(**T5), "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+        (SwinConfig(**SWIN), "encoder.layers.0.blocks.0.attention.relative_position_bias.relative_position_bias_table"),
+        (ResNetConfig(**RESNET), "embedder.embedder.normalization.bias"),
+    ],
+    ids=["t5", "swin", "resnet"],
+)
+def test_decay_by_default_spares_what_is_named_a_bias_and_no_batch_norm(config: Any, spared: str) -> None:
+    model = AutoModel.from_config(config)
+    decays = decays_by_default(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert spared in names
+    assert not decays(spared)
+    assert {name for name in names if decays(name)} == set(Trainer.get_decay_parameter_names(None, model)) & {*names}
 
 
 @pytest.mark.parametrize(

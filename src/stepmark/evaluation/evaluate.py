@@ -18,6 +18,7 @@ from stepmark.evaluation.restored_model import ModelReader
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import LossFunction, MicroBatchLoss
+from stepmark.training.model_wrappers import without_wrapper
 
 
 def evaluate(
@@ -105,6 +106,7 @@ def evaluate(
 def _on_device(model: nn.Module | str | Path, mesh: Mesh) -> nn.Module:
     if not isinstance(model, nn.Module):
         return ModelReader(mesh.runtime).read(Path(model))
+    model = without_wrapper(model)
     place_module(model, mesh.runtime)
     return model
 
@@ -113,7 +115,7 @@ def named_sets(dataset: Any, prefix: str) -> list[tuple[str, Any]]:
     """Each evaluation set with the prefix of its metrics. Raises DataError for an empty set."""
     sets = dataset.items() if isinstance(dataset, Mapping) else [(None, dataset)]
     for name, each in sets:
-        if not len(each):
+        if hasattr(each, "__len__") and not len(each):
             which = "the evaluation set" if name is None else f"the evaluation set {name!r}"
             raise DataError(f"{which} is empty; give one with samples")
     return [(prefix if name is None else f"{prefix}_{name}", each) for name, each in sets]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import numbers
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ def summarize(
     """All numbers of an evaluation, under names that begin with `prefix` and "_".
 
     `causal`: the model is a causal language model, so perplexity is reported. The user's
-    function is called if predictions were gathered and the dataset has labels, as in transformers. Raises MetricsError
-    if its values are not numbers.
+    function is called if predictions were gathered and the dataset has labels, as in transformers. Its values may be
+    text, lists and mappings too, which are kept, but not compared. Raises MetricsError for others.
     """
     found: dict[str, float] = {}
     if evaluation.loss is not None:
@@ -33,7 +34,7 @@ def summarize(
         from transformers.trainer_utils import EvalPrediction
 
         computed = compute_metrics(EvalPrediction(evaluation.predictions, evaluation.labels))
-        found |= plain_numbers(computed, f"compute_metrics ({name_of(compute_metrics)})")
+        found |= plain_values(computed, f"compute_metrics ({name_of(compute_metrics)})")
     found["runtime"] = evaluation.seconds
     found["samples_per_second"] = evaluation.samples / evaluation.seconds
     found["steps_per_second"] = evaluation.batches / evaluation.seconds
@@ -60,6 +61,32 @@ def plain_numbers(found: Any, source: str) -> dict[str, float]:
             raise MetricsError(f"{source} returned {_shown(value)} for {name!r}; {remedy}")
         numbers_found[name] = number
     return numbers_found
+
+
+def plain_values(found: Any, source: str) -> dict[str, Any]:
+    """The same with values that JSON can hold besides numbers; arrays become lists.
+
+    Raises MetricsError, which begins with `source` and names the metric, for anything else.
+    """
+    remedy = "it has to return a dict of names and numbers, text, lists or dicts"
+    if not isinstance(found, Mapping):
+        raise MetricsError(f"{source} returned {_shown(found)}; {remedy}")
+    values: dict[str, Any] = {}
+    for name, value in found.items():
+        number = _number(value)
+        plain = value.tolist() if number is None and hasattr(value, "tolist") else value
+        if not isinstance(name, str) or (number is None and not _is_json(plain)):
+            raise MetricsError(f"{source} returned {_shown(value)} for {name!r}; {remedy}")
+        values[name] = plain if number is None else number
+    return values
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return value is not None
 
 
 def name_of(function: Any) -> str:

@@ -115,8 +115,13 @@ def read_config(folder: Path) -> PreTrainedConfig:
             " model with Checkpointer.restore, and call stepmark.evaluate"
         )
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder))
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # parsers and transformers raise many kinds
+        if "trust_remote_code" in str(error):
+            raise CheckpointMismatch(
+                f"{folder} needs Python code that came with its model, which is not executed here; restore it into your"
+                " own model with Checkpointer.restore, and call stepmark.evaluate"
+            ) from error
         line = str(error).strip().split("\n")[0]
         raise CheckpointMismatch(f"{folder / CONFIG} does not describe a transformers model: {line}") from error
     return config

@@ -9,36 +9,42 @@ import torch
 
 from stepmark.config.recipe import ModelArguments
 from stepmark.config.training_arguments import parse_options
-from stepmark.data.tokenizer import load_tokenizer
+from stepmark.data.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
+from stepmark.recipe.early_checks import check_model_folder
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
     """The tokenizer that the recipe names, or the one in the model's folder."""
     if config.model_name_or_path is not None:
-        _check_folder(config.model_name_or_path)
+        check_model_folder(config.model_name_or_path)
     name = config.tokenizer_name or str(config.model_name_or_path)
-    tokenizer = load_tokenizer(name)
+    given = config.tokenizer_name is not None or Path(name).is_dir()
+    field = "tokenizer_name" if given else "model_name_or_path"  # a folder may lack a tokenizer, which that field names
+    tokenizer = load_tokenizer(name, config.trust_remote_code, field=field)
     # transformers makes an empty tokenizer of a folder that has a config.json and no tokenizer's files.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise UsageError(
-            f"tokenizer_name: no tokenizer could be loaded from {name!r}: it has no tokens; set tokenizer_name to the "
+            f"{field}: no tokenizer could be loaded from {name!r}: it has no tokens; set tokenizer_name to the "
             "model's tokenizer"
         )
     return tokenizer
 
 
 def build_config(config: ModelArguments, tokenizer: Any) -> Any:
-    """The configuration of a new model, with the tokenizer's vocabulary size and special tokens unless overridden."""
+    """The configuration of a new model, with the tokenizer's vocabulary size and special tokens unless overridden.
+    Without a tokenizer (None) the configuration's own apply."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     name = str(config.config_name)
     overrides = _overrides(config)
     by_type = name in CONFIG_MAPPING and not Path(name).exists()
     try:
-        made = CONFIG_MAPPING[name]() if by_type else AutoConfig.from_pretrained(name)
+        trust = config.trust_remote_code
+        made = CONFIG_MAPPING[name]() if by_type else AutoConfig.from_pretrained(name, trust_remote_code=trust)
     except (OSError, ValueError) as error:
+        check_own_code(error, "config_name", name)
         raise UsageError(
             f"config_name: {name!r} is neither a folder with a config.json nor a model type such as gpt2, llama or "
             "qwen3"
@@ -46,8 +52,9 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     unknown = [key for key in overrides if not hasattr(made, key)]
     if unknown:
         raise UsageError(f"config_overrides: {type(made).__name__} has no {unknown[0]}")
-    values = {"vocab_size": len(tokenizer), **_special_tokens(tokenizer), **overrides}
-    if values["vocab_size"] < len(tokenizer):
+    given = {} if tokenizer is None else {"vocab_size": len(tokenizer), **_special_tokens(tokenizer)}
+    values = {**given, **overrides}
+    if tokenizer is not None and values["vocab_size"] < len(tokenizer):
         raise UsageError(
             f"config_overrides: vocab_size {values['vocab_size']} is less than the tokenizer's {len(tokenizer)} tokens"
         )
@@ -75,12 +82,13 @@ def build_model(
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
+    trust = config.trust_remote_code
     if config.model_name_or_path is None:
         model_config = build_config(config, tokenizer)
         try:
             if factory is not None:
-                return new_model(factory, model_config, dtype=dtype)
-            return AutoModelForCausalLM.from_config(model_config).to(dtype)
+                return new_model(factory, model_config, dtype=dtype, trust_remote_code=trust)
+            return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust).to(dtype)
         except StepmarkError:
             raise
         except Exception as error:  # every model class checks its sizes differently: ValueError, KeyError and more
@@ -88,46 +96,75 @@ def build_model(
                 f"config_name and config_overrides: they do not describe a valid model: {_first_line(error)}"
             ) from error
     if factory is not None:
-        return _load_sharded(factory, config.model_name_or_path, dtype)
-    return _load(config.model_name_or_path, dtype)
+        return _load_sharded(factory, config.model_name_or_path, dtype, trust)
+    return _load(config.model_name_or_path, dtype, trust)
+
+
+def build_untrained(
+    config: ModelArguments,
+    tokenizer: Any,
+    seed: int,
+    factory: ModelFactory | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.nn.Module:
+    """A model as `build_model` returns it, but for the values: of `model_name_or_path` no weights are read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = config.model_name_or_path
+    if name is None:
+        return build_model(config, tokenizer, seed, factory, dtype)
+    try:
+        saved = AutoConfig.from_pretrained(name)
+        if factory is not None:
+            sharded: torch.nn.Module = factory.new(lambda: AutoModelForCausalLM.from_config(saved, dtype=dtype))
+            return sharded
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(saved, dtype=dtype)
+        return model
+    except StepmarkError:
+        raise
+    except Exception as error:  # as in _load
+        raise UsageError(f"model_name_or_path: no model can be made from {name}: {_first_line(error)}") from error
 
 
 def check_sharding(config: ModelArguments, tokenizer: Any, factory: ModelFactory) -> None:
     """Raises UsageError where `factory` cannot shard the model; no weights are read or drawn for that."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    trust = config.trust_remote_code
     if config.model_name_or_path is None:
         model_config = build_config(config, tokenizer)
     else:
         try:
-            model_config = AutoConfig.from_pretrained(config.model_name_or_path)
+            model_config = AutoConfig.from_pretrained(config.model_name_or_path, trust_remote_code=trust)
         except (OSError, ValueError):
             return  # the error of loading it says more
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config)
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
     except Exception:  # as above: the error of building it says more
         return
     factory.shard(model)
 
 
-def _load_sharded(factory: ModelFactory, name: str, dtype: torch.dtype) -> torch.nn.Module:
+def _load_sharded(factory: ModelFactory, name: str, dtype: torch.dtype, trust: bool) -> torch.nn.Module:
     try:
-        model: torch.nn.Module = load_model(factory, name, dtype=dtype)
+        model: torch.nn.Module = load_model(factory, name, dtype=dtype, trust_remote_code=trust)
     except StepmarkError:
         raise
     except Exception as error:  # as in _load
+        check_own_code(error, "model_name_or_path", name)
         raise UsageError(f"model_name_or_path: no model can be loaded from {name}: {_first_line(error)}") from error
     return model
 
 
-def _load(name: str, dtype: torch.dtype) -> torch.nn.Module:
+def _load(name: str, dtype: torch.dtype, trust: bool) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
         load: Any = AutoModelForCausalLM.from_pretrained
-        model, report = load(name, dtype=dtype, output_loading_info=True)
+        model, report = load(name, dtype=dtype, output_loading_info=True, trust_remote_code=trust)
     except Exception as error:  # dozens of kinds: of transformers, safetensors, the hub's client and parsers
+        check_own_code(error, "model_name_or_path", name)
         raise UsageError(f"model_name_or_path: no model can be loaded from {name}: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -138,15 +175,6 @@ def _load(name: str, dtype: torch.dtype) -> torch.nn.Module:
         )
     assert isinstance(model, torch.nn.Module)
     return model
-
-
-def _check_folder(name: str) -> None:
-    """Checks a path before anything is loaded; other names may be on the Hugging Face hub."""
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UsageError(f"model_name_or_path: {folder} has no config.json; name a Hugging Face model folder")
-    if not folder.is_dir() and (folder.exists() or folder.is_absolute() or name.startswith((".", "~"))):
-        raise UsageError(f"model_name_or_path: {folder} is not a folder; name a Hugging Face model folder")
 
 
 def _overrides(config: ModelArguments) -> dict[str, Any]:

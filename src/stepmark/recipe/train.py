@@ -4,47 +4,108 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.config.quiet_libraries import quiet_libraries
+from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_arguments import TrainingArguments
 from stepmark.errors import DataError, UsageError
+from stepmark.recipe.hub import work_offline_without_hub
+from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
+from stepmark.runtime.device import choose_device
+from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
+from stepmark.trainer.telemetry.log_lines import message_line
 
 if TYPE_CHECKING:
     from stepmark.evaluation.metric_functions import MetricsFunctions
+    from stepmark.trainer.trainer import Trainer
 
 
 def train(recipe: Recipe, metrics: str | None = None) -> None:
     """Runs the recipe as one of the ranks. `metrics`, `module:function`, adds metrics to evaluations. Collective."""
-    args = recipe.training
-    quiet_libraries()
-    _check_names(args)
-    functions = _load_metrics(metrics, args)
-    context = start(args.device)
-    _say(context, f"device: {context.runtime.name}, {context.world.size} rank{'s' if context.world.size > 1 else ''}")
-    import torch
-
-    from stepmark.recipe.model import build_model, build_tokenizer, check_sharding
+    functions, context = begin(recipe, metrics)
+    from stepmark.recipe.model import build_model
     from stepmark.recipe.used_recipe import recipe_writer
     from stepmark.trainer.outputs import prepare_output_folder
+
+    prepare_output_folder(Path(recipe.training.output_dir), context.host)
+    trainer = build_trainer(
+        recipe,
+        context,
+        functions,
+        prepare=lambda tokenizer: prepare_data(recipe, tokenizer, context),
+        build=build_model,
+        callbacks=[recipe_writer(recipe)],
+    )
+    output = trainer.train(save_model=True)
+    _say(context, _last_line(recipe.training, output.global_step), recipe.training.log_format)
+
+
+def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None, Context]:
+    """Checks what can be checked at once, and opens the device: the metrics functions and this rank's context.
+    Collective."""
+    args = recipe.training
+    quiet_libraries()
+    prepare_environment()
+    if choose_device(args.device) != "xla":
+        leave_out_torch_xla()
+    unreachable = work_offline_without_hub(recipe)
+    _check_names(args)
+    functions = _load_metrics(metrics, args)
+    prepare_compile_cache(args.compile_cache)
+    context = start(args.device, args.join_timeout)
+    open_compile_cache(context.runtime, args.compile_cache, context.world)
+    ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
+    _say(context, f"device: {context.runtime.name}, {ranks}", args.log_format)
+    if unreachable:
+        _say(context, "the Hugging Face hub does not answer; what was downloaded before is used", args.log_format)
+    return functions, context
+
+
+def build_trainer(
+    recipe: Recipe,
+    context: Context,
+    functions: MetricsFunctions | None,
+    *,
+    prepare: Callable[[Any], Any],
+    build: Callable[..., Any],
+    callbacks: Sequence[Any] = (),
+) -> Trainer:
+    """The recipe's Trainer. Collective.
+
+    Args:
+        recipe: The recipe.
+        context: This rank's.
+        functions: Metrics of evaluations, if there are any.
+        prepare: Makes the data, from the tokenizer: `train`, `validation` or None, and `fingerprint`.
+        build: `build_model`, or what takes its place.
+        callbacks: For the Trainer.
+
+    Raises:
+        UsageError: Fields of the recipe do not fit together.
+        DataError: There is no data, or it does not fit the model.
+    """
+    import torch
+
+    from stepmark.recipe.model import build_tokenizer, check_sharding
     from stepmark.trainer.trainer import Trainer
 
-    prepare_output_folder(Path(args.output_dir), context.host)
+    args = recipe.training
     tokenizer = build_tokenizer(recipe.model)
     make = _model_factory(args, context)
     if make is not None:
         check_sharding(recipe.model, tokenizer, make)
-    data = prepare_data(recipe, tokenizer, context)
+    data = prepare(tokenizer)
     if args.eval_strategy != "no" and data.validation is None:
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
-    model = build_model(recipe.model, tokenizer, args.seed, make, getattr(torch, args.dtype))
+    model = build(recipe.model, tokenizer, args.seed, make, getattr(torch, args.dtype))
     _check_block_size(model, data.train)
     _check_vocabulary(model, tokenizer)
     data.train.fingerprint = data.fingerprint
-    trainer = Trainer(
+    return Trainer(
         model,
         args,
         train_dataset=data.train,
@@ -52,9 +113,8 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
         processing_class=tokenizer,
         compute_metrics=functions.compute_metrics if functions is not None else None,
         preprocess_logits_for_metrics=functions.preprocess_logits_for_metrics if functions is not None else None,
-        callbacks=[recipe_writer(recipe)],
+        callbacks=callbacks,
     )
-    trainer.train(save_model=True)
 
 
 def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions | None:
@@ -84,7 +144,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
 
     with context.leader_first("preparing data") as leads:
         config = recipe.data if leads else dataclasses.replace(recipe.data, overwrite_cache=False)
-        return prepare(config, tokenizer, progress=lambda text: _say(context, text))
+        return prepare(config, tokenizer, progress=lambda text: _say(context, text, recipe.training.log_format))
 
 
 def _check_names(args: TrainingArguments) -> None:
@@ -116,6 +176,13 @@ def _check_block_size(model: Any, dataset: Any) -> None:
         )
 
 
-def _say(context: Context, text: str) -> None:
+def _last_line(args: TrainingArguments, step: int) -> str:
+    if extracting_graphs():
+        return f"done: step {step}; nothing is saved"
+    folder = args.output_dir
+    return f"done: step {step}; the model is in {folder}; next: stepmark report {folder}, or stepmark evaluate {folder}"
+
+
+def _say(context: Context, text: str, log_format: str) -> None:
     if context.host.rank == 0:
-        print(text, file=sys.stderr, flush=True)
+        print(message_line(text, log_format), file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from stepmark.config.data_arguments import file_names
 from stepmark.config.recipe import Recipe, read_recipe
 from stepmark.config.yaml_file import format_yaml
 from stepmark.filesystem import files
@@ -17,9 +18,9 @@ _MAY_BE_PATHS = (
     "config_name",
     "tokenizer_name",
     "dataset_name",
-    "train_file",
-    "validation_file",
+    "compile_cache",
 )
+_FILES = ("train_file", "validation_file")
 
 
 def write_used_recipe(folder: Path, recipe: Recipe) -> None:
@@ -56,6 +57,9 @@ def read_used_recipe(folder: Path) -> Recipe | None:
 
 
 def _absolute(name: str, value: Any) -> Any:
+    if name in _FILES:
+        paths = [str(Path(each).expanduser().absolute()) for each in file_names(value)]
+        return paths if isinstance(value, list) else paths[0]
     if name in _MAY_BE_PATHS and Path(str(value)).exists():
         return str(Path(str(value)).absolute())
     return value

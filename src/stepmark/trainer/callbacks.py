@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,8 +19,10 @@ from transformers.trainer_callback import (
 
 from stepmark.config.training_arguments import TrainingArguments
 from stepmark.trainer.results import evaluation_line
+from stepmark.trainer.setup import RunParts, count_epochs
 from stepmark.trainer.strategies import StrategyCallback
 from stepmark.trainer.telemetry.progress import ProgressDisplay
+from stepmark.trainer.telemetry.prometheus import PrometheusFile
 from stepmark.trainer.telemetry.run_log import RunLog
 
 Metrics = dict[str, float]
@@ -58,10 +63,28 @@ class RunCallbacks:
         self.progress = ProgressDisplay(shows=False, total=0, done=0)
         self.begun = self._training = False
 
+    def show(self, parts: RunParts, train_dataloader: Any) -> None:
+        """Gives the callbacks what transformers gives them."""
+        state, handler = self.state, self.handler
+        state.max_steps = parts.total_steps
+        state.num_train_epochs = count_epochs(self.args, parts.loader)
+        state.train_batch_size = self.args.per_device_train_batch_size
+        state.compute_steps(self.args, parts.total_steps)
+        handler.model, handler.optimizer, handler.lr_scheduler = parts.model, parts.optimizer.inner, parts.schedule
+        handler.train_dataloader = train_dataloader
+
     def begin(self, total_steps: int) -> None:
         """Training begins, at the step of `state`."""
-        shows = self.run_log.writes and not self.args.disable_tqdm
-        self.progress = ProgressDisplay(shows=shows, total=total_steps, done=self.state.global_step)
+        self.progress = ProgressDisplay(
+            shows=self.run_log.writes,
+            total=total_steps,
+            done=self.state.global_step,
+            bar=not self.args.disable_tqdm,
+            log_format=self.args.log_format,
+        )
+        self.run_log.describe(total_steps=total_steps, process=os.getpid(), host=socket.gethostname())
+        if self.args.prometheus_file is not None:
+            self.run_log.prometheus = PrometheusFile(Path(self.args.prometheus_file), self.args.output_dir)
         self.run_log.status("running", self.state.global_step)
         self.begun = self._training = True
 
@@ -84,7 +107,8 @@ class RunCallbacks:
     def evaluated(self, metrics: Metrics, prefix: str) -> None:
         """Logs the metrics of one set, whose keys begin with `prefix`, and calls `on_evaluate`."""
         self.log(metrics)
-        self.progress.line(evaluation_line(self.state.global_step, metrics, prefix))
+        step = self.state.global_step
+        self.progress.evaluated(step, metrics, evaluation_line(step, metrics, prefix))
         self.event("on_evaluate", metrics)
 
     def log(self, logs: Metrics, machine: Metrics | None = None) -> None:
@@ -104,6 +128,8 @@ class RunCallbacks:
         logs = {**logs, **machine}
         self.run_log.metrics({"step": step, "epoch": epoch, **logs})
         if self._training:
+            best = {} if self.state.best_metric is None else {"best_metric": self.state.best_metric}
+            self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **best)
             self.run_log.status("running", step)
         self.event("on_log", {**logs, "epoch": epoch})
 
@@ -119,10 +145,13 @@ class RunCallbacks:
         for name in ("log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(self.state, name, getattr(saved, name))
         states: Any = saved.stateful_callbacks  # plain values, once they were read from a file
+        # A class of which there are several has a list of them, in order.
+        left = {name: list(found) if isinstance(found, list) else [found] for name, found in states.items()}
         for callback in self._exportable():
-            values = states.get(type(callback).__name__)
-            for name, value in (values["attributes"] if values is not None else {}).items():
-                setattr(callback, name, value)
+            for values in left.get(type(callback).__name__, [])[:1]:
+                left[type(callback).__name__].pop(0)
+                for name, value in values["attributes"].items():
+                    setattr(callback, name, value)
 
     def _exportable(self) -> list[Any]:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]

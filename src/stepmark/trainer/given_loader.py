@@ -117,6 +117,12 @@ class GivenLoader:
         if self._begun and not state["samples"] and not state["ended"]:  # a callback has ended the epoch early
             self._position = self._state(state["epoch"], 0, ended=False)
 
+    def state_after(self, steps: int, epoch: float) -> dict[str, Any]:
+        """The position of a run that another tool trained for `steps` steps with this loader. `epoch` is not needed."""
+        group = self._size * self.layout.accumulation
+        passes, rest = divmod(steps, self.steps_per_epoch) if self._length is not None else (0, steps)
+        return self._state(passes, rest * group, ended=not rest)
+
     def ahead(self) -> Iterator[StepBatch]:
         """The steps from the position to the end of its epoch, without moving the position."""
         epoch, taken = self._position["epoch"], self._position["samples"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,8 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import StepmarkError
+from stepmark.filesystem import files
+from stepmark.filesystem.error_advice import with_advice
 from stepmark.interchange.consolidate import ConsolidationListener, consolidate
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
@@ -82,9 +83,10 @@ def _publish(source: Path, folder: Path) -> None:
     """Moves the weights in `source` to `folder`, the index last, and removes those of an earlier model."""
     before = {path.name for path in folder.glob("model*.safetensors*")}
     names = sorted((path.name for path in source.iterdir()), key=lambda name: (name == _INDEX, name))
+    permissions = files.usual_permissions(source)  # safetensors gives its files to their owner alone
     for name in names:
-        with open(source / name, "rb") as file:
-            os.fsync(file.fileno())
+        files.set_permissions(source / name, permissions)
+        files.sync_file(source / name)
         (source / name).replace(folder / name)
     for name in before.difference(names):
         (folder / name).unlink()
@@ -99,7 +101,7 @@ def _on_first(host: HostGroup, folder: Path, work: Callable[[], None]) -> None:
             work()
         except Exception as error:  # safetensors and tokenizers have their own kinds for a full disk
             reason = " ".join(str(error).split()) or type(error).__name__
-            problem, cause = f"the model cannot be written to {folder}: {reason}", error
+            problem, cause = with_advice(f"the model cannot be written to {folder}: {reason}", error), error
     problem = host.broadcast(problem)
     if problem is not None:
         raise StepmarkError(problem) from cause

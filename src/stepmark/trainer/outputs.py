@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from stepmark.errors import LaunchError, StepmarkError, UsageError
+from stepmark.filesystem import files
+from stepmark.filesystem.sizes import distinct_sizes
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.adapters import Adapter
+from stepmark.trainer.overrides import accepts
 
+_PROBE = ".stepmark-"
 VISIBLE_WITHIN = 30.0  # seconds that a network file system may take to show a new file
 
 
@@ -23,12 +29,13 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
 
     Raises UsageError where it cannot be written to, LaunchError where ranks see different folders.
     """
-    token = f".stepmark-{uuid.uuid4().hex}"
+    token = f"{_PROBE}{uuid.uuid4().hex}"
     problem = None
     if host.rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / token).write_text("seen by every rank?")
+            _remove_old_probes(folder, token)
         except OSError as error:
             problem = f"output_dir: cannot write to {folder}: {error.strerror}; choose another folder"
     token, problem = host.broadcast((token, problem))
@@ -45,6 +52,15 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
         )
 
 
+def _remove_old_probes(folder: Path, own: str) -> None:
+    """Removes what starts that were killed here have left; by the file system's clock, in case another is alive."""
+    now = (folder / own).stat().st_mtime
+    for path in folder.glob(f"{_PROBE}*"):
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > 2 * VISIBLE_WITHIN:
+                files.remove_file(path)
+
+
 def _appears(path: Path) -> bool:
     deadline = time.monotonic() + VISIBLE_WITHIN
     while not path.exists():
@@ -59,9 +75,10 @@ def check_room(folder: Path, needed: int, host: HostGroup) -> None:
     """Raises StepmarkError, on every rank, where the folder's disk has less than `needed` bytes free."""
     free = host.broadcast(shutil.disk_usage(folder).free if host.rank == 0 else None)
     if free < needed:
+        wanted, there = distinct_sizes(needed, free)
         raise StepmarkError(
-            f"output_dir: {folder} has {free / 1e9:.2f} GB free and one checkpoint needs {needed / 1e9:.2f} GB; "
-            "free some space or choose another folder"
+            f"output_dir: {folder} has {there} free and one checkpoint needs {wanted}; free some space or choose "
+            "another folder"
         )
 
 
@@ -80,17 +97,31 @@ def write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> 
 class SavedFiles:
     """The files that an overridden `save_model` writes for the next checkpoint, in a folder inside the run's."""
 
-    def __init__(self, output_folder: Path) -> None:
-        self.folder = (output_folder / ".save_model").absolute()
+    def __init__(self, output_folder: Path, host: HostGroup) -> None:
+        self._folder = (output_folder / ".save_model").absolute()
+        self._host = host
+        self._collecting = False
 
-    def clear(self) -> None:
-        """Makes the folder empty."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+    def collects(self, folder: Path) -> bool:
+        """Whether `folder` is where `save_model` has been told to write for a checkpoint."""
+        return self._collecting and folder == self._folder
+
+    def collect(self, save_model: Callable[..., None]) -> None:
+        """Calls `save_model`, which takes a folder, to write into an empty one. Collective."""
+        if self._host.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+        self._host.barrier()
+        self._collecting = True
+        try:
+            save_model(str(self._folder), **({"_internal_call": True} if accepts(save_model, "_internal_call") else {}))
+        finally:
+            self._collecting = False
+        self._host.barrier()
 
     def move_to(self, checkpoint: Path) -> None:
         """Moves everything but the weights, which a checkpoint has already, and removes the folder."""
-        for path in self.folder.iterdir():
+        for path in self._folder.iterdir():
             if not path.match("model*.safetensors*"):
                 shutil.move(path, checkpoint / path.name)
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self._folder)

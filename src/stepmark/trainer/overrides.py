@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from stepmark.errors import UsageError
@@ -124,3 +125,9 @@ def overrides(trainer: Any, base: type, name: str) -> bool:
     """Whether the method `name` of `trainer` is not that of `base`, but of a subclass or set on the object."""
     method = getattr(trainer, name)
     return getattr(method, "__func__", method) is not inspect.getattr_static(base, name)
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether a method of a subclass has a parameter of this name, or takes any."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())

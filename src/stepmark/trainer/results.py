@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -21,12 +22,19 @@ class PredictionOutput(NamedTuple):
     metrics: dict[str, float]
 
 
+def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
+    """A heading with the name of the split, and a line for each metric in the order of their names."""
+    width = max((len(name) for name in metrics), default=0)
+    shown = {name: f"{value:.4f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
+    return [f"{split} metrics:", *(f"  {name:<{width}} = {shown[name]}" for name in sorted(shown))]
+
+
 def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
     """The step, the metrics without their `prefix`, and the seconds that the evaluation took."""
     quiet = ("_runtime", "_per_second")
     shown = [
         f"{key.removeprefix(prefix + '_')} {value:.4f}"
         for key, value in metrics.items()
-        if isinstance(value, float) and not key.endswith(quiet)
+        if isinstance(value, float) and key != "epoch" and not key.endswith(quiet)
     ]
     return f"evaluated step {step}: {', '.join(shown)} ({metrics[f'{prefix}_runtime']:.1f} s)"

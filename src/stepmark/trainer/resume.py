@@ -12,9 +12,10 @@ from transformers.trainer_callback import TrainerState
 from stepmark.checkpoint import Checkpointer, Manifest
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.manifest import MANIFEST
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.existing_run import check_named_checkpoint
 from stepmark.trainer.run_identity import check_same_run
 from stepmark.trainer.setup import RunParts
 
@@ -40,12 +41,13 @@ def restore_run(
         return None
     if checkpoint is not None:
         checkpoint = resolve_link(checkpoint)
-        _check_named(checkpoint)
+        check_named_checkpoint(checkpoint)
     parts.optimizer.ensure_state()
 
     def accept(path: Path, manifest: Manifest) -> None:
         _check_manifest(path, manifest)
-        check_same_run(_saved_identity(checkpointer, path), parts.identity, str(path))
+        if "imported" not in checkpointer.metadata(path):  # another tool does not say what a run's identity is
+            check_same_run(_saved_identity(checkpointer, path), parts.identity, str(path))
 
     try:
         step = checkpointer.restore(sections, checkpoint, accept=accept)
@@ -79,19 +81,6 @@ def _locate_best(state: TrainerState, restored: Path, host: HostGroup) -> None:
                 "on",
                 saved,
             )
-
-
-def _check_named(checkpoint: Path) -> None:
-    """Raises CheckpointNotFound where the path that the user gave is not a checkpoint."""
-    if not checkpoint.exists():
-        raise CheckpointNotFound(
-            f"resume_from_checkpoint: there is no {checkpoint}; name a checkpoint-N folder, or true for the newest"
-        )
-    if not (checkpoint / MANIFEST).is_file():
-        raise CheckpointNotFound(
-            f"resume_from_checkpoint: {checkpoint} is not a Stepmark checkpoint: it has no {MANIFEST}; name a "
-            "checkpoint-N folder, or true for the newest"
-        )
 
 
 def _check_manifest(path: Path, manifest: Manifest) -> None:

@@ -15,15 +15,15 @@ from transformers.trainer_callback import TrainerCallback
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_arguments import TrainingArguments
-from stepmark.data.loader import DataLoader
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.tensor.parallelize import ParallelizedModel, parallelize, parallelized
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.module_placement import agree_on_weights, place_module
+from stepmark.runtime.module_placement import agree_on_weights, fetch_module, place_module
 from stepmark.sharding.layout import layout_of
-from stepmark.trainer.given_loader import GivenLoader
+from stepmark.trainer.existing_run import check_no_earlier_run
+from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
 from stepmark.training.model_options import check_bf16, enable_gradient_checkpointing
 from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
@@ -31,8 +31,6 @@ from stepmark.training.schedule import build_schedule, warmup_length
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
-
-TrainLoader = DataLoader | GivenLoader
 
 OPTIMIZER_STATES = 2  # of a parameter, as many as the usual optimizers have, each fp32
 
@@ -69,9 +67,12 @@ def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -
     """Moves the model to the device, sharded as the arguments say unless it already is, with equal weights on all
     ranks. Returns its mesh. Collective."""
     applied = parallelized(model)
-    _check_sharding(applied, args)
+    _check_sharding(applied, args, context)
     mesh = applied.mesh if applied else Mesh.create(tensor_parallel_size=args.tensor_parallel_size, context=context)
     runtime = mesh.runtime
+    if applied is None:
+        _tie_again(model)
+    fetch_module(model, runtime)
     if args.bf16 or args.dtype == "bfloat16":
         check_bf16(runtime.device)
     if args.gradient_checkpointing:
@@ -88,10 +89,21 @@ def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -
     return mesh
 
 
-def _check_sharding(applied: ParallelizedModel | None, args: TrainingArguments) -> None:
-    """Raises UsageError where the model is sharded differently from what the arguments say."""
+def _tie_again(model: nn.Module) -> None:
+    """Ties weights that `model.to("xla")`, which makes new Parameters, has untied without a word."""
+    lazy = any(parameter.device.type == "xla" for parameter in model.parameters())
+    tie = getattr(model, "tie_weights", None)
+    if lazy and callable(tie):
+        tie()
+
+
+def _check_sharding(applied: ParallelizedModel | None, args: TrainingArguments, context: Context) -> None:
+    """Raises UsageError where the model is sharded differently from what the arguments say, or for another device."""
     if applied is None:
         return
+    made, wanted = applied.mesh.runtime.device.type, context.runtime.device.type
+    if made != wanted:
+        raise UsageError(f"device: is {wanted}, but the model was made on {made}; make them equal")
     found = {
         "tensor_parallel_size": applied.mesh.tensor_parallel.size,
         "sequence_parallel": applied.sequence_parallel,
@@ -165,12 +177,7 @@ def check_start(folder: Path, model: nn.Module, args: TrainingArguments, context
     one. Collective."""
     if args.save_strategy == "no":
         return
-    existing = sorted(path.name for path in folder.glob("checkpoint-*"))
-    if existing and not resumes:
-        raise UsageError(
-            f"output_dir: {folder} has checkpoints of an earlier run ({existing[-1]}); set resume_from_checkpoint: "
-            "true to continue it, or choose another folder"
-        )
+    check_no_earlier_run(folder, args, resumes=resumes)
     states = 0 if args.save_only_model else OPTIMIZER_STATES
     check_room(folder, sum(_size(p) * (p.element_size() + 4 * states) for p in model.parameters()), context.host)
 
@@ -189,3 +196,9 @@ def reporters(args: TrainingArguments) -> list[type[TrainerCallback]]:
         return get_reporting_integration_callbacks(args.reporters)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"report_to: {error}") from error
+
+
+def reports(callback: TrainerCallback | type[TrainerCallback]) -> bool:
+    """Whether a callback is one of transformers' reporters, or derived from one: it writes what is logged."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    return any(each.__module__.startswith("transformers.integrations") for each in kind.__mro__)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,49 +15,54 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import EvalPrediction
 
 from stepmark.checkpoint import Checkpointer
+from stepmark.config.old_names import explains_keywords
 from stepmark.config.training_arguments import TrainingArguments, set_log_level
-from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
-from stepmark.errors import DataError, StepmarkError, UsageError
-from stepmark.evaluation.evaluate import named_sets
+from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
-from stepmark.launch.process_exit import say
-from stepmark.launch.signals import RunInterrupted
+from stepmark.launch.restarts import check_restarts
 from stepmark.optim.protocols import StepOptimizer
+from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
-from stepmark.runtime.liveness import PeerWatch
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.given_loader import GivenLoader, PlainBatches
+from stepmark.trainer.custom_loss import call_compute_loss
+from stepmark.trainer.evaluation_sets import evaluation_sets, logged_evaluation
+from stepmark.trainer.given_loader import GivenLoader
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
+from stepmark.trainer.interruption.silent_ranks import watch_peers
+from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.model_export import write_model
 from stepmark.trainer.outputs import SavedFiles, prepare_output_folder, write_model_files
 from stepmark.trainer.overrides import check_overrides, overrides
-from stepmark.trainer.results import PredictionOutput, TrainOutput
+from stepmark.trainer.results import PredictionOutput, TrainOutput, metric_lines
 from stepmark.trainer.resume import TRAINER_STATE
 from stepmark.trainer.run_identity import identity
+from stepmark.trainer.run_results import RunResults, record_end
 from stepmark.trainer.setup import (
     RunParts,
-    TrainLoader,
     check_start,
-    count_epochs,
     count_steps,
     make_checkpointer,
     make_schedule,
     prepare_model,
     reporters,
+    reports,
     step_optimizer,
     tensors_of,
 )
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_loop import TrainingLoop
+from stepmark.trainer.transformers_arguments import converted
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast
+from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.step import TrainStep
 
 
+@explains_keywords
 class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
@@ -71,11 +74,13 @@ class Trainer:
         model: A module that returns the mean loss of a batch, such as transformers' models; one that sums its losses
             must divide by a `num_items_in_batch` that its forward takes. It is moved to the device and sharded as
             `args` says, unless `load_for_parallelism` or `parallelize` has sharded it; its Parameters stay the same
-            objects.
-        args: What to do; default: `TrainingArguments()`.
+            objects. Of one in DistributedDataParallel the module inside is used.
+        args: What to do; default: `TrainingArguments()`. transformers' own are converted; those of its fields that
+            Stepmark lacks must have their default values.
         data_collator: Makes a batch of a list of samples; a `PadTo` also states the lengths to pad to. Default:
             PyTorch's collation.
-        train_dataset: Has a length and returns sample i; needed by `train`.
+        train_dataset: Has a length and returns sample i, or can only be iterated, which needs `max_steps`; needed by
+            `train`. The ranks take the batches of the latter in turn; a resumed run skips those that were taken.
         eval_dataset: The same for `evaluate`, or several by name.
         processing_class: The tokenizer; it is saved with the model.
         compute_loss_func: `(outputs, labels, num_items_in_batch)` to a loss, instead of the model's own: a mean over
@@ -116,9 +121,13 @@ class Trainer:
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        self.args = args or TrainingArguments()
+        self.args = converted(args) or TrainingArguments()
         set_log_level(self.args)
-        self.context: Context = start(self.args.device)
+        check_restarts(self.args.max_restarts)
+        model = without_wrapper(model)
+        prepare_compile_cache(self.args.compile_cache)
+        self.context: Context = start(self.args.device, self.args.join_timeout)
+        open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
         self.mesh = prepare_model(model, self.args, self.context)
         self.model = model
         self._saved = adapter_of(model) or model
@@ -138,12 +147,13 @@ class Trainer:
             model,
             compute_loss_func=compute_loss_func,
             label_smoothing=self.args.label_smoothing_factor,
+            label_names=self.args.label_names,
             lazy=self.context.runtime.lazy,
         )
         if overrides(self, Trainer, "compute_loss"):
             self.loss.override = self._overridden_loss
         self._pausable: PausableEvaluation | None = None  # that of the evaluation in the training loop
-        self._staged: Path | None = None  # where save_model writes the files of a checkpoint
+        self._saved_files = SavedFiles(Path(self.args.output_dir), self.context.host)
         self.evaluator = Evaluator(
             model,
             self.loss,
@@ -156,7 +166,7 @@ class Trainer:
         )
         self._callbacks = RunCallbacks(
             self.args,
-            [*reporters(self.args), *(callbacks or ())],
+            [each for each in (*reporters(self.args), *(callbacks or ())) if _is_called(each)],
             model,
             processing_class,
             RunLog(Path(self.args.output_dir), writes=self.is_world_process_zero() and not extracting_graphs()),
@@ -184,7 +194,8 @@ class Trainer:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Adds a callback, an object or a class that is called without arguments."""
-        self._callbacks.handler.add_callback(callback)
+        if _is_called(callback):
+            self._callbacks.handler.add_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Removes a callback, or the first one of a class."""
@@ -211,6 +222,10 @@ class Trainer:
         """Whether this is rank 0."""
         return self.context.host.rank == 0
 
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.context.world.local_rank == 0
+
     def train_loader(self) -> DataLoader:
         """Returns a new loader of the training data, at its beginning.
 
@@ -219,13 +234,7 @@ class Trainer:
         """
         if self.train_dataset is None:
             raise UsageError("train_dataset: training needs one")
-        return self._loader(
-            self.train_dataset,
-            self.args.per_device_train_batch_size,
-            accumulation=self.args.gradient_accumulation_steps,
-            seed=self.data_seed,
-            drop_last=self.args.dataloader_drop_last,
-        )
+        return self._loaders.train_loader(self.train_dataset)
 
     def get_train_dataloader(self) -> Any:
         """Returns the batches of the training data. A subclass may return any iterable of batches of its own.
@@ -240,7 +249,9 @@ class Trainer:
         Raises:
             UsageError: There is no training data.
         """
-        return PlainBatches(self.train_loader())
+        if self.train_dataset is None:
+            raise UsageError("train_dataset: training needs one")
+        return self._loaders.train_batches(self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> Any:
         """Returns the batches of evaluation data, in order. A subclass may return any iterable of batches of its own.
@@ -260,47 +271,15 @@ class Trainer:
             dataset = self.eval_dataset[dataset]
         if dataset is None:
             raise UsageError("eval_dataset: evaluation needs one")
-        return PlainBatches(self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False))
+        return self._loaders.eval_batches(dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset) -> Any:
         """Returns the batches of the data of `predict`, as `get_eval_dataloader` does."""
-        return PlainBatches(self._loader(test_dataset, self.args.per_device_eval_batch_size, shuffle=False))
-
-    def _steps_of(self, batches: Any, accumulation: int = 1) -> TrainLoader:
-        """The steps that a loader of the methods above stands for."""
-        if isinstance(batches, PlainBatches):
-            return batches.loader
-        return GivenLoader(
-            batches,
-            rank=self.mesh.data_parallel.rank,
-            world_size=self.mesh.data_parallel.size,
-            accumulation=accumulation,
-            seed=self.data_seed,
-            labels=self.loss.labels,
-            max_steps=self.args.max_steps if self.args.max_steps > 0 else None,
-            fixed_shape=self.context.runtime.lazy,
-        )
+        return self._loaders.eval_batches(test_dataset)
 
     @property
-    def data_seed(self) -> int:
-        """The seed of the sample order."""
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
-
-    def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
-        padded = self.data_collator if isinstance(self.data_collator, PadTo) else None
-        return DataLoader(
-            dataset,
-            batch_size,
-            rank=self.mesh.data_parallel.rank,
-            world_size=self.mesh.data_parallel.size,
-            collate_fn=padded.collate_fn if padded else self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            fixed_shape=self.context.runtime.lazy,
-            pad_to=padded.lengths if padded else None,
-            pad_token_id=getattr(self.processing_class, "pad_token_id", None) or 0,
-            labels=self.loss.labels,
-            **options,
-        )
+    def _loaders(self) -> LoaderFactory:
+        return LoaderFactory(self.args, self.model, self.mesh, self.loss, self.data_collator, self.processing_class)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Sets `optimizer` and `lr_scheduler`, those that are not set yet.
@@ -374,7 +353,7 @@ class Trainer:
 
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with the one that saved, as plain values."""
-        own = identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self.data_seed)
+        own = identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self._loaders.data_seed)
         return own | (self._saved.identity(self.context) if isinstance(self._saved, Adapter) else {})
 
     # The loss
@@ -405,21 +384,7 @@ class Trainer:
         return (loss, outputs) if return_outputs else loss
 
     def _overridden_loss(self, model: nn.Module, inputs: Any, items: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Calls a subclass's `compute_loss`; the outputs only matter in evaluations."""
-        compute: Callable[..., Any] = self.compute_loss
-        wants_outputs = not torch.is_grad_enabled()
-        options: dict[str, Any] = {"num_items_in_batch": items} if _accepts(compute, "num_items_in_batch") else {}
-        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        options |= {"return_outputs": True} if wants_outputs else {}
-        found = compute(model, given, **options)
-        loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (wants_outputs and not isinstance(found, tuple)):
-            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-            expected = "a loss with one element" + (" and the outputs (return_outputs=True)" if wants_outputs else "")
-            raise UsageError(
-                f"{type(self).__name__}.compute_loss returned a {type(found).__name__}{shape}; return {expected}"
-            )
-        return loss.reshape(()), outputs
+        return call_compute_loss(self.compute_loss, type(self).__name__, model, inputs, items)
 
     def compute_loss_context_manager(self) -> torch.autocast:
         """Returns the context in which models are called: autocast, as `bf16` says."""
@@ -461,30 +426,33 @@ class Trainer:
         self._callbacks.reset()
         self._best_step = None
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
-            parts = self._make_parts()
+            parts = self.make_parts()
             loop = TrainingLoop(
                 parts,
                 self._callbacks,
                 checkpointer,
                 evaluate=self._evaluate_own_data,
                 write_files=self._write_files,
-                before_save=self._stage_model_files,
+                before_save=self._collect_model_files,
             )
             check_start(folder, self._saved, self.args, self.context, resumes=bool(resume))
             if self.args.eval_strategy != "no":
-                self._check_eval_data(None)
+                self._eval_sets()
             if self.args.save_strategy != "no":
                 checkpointer.claim()
                 loop.withdraw_stop_request()
-            self._show_parts(parts)
+            own = parts.loader  # callbacks get a second loader, whose position is not that of the run
+            self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else self.train_loader())
             try:
-                with loop.stopping_at_signals(), self._peer_watch():
+                with loop.stopping_at_signals(), watch_peers(self.context, self._callbacks, self.args.save_timeout):
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
                     output = self._train(loop, parts, checkpointer, restored)
                 if save_model:
                     self.save_model()
-                    self._write_evaluation()
-                with self._recording():
+                    if self.args.eval_strategy != "no":
+                        sets = [dataset for _, dataset in self._eval_sets()]
+                        self._results.write_evaluation(self.final_evaluation(), sets)
+                with self._results.writing():
                     self._callbacks.run_log.status("done", self.state.global_step, loop.stop_reason)
                 return output
             except BaseException as error:
@@ -493,8 +461,9 @@ class Trainer:
             finally:
                 self._callbacks.close()
 
-    def _make_parts(self) -> RunParts:
-        loader = self._steps_of(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
+    def make_parts(self) -> RunParts:
+        """Makes what a run needs before its first step, such as the optimizer."""
+        loader = self._loaders.steps_of(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
         total_steps = count_steps(self.args, loader)
         optimizer, schedule = self._make_optimizer_and_schedule(total_steps)
         return RunParts(
@@ -511,35 +480,11 @@ class Trainer:
             identity=self.identity(),
         )
 
-    def _show_parts(self, parts: RunParts) -> None:
-        """Gives the callbacks what transformers gives them; their loader is a second one, whose position is not that of
-        the run."""
-        state, handler = self.state, self.callback_handler
-        state.max_steps = parts.total_steps
-        state.num_train_epochs = count_epochs(self.args, parts.loader)
-        state.train_batch_size = self.args.per_device_train_batch_size
-        state.compute_steps(self.args, parts.total_steps)
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, parts.optimizer.inner, parts.schedule
-        own = parts.loader
-        handler.train_dataloader = own.given if isinstance(own, GivenLoader) else self.train_loader()
-
-    def _peer_watch(self) -> PeerWatch:
-        """Inside the block, a rank without a heartbeat for `save_timeout` ends the run as a failed one."""
-        return PeerWatch(
-            self.context.store,
-            self.context.host.rank,
-            self.context.host.size,
-            self.args.save_timeout,
-            setting="save_timeout",
-            progress=lambda: f"after step {self.state.global_step}",
-            ending=lambda reason: self._callbacks.run_log.try_status("failed", self.state.global_step, reason),
-        )
-
     def _train(
         self, loop: TrainingLoop, parts: RunParts, checkpointer: Checkpointer, restored: Path | None
     ) -> TrainOutput:
         callbacks, first = self._callbacks, self.state.global_step
-        self._record_begin(loop, parts, restored)
+        loop.begin(restored)
         began = time.perf_counter()
         callbacks.event("on_train_begin")
         loop.run(restored)
@@ -555,24 +500,20 @@ class Trainer:
             "train_samples_per_second": samples / seconds,
             "train_steps_per_second": steps / seconds,
         }
+        if steps:  # a process that found the run finished has trained nothing
+            callbacks.log({name: value for name, value in metrics.items() if name != "epoch"})
         callbacks.event("on_train_end")
-        metrics = self._write_train_results(metrics, steps)
+        metrics = self._results.write_training(metrics, steps, self.train_dataset)
         if self.is_world_process_zero() and not extracting_graphs():
-            with self._recording():
+            with self._results.writing():
                 self._write_state(Path(self.args.output_dir))
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
-    def _record_begin(self, loop: TrainingLoop, parts: RunParts, restored: Path | None) -> None:
-        callbacks, step = self._callbacks, self.state.global_step
-        loop.started(restored)
-        if restored is not None:
-            attempt = callbacks.run_log.attempts() + 1
-            callbacks.run_log.metrics({"resumed": step, "attempt": attempt, "mesh": self.mesh.shape})
-        callbacks.begin(parts.total_steps)
-        if restored is not None:
-            callbacks.progress.line(f"resumed from {restored} at step {step}")
-
     # Saving
+
+    @property
+    def _results(self) -> RunResults:
+        return RunResults(Path(self.args.output_dir), self._callbacks.run_log, self.context.host)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective.
@@ -588,7 +529,7 @@ class Trainer:
             StepmarkError: The folder cannot be written to; on all ranks.
         """
         folder = Path(output_dir or self.args.output_dir).absolute()
-        if folder == self._staged:
+        if self._saved_files.collects(folder):
             if self.is_world_process_zero():
                 write_model_files(folder, self._saved, self.processing_class)
             return
@@ -597,25 +538,10 @@ class Trainer:
             return
         write_model(folder, self._saved, self.mesh, self.processing_class, self.args.save_timeout)
 
-    def _stage_model_files(self) -> None:
+    def _collect_model_files(self) -> None:
         """Before a checkpoint: lets an overridden `save_model` write the files that the checkpoint gets. Collective."""
-        if not overrides(self, Trainer, "save_model"):
-            return
-        host, files = self.context.host, self._saved_files
-        if host.rank == 0:
-            files.clear()
-        host.barrier()
-        self._staged = files.folder
-        options = {"_internal_call": True} if _accepts(self.save_model, "_internal_call") else {}
-        try:
-            self.save_model(str(files.folder), **options)
-        finally:
-            self._staged = None
-        host.barrier()
-
-    @property
-    def _saved_files(self) -> SavedFiles:
-        return SavedFiles(Path(self.args.output_dir))
+        if overrides(self, Trainer, "save_model"):
+            self._saved_files.collect(self.save_model)
 
     def _write_files(self, folder: Path) -> None:
         if overrides(self, Trainer, "save_model"):
@@ -653,7 +579,8 @@ class Trainer:
             UsageError: There is no evaluation data.
             DataError: A dataset is empty.
         """
-        self._check_eval_data(eval_dataset)
+        if not isinstance(eval_dataset, str):
+            self._eval_sets(eval_dataset)  # raises where there is no data
         own = eval_dataset is None
         data = self.eval_dataset if own else eval_dataset
         if isinstance(data, Mapping):
@@ -684,32 +611,25 @@ class Trainer:
         evaluation = self._pausable or PausableEvaluation()
         key = evaluation.key(prefix)
         if key not in evaluation.completed:
-            found = self._run_evaluation(
+            found = self.run_evaluation(
                 self.get_eval_dataloader(dataset),
                 gather=self.compute_metrics is not None,
                 ignore_keys=ignore_keys,
                 before_batch=evaluation.before_batch,
             )
-            evaluation.completed[key] = metrics = self._metrics(found, prefix)
+            metrics = self._metrics(found, prefix)
+            if self.state.epoch is not None:
+                metrics["epoch"] = self.state.epoch
+            evaluation.completed[key] = metrics
             self._callbacks.evaluated(metrics, prefix)
         return dict(evaluation.completed[key])
 
-    def _check_eval_data(self, given: Any) -> None:
-        """Raises UsageError without evaluation data, DataError where a set is empty."""
-        if not isinstance(given, str):
-            self._eval_sets(given, "eval")
-
-    def _eval_sets(self, given: Any, prefix: str) -> list[tuple[str, Any]]:
+    def _eval_sets(self, given: Any = None) -> list[tuple[str, Any]]:
         """The sets to evaluate, each with the prefix of its metrics."""
         dataset = self.eval_dataset if given is None else given
         if dataset is None and overrides(self, Trainer, "get_eval_dataloader"):
-            return [(prefix, None)]
-        if dataset is None:
-            raise UsageError("eval_dataset: evaluation needs one")
-        try:
-            return named_sets(dataset, prefix)
-        except DataError as error:
-            raise DataError(f"eval_dataset: {error}, or set eval_strategy: no") from error
+            return [("eval", None)]
+        return evaluation_sets(dataset)
 
     def final_evaluation(self) -> dict[str, float]:
         """Returns the metrics of the model as it is at the end of training; evaluates it where that was not done yet.
@@ -720,18 +640,7 @@ class Trainer:
         last = self._callbacks.last_evaluation
         if last is not None and last[0] == step:
             return last[1]
-        return self._logged_evaluation(step) or self.evaluate()
-
-    def _logged_evaluation(self, step: int) -> dict[str, float] | None:
-        """The evaluation of all sets at this step from the history, which resumed runs have too."""
-        metrics: dict[str, float] = {}
-        logs = [log for log in self.state.log_history if log["step"] == step]
-        for prefix, _ in self._eval_sets(None, "eval"):
-            log = next((log for log in reversed(logs) if f"{prefix}_runtime" in log), None)
-            if log is None:
-                return None
-            metrics |= {name: value for name, value in log.items() if name not in ("step", "epoch")}
-        return metrics
+        return logged_evaluation(self.state.log_history, step, self._eval_sets()) or self.evaluate()
 
     def predict(
         self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
@@ -749,9 +658,9 @@ class Trainer:
         Raises:
             DataError: The dataset is empty.
         """
-        if not len(test_dataset):  # type: ignore[arg-type]
+        if hasattr(test_dataset, "__len__") and not len(test_dataset):
             raise DataError("test_dataset: it is empty; pass one with samples")
-        evaluation = self._run_evaluation(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
+        evaluation = self.run_evaluation(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
         metrics = self._metrics(evaluation, metric_key_prefix)
         self._callbacks.event("on_predict", metrics)
         return PredictionOutput(evaluation.predictions, evaluation.labels, metrics)
@@ -784,16 +693,17 @@ class Trainer:
         given = dict(inputs) if isinstance(inputs, Mapping) else inputs
         return self.prediction_step(self.model, given, loss_only, ignore_keys)  # type: ignore[arg-type]
 
-    def _run_evaluation(
+    def run_evaluation(
         self,
         batches: Any,
         *,
         gather: bool,
-        ignore_keys: list[str] | None,
+        ignore_keys: list[str] | None = None,
         before_batch: Callable[[], None] = lambda: None,
     ) -> Evaluation:
+        """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. Collective."""
         return self.evaluator(
-            self._steps_of(batches),
+            self._loaders.steps_of(batches),
             gather=gather,
             ignore_keys=ignore_keys,
             before_batch=before_batch,
@@ -803,62 +713,44 @@ class Trainer:
     def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
         return summarize(evaluation, prefix, causal=self.loss.causal_shift, compute_metrics=self.compute_metrics)
 
-    # Records
+    # What scripts do with metrics
 
-    def _write_train_results(self, metrics: dict[str, float], steps: int) -> dict[str, float]:
-        """Writes the results of training, and returns them. A process that found the run finished, and trained no
-        step, keeps the results of the one that finished it."""
-        run_log = self._callbacks.run_log
-        if not steps:
-            earlier = self.context.host.broadcast(run_log.read_results("train"))
-            if earlier is not None and earlier.get("epoch") == metrics["epoch"]:
-                return {name: earlier[name] for name in metrics if name in earlier}
-        with self._recording():
-            run_log.results("train", {**metrics, **_count("train_samples", [self.train_dataset])})
-        return metrics
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints metrics on rank 0.
 
-    def _write_evaluation(self) -> None:
-        """Writes the results of evaluating the model that the output folder holds."""
-        if self.args.eval_strategy == "no":
-            return
-        sets = [dataset for _, dataset in self._eval_sets(None, "eval")]
-        results = {**self.final_evaluation(), **_count("eval_samples", sets)}
-        with self._recording():
-            self._callbacks.run_log.results("eval", results)
+        Args:
+            split: The heading: `train`, `eval` or `predict` for example.
+            metrics: The metrics by name.
+        """
+        if self.is_world_process_zero():
+            print("\n".join(metric_lines(split, metrics)), flush=True)
 
-    @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Inside the block, a file that cannot be written is a StepmarkError."""
-        try:
-            yield
-        except OSError as error:
-            raise StepmarkError(
-                f"the results cannot be written to {self.args.output_dir}: {error.strerror or error}; free some space "
-                "there, and start the run again with resume_from_checkpoint: true"
-            ) from error
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes metrics to `<split>_results.json` in the run's folder, on rank 0.
 
+        Args:
+            split: `train`, `eval` or `predict` for example.
+            metrics: The metrics by name.
+            combined: Also add them to all_results.json. Default: True.
 
-def _count(name: str, datasets: Sequence[Any]) -> dict[str, int]:
-    """The number of samples, where all datasets have one."""
-    counted = all(hasattr(dataset, "__len__") for dataset in datasets)
-    return {name: sum(len(dataset) for dataset in datasets)} if counted else {}
+        Raises:
+            StepmarkError: The folder cannot be written to.
+        """
+        with self._results.writing():
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            self._callbacks.run_log.results(split, dict(metrics), combined=combined)
+
+    def save_state(self) -> None:
+        """Writes trainer_state.json to the run's folder, on rank 0; training does so itself.
+
+        Raises:
+            StepmarkError: The folder cannot be written to.
+        """
+        if self.is_world_process_zero() and not extracting_graphs():
+            with self._results.writing():
+                self._write_state(Path(self.args.output_dir))
 
 
-def _accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether a method of a subclass has a parameter of this name, or any."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-
-
-def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
-    """Records in the run's status that it did not reach its end; a status that cannot be written hides no error."""
-    run_log, step = callbacks.run_log, callbacks.state.global_step
-    if isinstance(error, RunInterrupted) and error.recorded:
-        return
-    if isinstance(error, RunInterrupted):
-        run_log.try_status("interrupted", step, error.reason)
-        if run_log.writes:
-            say(f"interrupted by {error.reason}")
-    elif callbacks.begun:  # otherwise the status of an earlier run stands
-        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        run_log.try_status(state, step, f"{type(error).__name__}: {error}")
+def _is_called(callback: TrainerCallback | type[TrainerCallback]) -> bool:
+    """Whether a callback takes part in the run; none that reports values does while they are placeholders."""
+    return not (extracting_graphs() and reports(callback))

@@ -13,7 +13,8 @@ from stepmark.data.batch import StepBatch
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.errors import UsageError
 from stepmark.launch.process_exit import say
-from stepmark.launch.signals import RunInterrupted
+from stepmark.launch.signals import HOW_TO_GO_ON, RunInterrupted
+from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.interruption.pausable_evaluation import EvaluationPaused, PausableEvaluation
@@ -22,6 +23,7 @@ from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.resume import restore_run
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.strategies import is_better
+from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
 from stepmark.training.schedule import advance, follows_metric, restore_schedule, schedule_state
@@ -89,9 +91,14 @@ class TrainingLoop:
         self._callbacks.state.epoch = state["epoch"]
         self._epoch_open = state["epoch_open"]
         self._unfinished = state.get("unfinished")
-        self._parts.loader.load_state_dict(state["loader"])
+        loader, rates = state["loader"], list(state["rates"])
+        if loader.get("imported"):
+            loader = self._parts.loader.state_after(loader["step"], loader["epoch"])
+            groups = len(self._parts.optimizer.inner.param_groups)  # the other tool may have had fewer
+            rates = (rates * groups)[:groups]
+        self._parts.loader.load_state_dict(loader)
         self._losses.load_state_dict(state["means"])
-        restore_schedule(self._parts.schedule, state["schedule"], state["rates"])
+        restore_schedule(self._parts.schedule, state["schedule"], rates)
 
     def resume(self, checkpoint: Path | None) -> Path | None:
         """Restores `checkpoint`, or the newest complete one. Returns what was restored, None where there is none.
@@ -113,6 +120,8 @@ class TrainingLoop:
     def run(self, restored: Path | None) -> None:
         """Trains to the last step, or until a callback stops it; returns when all ranks are there and all saves are on
         disk. `restored` is what `resume` returned."""
+        for line in banner(self._parts, self._step) if self._callbacks.run_log.writes else ():
+            self._callbacks.progress.line(line)
         if self._args.eval_on_start and restored is None:
             self._evaluate()
         self._monitor.begin()
@@ -129,9 +138,16 @@ class TrainingLoop:
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
             self._parts.context.host.barrier()
 
-    def started(self, restored: Path | None) -> None:
-        """Records that this process is about to train."""
-        self._monitor.started(self._parts, self._step, restored)
+    def begin(self, restored: Path | None) -> None:
+        """Records that this process is about to train; `restored` is what `resume` returned."""
+        parts, callbacks = self._parts, self._callbacks
+        self._monitor.started(parts, self._step, restored)
+        if restored is not None:
+            attempt = callbacks.run_log.attempts() + 1
+            callbacks.run_log.metrics({"resumed": self._step, "attempt": attempt, "mesh": parts.mesh.shape})
+        callbacks.begin(parts.total_steps)
+        if restored is not None:
+            callbacks.progress.line(f"resumed from {restored} at step {self._step}")
 
     def _finish_step_of_earlier_process(self) -> None:
         """Completes the evaluation in which the run was stopped, and ends an epoch that was left open."""
@@ -143,6 +159,7 @@ class TrainingLoop:
             self._end_epoch()
 
     def _train_epoch(self) -> None:
+        show_step(StepPlace(self._step + 1))
         batches = DevicePrefetcher(self._parts.loader, self._parts.context.runtime)
         with contextlib.closing(iter(batches)) as source:
             for batch in self._monitor.timers.waiting(source):
@@ -168,6 +185,7 @@ class TrainingLoop:
             before_update=lambda: callbacks.event("on_pre_optimizer_step"),
             after_update=lambda: callbacks.event("on_optimizer_step"),
         )
+        show_step(StepPlace.of(self._step + 1, batch.samples, batch.state))
         self._monitor.step_begins(self._step + 1, batch, float(parts.schedule.get_last_lr()[0]))
         with self._monitor.within_step():
             self._losses.add(parts.step(self._step, batch, hooks))
@@ -181,6 +199,7 @@ class TrainingLoop:
         self._monitor.step_ended(self._step, batch)
         self._follow_control()
         self._checkpointer.check()
+        show_step(StepPlace(self._step + 1))
 
     def _follow_control(self) -> None:
         """Logs, evaluates and saves, in this order, as the control's flags say."""
@@ -226,7 +245,10 @@ class TrainingLoop:
         counters = self._parts.context.runtime.counters()
         if counters is not None:
             log |= {"graph_compilations": counters.compilations, "graph_executions": counters.executions}
-        self._callbacks.progress.step(self._step, log["loss"], speed)
+        cache = self._parts.context.runtime.cache_counters()
+        if cache is not None:
+            log |= {"graph_cache_hits": cache.hits, "graph_cache_misses": cache.misses}
+        self._callbacks.progress.logged(self._step, log)
         self._callbacks.log(log, machine)
 
     # Evaluations
@@ -240,7 +262,10 @@ class TrainingLoop:
         if key is None:
             return
         if key not in metrics:
-            raise UsageError(f"metric_for_best_model: the evaluation has no {key}; it has {', '.join(sorted(metrics))}")
+            names = ", ".join(sorted(name for name in metrics if name != "epoch"))
+            raise UsageError(f"metric_for_best_model: the evaluation has no {key}; it has {names}")
+        if not isinstance(metrics[key], (int, float)):
+            raise UsageError(f"metric_for_best_model: {key} is a {type(metrics[key]).__name__}; name a number")
         if follows_metric(self._parts.schedule):
             self._parts.schedule.step(metrics[key])
         if is_better(self._args, metrics[key], state.best_metric):
@@ -338,12 +363,13 @@ class TrainingLoop:
                 raise
 
     def _announce_stop(self, reason: str) -> None:
+        more = "; press Ctrl-C again to end at once, without a checkpoint" if reason.startswith("SIGINT") else ""
+        self._say_interrupted(f"{reason}{more}")
         self._callbacks.run_log.stopping(self._step, reason)
-        self._say_interrupted(reason)
 
     def _announce_end(self, reason: str) -> None:
+        self._say_interrupted(f"{reason}\n{HOW_TO_GO_ON}")
         self._callbacks.run_log.try_status("interrupted", self._step, reason)
-        self._say_interrupted(reason)
 
     def _say_interrupted(self, reason: str) -> None:
         if self._callbacks.run_log.writes:

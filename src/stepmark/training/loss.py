@@ -9,7 +9,7 @@ the mean is over samples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,6 +68,7 @@ class MicroBatchLoss:
         model: the model that will be called; only its class and configuration are read.
         compute_loss_func: the user's function; None for the model's own loss.
         label_smoothing: from 0 (none) to 1.
+        label_names: the inputs that are labels; default: the arguments of the model's forward that look like it.
         lazy: the model is on a lazy device, where attention masks must not depend on values.
     """
 
@@ -77,9 +78,11 @@ class MicroBatchLoss:
         *,
         compute_loss_func: LossFunction | None = None,
         label_smoothing: float = 0.0,
+        label_names: Sequence[str] | None = None,
         lazy: bool = False,
     ) -> None:
         rule = label_rule(model)
+        rule = rule if label_names is None else replace(rule, names=tuple(label_names))
         self._class_shift = rule.causal_shift
         # The class of a model does not show which labels the user's function counts.
         self.labels: LabelRule = rule if compute_loss_func is None else replace(rule, causal_shift=None)
@@ -245,11 +248,25 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, cau
     """Sum over target tokens of the label-smoothed cross entropy (Szegedy et al. 2016), in float32.
 
     logits: (batch, tokens, vocabulary) or (batch, classes); labels: (batch, tokens) or (batch,), -100 where ignored.
+    Labels of floating point, (batch, classes), are probabilities of independent classes: the sum over samples of the
+    mean binary cross entropy, smoothed towards one half. Raises UsageError for other labels.
     """
+    if labels.is_floating_point():
+        return _smoothed_binary_cross_entropy(logits, labels, smoothing)
     if causal_shift:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     flat = logits.float().reshape(-1, logits.shape[-1])
     return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+
+
+def _smoothed_binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    if labels.ndim != 2 or labels.shape != logits.shape:
+        raise UsageError(
+            f"label_smoothing_factor: labels of type {labels.dtype} and shape {tuple(labels.shape)} are not classes; "
+            "set it to 0 for a regression"
+        )
+    targets = labels.float() * (1 - smoothing) + smoothing / 2
+    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").mean(1).sum()
 
 
 def _decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:

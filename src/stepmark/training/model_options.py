@@ -12,20 +12,27 @@ from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.training.lazy.transformers_forward import recorded_checkpoint
 
+# transformers' method and its argument; the second is older, deprecated, and the one that models of others have.
+CHECKPOINTING = {
+    "activation_checkpointing_enable": "activation_checkpointing_kwargs",
+    "gradient_checkpointing_enable": "gradient_checkpointing_kwargs",
+}
+
 
 def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
     """Makes a transformers model recompute the activations of each layer in the backward pass instead of keeping them.
 
     Lazy devices need torch_xla's function: torch's crashes on them. Raises UsageError for a model without support.
     """
-    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
+    method = next((name for name in CHECKPOINTING if hasattr(model, name)), None)
+    if method is None:
         raise UsageError(
             f"gradient_checkpointing: {type(model).__name__} does not support it: it has no method "
             "gradient_checkpointing_enable; use torch.utils.checkpoint in the model"
         )
     try:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": runtime.lazy})
+        enable: Any = getattr(model, method)
+        enable(**{CHECKPOINTING[method]: {"use_reentrant": runtime.lazy}})
     except ValueError as error:
         raise UsageError(f"gradient_checkpointing: {error}") from error
     if runtime.lazy:

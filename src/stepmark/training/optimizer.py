@@ -20,6 +20,8 @@ from stepmark.sharding.layout import Shard, layout_of
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 OPTIMIZERS = (*ADAMW, "sgd")
+# Patterns of the names, in lower case, of modules and parameters without weight decay.
+NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 class ParameterOptimizer:
@@ -238,11 +240,9 @@ def _torch_class(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[
 
 
 def decays_by_default(model: nn.Module) -> Callable[[str], bool]:
-    """Weight decay as Hugging Face's Trainer applies it: to every parameter except biases and those of norms."""
-    exempt = {
-        f"{module_name}.{name}" if module_name else name
-        for module_name, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-        if "norm" in type(module).__name__.lower() or name.split(".")[-1] == "bias"
-    }
-    return lambda name: name not in exempt
+    """Returns whether weight decay applies to the parameter of a name, as in transformers' Trainer: to all but those
+    of `nn.LayerNorm`, and those whose name looks like a bias or a norm (NO_DECAY)."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decayed = frozenset(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
+    return lambda name: name in decayed

@@ -20,12 +20,13 @@ import pytest
 
 from stepmark.checkpoint import SaveHandle
 from stepmark.launch import process_exit
+from stepmark.launch.signals import listening
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
+from stepmark.trainer.run_results import record_end
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.telemetry.run_log import RunLog
-from stepmark.trainer.trainer import record_end
 
 ALONE = cast(Context, SimpleNamespace(store=None, host=HostGroup()))
 
@@ -128,6 +129,18 @@ def test_a_signal_at_the_very_end_is_the_programs(monkeypatch: pytest.MonkeyPatc
     assert heard == ["SIGTERM"]
 
 
+def test_a_signal_at_the_very_end_does_not_stop_a_later_run_of_a_program_without_a_handler(heard: list[str]) -> None:
+    later: list[signal.Signals] = []
+    with PreemptionCoordinator(ALONE, 0.3, lambda reason: None, lambda reason: None) as stopper:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while stopper.signal_name is None:
+            time.sleep(0.01)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with listening(later.append):
+        time.sleep(0.6)
+    assert (heard, later) == ([], [])
+
+
 def test_training_goes_on_in_silence_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -159,8 +172,8 @@ import sys
 from pathlib import Path
 from datetime import timedelta
 import torch.distributed as dist
-from stepmark.trainer.interruption.outside_training import ending_at_signals
-with ending_at_signals(Path(sys.argv[1])):
+from stepmark.trainer.interruption.outside_training import ending_outside_training
+with ending_outside_training(Path(sys.argv[1])):
     print("ready", flush=True)
     dist.TCPStore("127.0.0.1", 0, 2, True, timeout=timedelta(seconds=60))  # in native code, where no handler runs
 """
@@ -182,8 +195,8 @@ def test_a_rank_that_waits_for_others_which_never_come_ends_at_a_signal(tmp_path
 FORKING = """
 import multiprocessing, sys, time
 from pathlib import Path
-from stepmark.trainer.interruption.outside_training import ending_at_signals
-with ending_at_signals(Path(sys.argv[1])):
+from stepmark.trainer.interruption.outside_training import ending_outside_training
+with ending_outside_training(Path(sys.argv[1])):
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     worker.start()
     time.sleep(0.5)

@@ -23,12 +23,12 @@ def fetch(tensor: Tensor) -> Tensor:
 class Lazy:
     """A runtime that counts transfers."""
 
-    def transfers_to_host(self) -> int | None:
+    def transfers_to_host(self, *, own: bool = True) -> int | None:
         return len(TRANSFERS)
 
 
 class Eager:
-    def transfers_to_host(self) -> int | None:
+    def transfers_to_host(self, *, own: bool = True) -> int | None:
         return None
 
 

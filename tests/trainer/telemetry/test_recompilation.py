@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.runtime.base import CacheCounters
 from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
 
 
@@ -16,8 +17,13 @@ class Device:
     def __init__(self, lazy: bool = True) -> None:
         self.count: int | None = 0 if lazy else None
 
+        self.cache: CacheCounters | None = None
+
     def compilations(self) -> int | None:
         return self.count
+
+    def cache_counters(self) -> CacheCounters | None:
+        return self.cache
 
 
 def batch(length: int = 8, micro_batches: int = 1, **more: Any) -> StepBatch:
@@ -100,3 +106,17 @@ def test_an_eager_device_has_none() -> None:
     for length in (8, 16, 24, 32, 40):
         run.train(batch(length))
     assert run.seen == []
+
+
+def test_graphs_from_the_compile_cache_are_told_from_compiled_ones() -> None:
+    run = Run()
+    run.device.cache = CacheCounters(hits=2, misses=1)
+    run.watch = RecompilationMonitor(run.device, run.seen.append)  # type: ignore[arg-type]
+    for _ in range(4):
+        run.train(batch())
+    run.device.cache = CacheCounters(hits=3, misses=1)
+    run.train(batch(16))
+    run.device.cache = CacheCounters(hits=3, misses=2)
+    run.train(batch(24), 1)
+    assert [(seen.count, seen.cached) for seen in run.seen] == [(1, 1), (1, 0)]
+    assert run.seen[0].reason == "input_ids is [2, 16] int64 instead of [2, 8] int64"

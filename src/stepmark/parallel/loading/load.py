@@ -152,12 +152,14 @@ def load_model(factory: ModelFactory, folder: str | Path, *, model_class: Any = 
         return model_class.from_pretrained(str(folder), **options)
 
 
-def new_model(factory: ModelFactory, config: Any, *, model_class: Any = None, dtype: torch.dtype | None = None) -> Any:
+def new_model(
+    factory: ModelFactory, config: Any, *, model_class: Any = None, dtype: torch.dtype | None = None, **options: Any
+) -> Any:
     """A new model of a configuration, with the values that the complete model would draw, converted to `dtype` after
-    drawing."""
+    drawing; `options` are those of `from_config`."""
     if model_class is None:
         from transformers import AutoModelForCausalLM as model_class
-    return factory.new(lambda: model_class.from_config(config), dtype)
+    return factory.new(lambda: model_class.from_config(config, **options), dtype)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from stepmark.optim.lazy_optimizers import lazy_class
 from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.zero.sharded_gradients import ShardedGradients
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
-from stepmark.runtime.device import DEVICES
+from stepmark.runtime.device_names import DEVICES
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
 DEFAULT_MAX_NORM = 1.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -85,6 +84,7 @@ class OverlappedReduceScatter:
             if number not in self._sent:
                 self._sent[number] = self._send(number)
         shards = [self._sent[number]() for number in range(len(self._buckets))]
+        self._sent = {}  # what they have received, as much as all gradients, is not held until the next step
         if not self._learned:
             self._learn()
         return shards
@@ -94,7 +94,6 @@ class OverlappedReduceScatter:
         places = [float(len(self._buckets))] * len(self._buckets)
         for place, number in enumerate(self._completed):
             places[number] = float(place)
-        (total,) = self._axis.all_reduce([torch.tensor(places, device=self._buckets[0].members[0].parameter.device)])
-        sums = total.tolist()
+        sums = self._axis.sum_numbers(places, self._buckets[0].members[0].parameter.device)
         self._order.sort(key=lambda number: (sums[number], -number))
         self._learned = True

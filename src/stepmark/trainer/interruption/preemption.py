@@ -15,13 +15,16 @@ thread keeps a rank from answering. Nothing is added to a step or to a graph.
 4. end       At the end of the grace period every thread ends its process, whatever the main thread is doing.
              Checkpoints are complete or absent, so the last committed one remains.
 
-A second signal changes nothing: launchers often send several, and the grace period is the bound.
+A second signal changes nothing: launchers often send several, and the grace period is the bound. A second Ctrl-C ends
+the process at once (`launch/signals.py`).
+
+The thread acts first and records after that, and does not wait long for the record: the main thread may hang in a file
+system, with the log's lock.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import statistics
 import threading
@@ -34,8 +37,8 @@ import torch.distributed as dist
 
 from stepmark.checkpoint import SaveHandle
 from stepmark.launch.failure_report import FailureReport
-from stepmark.launch.process_exit import end_interrupted
-from stepmark.launch.signals import RunInterrupted, listening
+from stepmark.launch.process_exit import RECORDING, end_interrupted, within
+from stepmark.launch.signals import RunInterrupted, conclude, listening, program_handler, send_again
 from stepmark.runtime.context import Context
 
 __all__ = ["DurationEstimates", "PreemptionCoordinator", "RunInterrupted"]
@@ -89,7 +92,7 @@ class DurationEstimates:
 
 class PreemptionCoordinator:
     """Stops one run at a signal. `grace`, in seconds, counts from the signal. `announce(reason)` is called when the
-    request is known, and `ending(reason)` before the thread ends the process."""
+    request is known, and `ending(reason)` before the thread ends the process; both in threads of their own."""
 
     def __init__(
         self,
@@ -134,6 +137,8 @@ class PreemptionCoordinator:
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():  # it waits for a store whose rank is stopped and will never answer
             return
+        if kind is not None and issubclass(kind, RunInterrupted):
+            conclude(max(0.0, min(self._left(), self._grace)))
         self._listening.close()
         name = self._signal or self._heard
         if kind is None and name is not None and callable(signal.getsignal(signal.Signals[name])):
@@ -216,8 +221,9 @@ class PreemptionCoordinator:
                 self._deadline = time.monotonic() + self._grace
                 self._signal = self._store.get("request").decode()
                 passed = self._passed
-            self._announce(f"{self._signal}: stopping")
             self._store.set(f"passed/{self._rank}", str(passed))
+            reason = f"{self._signal}: stopping"
+            within(RECORDING, lambda: self._announce(reason))
 
     def _stop(self) -> None:
         while not self._closed:
@@ -259,15 +265,18 @@ class PreemptionCoordinator:
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _pass_on(self, number: int) -> None:
+    def _pass_on(self, number: signal.Signals) -> None:
         """For a signal that came too late to stop at a step: what follows training has the rest of the grace period.
-        Then the signal goes to the handler that the program has outside of training."""
-        time.sleep(max(0.0, min(self._left(), self._grace)))
-        if callable(signal.getsignal(number)):
-            os.kill(os.getpid(), number)
+        Then the signal goes to the handler that the program has outside of training. One that raises KeyboardInterrupt
+        is not kept waiting: later, that would hit something else."""
+        if program_handler(number) != signal.default_int_handler:
+            time.sleep(max(0.0, min(self._left(), self._grace)))
+        if callable(program_handler(number)):  # not that of another run which has begun since
+            send_again(number)
 
     def _end(self, why: str) -> None:
         """Ends the process. Rank 0 goes last, so that the others do not report a lost connection."""
         if self._rank == 0 and self._size > 1:
             time.sleep(3 * POLL_SECONDS)
-        end_interrupted(f"{self._signal}: {why}; the last checkpoint stands", self._ending)
+        reason = f"{self._signal}: {why}; the last checkpoint stands"
+        end_interrupted(reason, self._ending)

@@ -2,7 +2,8 @@
 
 A read ends the graph and makes the host wait, in every step. The first step counts transfers to the host. Where there
 are any, the next two are traced, and the lines that read in both are reported: in one alone, another thread (a save)
-may have transferred something while an operation of the step ran.
+may have transferred something while an operation of the step ran. Tracing changes how some views are recorded, so a
+traced step is another graph; Stepmark's own transfers, such as collectives over the host, must not start it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class DeviceReadMonitor:
         self._report = report
         self._steps = 0
         self._lines: list[str] | None = None
-        self._done = runtime.transfers_to_host() is None
+        self._done = runtime.transfers_to_host(own=False) is None
 
     @contextlib.contextmanager
     def within_step(self) -> Iterator[None]:
@@ -55,7 +56,7 @@ class DeviceReadMonitor:
             self._report(self._lines)
 
     def _transfers(self) -> int:
-        return self._runtime.transfers_to_host() or 0
+        return self._runtime.transfers_to_host(own=False) or 0
 
 
 class ReadTracer(TorchDispatchMode):

@@ -19,6 +19,7 @@ from stepmark.checkpoint import SaveHandle
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.data.batch import StepBatch
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.versions import software_versions
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector
 from stepmark.trainer.telemetry.device_reads import DeviceReadMonitor
@@ -69,6 +70,7 @@ class Monitor:
             mesh=parts.mesh.shape,
             device=self._runtime.name,
             device_model=device_model(self._runtime),
+            software={**software_versions(), "torch": torch.__version__},
             metric_for_best_model=parts.args.best_metric_key,
             greater_is_better=parts.args.greater_is_better,
         )
@@ -161,12 +163,27 @@ class Monitor:
     def _report_compilation(self, seen: Compilation) -> None:
         graphs = "a graph" if seen.count == 1 else f"{seen.count} graphs"
         where = {"step": f"step {seen.step}", "evaluation": f"the evaluation after step {seen.step}"}
-        message = f"{where.get(seen.where, f'the save of step {seen.step}')} compiled {graphs} again: {seen.reason}"
+        message = f"{where.get(seen.where, f'the save of step {seen.step}')} {_made(seen, graphs)}: {seen.reason}"
         self._compilations += 1
         if self._compilations <= MAX_COMPILATIONS:
             self._run_log.event(
-                "compilation", seen.step, where=seen.where, count=seen.count, reason=seen.reason, message=message
+                "compilation",
+                seen.step,
+                where=seen.where,
+                count=seen.count,
+                cached=seen.cached,
+                reason=seen.reason,
+                message=message,
             )
         if (seen.where, seen.reason) not in self._warned:
             self._warned.add((seen.where, seen.reason))
             logger.warning("%s", message)
+
+
+def _made(seen: Compilation, graphs: str) -> str:
+    """How the process came by the graphs."""
+    if seen.cached is None:
+        return f"compiled {graphs} again"
+    if seen.cached == seen.count:
+        return f"read {graphs} from the compile cache"
+    return f"compiled {graphs} again, {seen.count - seen.cached} of which the compile cache did not have"

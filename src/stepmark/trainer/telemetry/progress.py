@@ -1,4 +1,4 @@
-"""The progress bar of a run, and one line for each evaluation and save; on rank 0's stderr only."""
+"""The progress of a run on rank 0's stderr: a bar on a terminal, elsewhere a line for each log; and messages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import sys
 import time
 from typing import Any
 
+from stepmark.trainer.telemetry.log_lines import json_line, log_line, message_line
+
 REFRESH_SECONDS = 2.0
 LINE_SECONDS = 30.0
 
 
 class ProgressDisplay:
-    """A bar on a terminal; elsewhere a plain line every LINE_SECONDS. With `shows=False`, nothing."""
+    """With `shows=False`, nothing is printed.
 
-    def __init__(self, *, shows: bool, total: int, done: int) -> None:
+    A bar on a terminal, if `bar` allows it and lines are not JSON. Without a bar there is a line for each log, and
+    between logs one every LINE_SECONDS.
+    """
+
+    def __init__(self, *, shows: bool, total: int, done: int, bar: bool = True, log_format: str = "text") -> None:
         from rich.console import Console
 
         class QuietConsole(Console):
@@ -23,10 +29,11 @@ class ProgressDisplay:
 
         self._console = QuietConsole(stderr=True, highlight=False, soft_wrap=True)
         self._shows = shows
-        self._total = total
+        self._total, self._first = total, done
+        self._format = log_format
         self._bar: Any = None
-        self._last = time.monotonic()
-        if shows and sys.stderr.isatty():
+        self._began = self._last = time.monotonic()
+        if shows and bar and log_format == "text" and sys.stderr.isatty():
             self._open_bar(total, done)
 
     def _open_bar(self, total: int, done: int) -> None:
@@ -48,27 +55,53 @@ class ProgressDisplay:
         wait = REFRESH_SECONDS if self._bar is not None else LINE_SECONDS
         return self._shows and time.monotonic() - self._last >= wait
 
+    def seconds_left(self, step: int) -> float | None:
+        """Until the last step, at the pace since this process began to train, saves and evaluations included; None
+        where it has not trained a step."""
+        trained = step - self._first
+        return (time.monotonic() - self._began) / trained * max(self._total - step, 0) if trained > 0 else None
+
     def step(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """Moves the bar to `step`, with the numbers where there are new ones."""
-        if not self._shows:
+        """Moves the bar to `step`, with the numbers where there are new ones; without a bar they make a line where one
+        is due."""
+        if self._bar is None:
+            if loss is not None and self.due():
+                self._print_log(step, {"loss": loss, "tokens_per_second": tokens_per_second})
             return
-        status = ""
-        if loss is not None:
-            status = f"loss {loss:.4f}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, **({"status": status} if status else {}))
-        elif status and self.due():
-            self.line(f"step {step}/{self._total}  {status}")
-        else:
-            return
+        status = {} if loss is None else {"status": _status(loss, tokens_per_second)}
+        self._bar.update(self._task, completed=step, **status)
         if status:
             self._last = time.monotonic()
 
+    def logged(self, step: int, values: dict[str, Any]) -> None:
+        """Shows a log, whose values have the names of metrics.jsonl."""
+        if self._bar is not None:
+            self.step(step, values["loss"], values.get("tokens_per_second"))
+        elif self._shows:
+            self._print_log(step, values)
+
+    def _print_log(self, step: int, values: dict[str, Any]) -> None:
+        self._console.print(
+            log_line(step, self._total, values, self.seconds_left(step), self._format), markup=False, emoji=False
+        )
+        self._last = time.monotonic()
+
+    def evaluated(self, step: int, metrics: dict[str, Any], text: str) -> None:
+        """Shows an evaluation: its metrics where lines are JSON, else the text."""
+        values = {"step": step, "total_steps": self._total, **metrics}
+        if self._shows:
+            line = json_line(values) if self._format == "json" else text
+            self._console.print(line, markup=False, emoji=False)
+
     def line(self, text: str) -> None:
         if self._shows:
-            self._console.print(text, markup=False)
+            self._console.print(message_line(text, self._format), markup=False, emoji=False)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _status(loss: float, tokens_per_second: float | None) -> str:
+    return f"loss {loss:.4f}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")

@@ -24,12 +24,14 @@ UNKNOWN = {
 
 @dataclass(frozen=True)
 class Compilation:
-    """`count` graphs compiled in `where` (step, evaluation or save) at `step`, after the warm-up."""
+    """`count` graphs that were new to the process in `where` (step, evaluation or save) at `step`, after the warm-up.
+    `cached` of them were read from the compile cache, the others compiled; None without a cache."""
 
     step: int
     where: str
     count: int
     reason: str
+    cached: int | None = None
 
 
 class RecompilationMonitor:
@@ -42,6 +44,7 @@ class RecompilationMonitor:
         self._runtime = runtime
         self._report = report
         self._known = runtime.compilations()
+        self._hits = self._cache_hits()
         self._steps = 0
         self._warm: set[str] = {"save"}
         self._seen: dict[tuple[int, Shapes], None] = {}
@@ -64,15 +67,21 @@ class RecompilationMonitor:
         """A step ("step"), an evaluation or a save has been dispatched; the training is at `step`."""
         if self._known is None:
             return
-        compiled = self._runtime.compilations() or 0
-        count, self._known = compiled - self._known, compiled
+        compiled, hits = self._runtime.compilations() or 0, self._cache_hits()
+        cached = None if hits is None else hits - (self._hits or 0)
+        count = compiled - self._known + (cached or 0)
+        self._known, self._hits = compiled, hits
         if count and where in self._warm:
             reason = self._change if where == "step" and self._change else UNKNOWN[where]
-            self._report(Compilation(step, where, count, reason))
+            self._report(Compilation(step, where, count, reason, cached))
         if where == "step":
             self._steps += 1
         if where != "step" or not count or self._steps >= WARM_UP:
             self._warm.add(where)
+
+    def _cache_hits(self) -> int | None:
+        counters = self._runtime.cache_counters()
+        return None if counters is None else counters.hits
 
 
 def _shapes(inputs: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...], str]]:

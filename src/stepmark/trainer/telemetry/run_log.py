@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.filesystem.json_files import append_line, read_lines, replace_json
+from stepmark.trainer.telemetry.prometheus import PrometheusFile
 
 logger = logging.getLogger("stepmark")
 
@@ -31,10 +32,15 @@ class RunLog:
         self._lock = threading.RLock()  # a thread that ends the process writes the status as well
         self._end: tuple[str, str | None] | None = None  # the state and reason that were recorded last
         self._stopping: str | None = None
+        self._details: dict[str, Any] | None = None  # of status.json; None where this process has no more to say
+        self._last: tuple[str, int, str | None] | None = None  # the status as written
+        self._numbers: dict[str, Any] = {}  # of the last log
+        self.prometheus: PrometheusFile | None = None
         self._warned = False  # that events cannot be written
 
     def metrics(self, values: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, flushed to the system. Floats keep full precision."""
+        self._numbers |= values
         self._append(METRICS, values)
 
     def event(self, event: str, step: int, /, **values: Any) -> None:
@@ -67,8 +73,33 @@ class RunLog:
             elif state != "running" and self._end != (state, reason):
                 self._end = (state, reason)
                 self.event(state, step, reason=reason)
-            content = {"state": state, "step": step, "time": time.time(), "reason": reason}
+            self._last = (state, step, reason)
+            details = self._earlier_details() if self._details is None else self._details
+            if state != "running" and "eta_seconds" in details:
+                details = {**details, "eta_seconds": None}
+            content = {"state": state, "step": step, "time": time.time(), "reason": reason, **details}
             replace_json(self._folder / STATUS, content)
+            if self.prometheus is not None:
+                self.prometheus.write(content, self._numbers)
+
+    def describe(self, **details: Any) -> None:
+        """Adds details to the status, from its next writing on."""
+        self._details = {**(self._details or {}), **details}
+
+    def describe_now(self, **details: Any) -> None:
+        """Adds details to the status of a run that is training."""
+        self.describe(**details)
+        if self._last is not None and self._last[0] == "running":
+            self.try_status(*self._last)
+
+    def _earlier_details(self) -> dict[str, Any]:
+        """What the process that trained has written; another one may record how it ended."""
+        try:
+            earlier = json.loads((self._folder / STATUS).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        known = ("state", "step", "time", "reason")
+        return {k: v for k, v in earlier.items() if k not in known} if isinstance(earlier, dict) else {}
 
     def try_status(self, state: str, step: int, reason: str | None = None) -> None:
         """The same, but a status that cannot be written is a warning: it must not change how the process ends."""
@@ -80,18 +111,25 @@ class RunLog:
     def stopping(self, step: int, reason: str) -> None:
         """Records a request to stop. From now on the status is interrupted, unless the run completes: the launcher may
         end the process before it has stopped by itself."""
-        self._stopping = reason
+        self._stopping, end = reason, self._end
         self.event("stopping", step, reason=reason)
-        self.try_status("running", step)
+        with self._lock:
+            if self._end == end:  # otherwise this was written so slowly that the run has ended in the meantime
+                self.try_status("running", step)
 
-    def results(self, split: str, values: dict[str, Any]) -> None:
-        """Writes `<split>_results.json`, and adds the same values to all_results.json, as transformers does."""
+    def results(self, split: str, values: dict[str, Any], *, combined: bool = True) -> None:
+        """Writes `<split>_results.json`, and with `combined` adds the same values to all_results.json, as transformers
+        does."""
         if not self.writes:
             return
         replace_json(self._folder / f"{split}_results.json", values)
-        combined = self._folder / "all_results.json"
-        before = json.loads(combined.read_text()) if combined.exists() else {}
-        replace_json(combined, {**before, **values})
+        if combined:
+            self._add_to_all_results(values)
+
+    def _add_to_all_results(self, values: dict[str, Any]) -> None:
+        path = self._folder / "all_results.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        replace_json(path, {**before, **values})
 
     def read_results(self, split: str) -> dict[str, Any] | None:
         """What `<split>_results.json` holds; None where there is no such file, and on ranks other than 0."""

@@ -45,6 +45,7 @@ class SaveHistory:
 
     def restored(self, checkpoint: Path, step: int) -> None:
         """The run continues from this checkpoint."""
+        self._run_log.describe(newest_checkpoint=checkpoint.name)
         self._anomalies.marked(step)
         self._anomalies.saved(step)
         self._compare_weights(checkpoint, step, moved=0)
@@ -65,6 +66,7 @@ class SaveHistory:
                 durable_seconds=save.handle.seconds,
                 bytes=save.handle.size,
             )
+            self._run_log.describe_now(newest_checkpoint=path.name)
             self._anomalies.saved(step)
             self._compare_weights(path, step, save.moved)
 

@@ -10,13 +10,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 _recording: ContextVar[bool] = ContextVar("recording", default=False)
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Around a forward pass on a lazy device."""
+    """Around a forward pass on a lazy device, or one that is traced without values."""
     token = _recording.set(True)
     try:
         yield
@@ -30,8 +31,10 @@ def is_recording() -> bool:
 
 
 def is_recorded(value: Any) -> bool:
-    """Whether `value` is a lazy tensor, in such a forward pass."""
-    return is_recording() and isinstance(value, Tensor) and value.device.type == "xla"
+    """Whether `value` is a tensor without values, lazy or fake, in such a forward pass."""
+    if not is_recording() or not isinstance(value, Tensor):
+        return False
+    return value.device.type == "xla" or isinstance(value, FakeTensor)
 
 
 def replace_everywhere(name: str, original: Any, replacement: Any) -> None:

@@ -1,0 +1,48 @@
+"""What can be said about a recipe before torch is imported and ranks are started: whether what it names exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepmark.config.recipe import Recipe
+from stepmark.data.source_files import find_files
+from stepmark.data.text_files import READERS
+from stepmark.errors import UsageError
+from stepmark.runtime.device_names import check_device_name
+from stepmark.trainer.existing_run import check_named_checkpoint, check_no_earlier_run
+
+
+def check_early(recipe: Recipe) -> None:
+    """Raises StepmarkError for files and folders that are missing, or in the way of the run."""
+    args, data = recipe.training, recipe.data
+    check_device_name(args.device)
+    resume = args.resume_from_checkpoint
+    check_no_earlier_run(Path(args.output_dir), args, resumes=bool(resume))
+    if isinstance(resume, str):
+        check_named_checkpoint(Path(resume))
+    if recipe.model.model_name_or_path is not None:
+        check_model_folder(recipe.model.model_name_or_path)
+    for field, names in (("train_file", data.train_file), ("validation_file", data.validation_file)):
+        if names:
+            find_files(field, names, READERS)
+
+
+def check_model_folder(name: str) -> None:
+    """Checks a path before anything is loaded; other names may be on the Hugging Face hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        _check_format(folder)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UsageError(f"model_name_or_path: {folder} has no config.json; name a Hugging Face model folder")
+    if not folder.is_dir() and (folder.exists() or folder.is_absolute() or name.startswith((".", "~"))):
+        raise UsageError(f"model_name_or_path: {folder} is not a folder; name a Hugging Face model folder")
+
+
+def _check_format(folder: Path) -> None:
+    """Names the command that converts it, where the folder is another tool's checkpoint."""
+    from stepmark.interchange.hints import import_hint
+    from stepmark.interchange.state_dict_files import has_weights
+
+    hint = None if has_weights(folder) else import_hint(folder, f"{folder.name}-model --model-only")
+    if hint is not None:
+        raise UsageError(f"model_name_or_path: {folder} is not a Hugging Face model folder; {hint}")

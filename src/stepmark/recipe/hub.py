@@ -1,0 +1,58 @@
+"""Names of the Hugging Face hub: without a network, its client would retry for a minute or more before it fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from stepmark.config.data_arguments import STDLIB
+from stepmark.config.recipe import Recipe
+
+ENDPOINT = "https://huggingface.co"
+SECONDS = 3.0  # that the hub has to answer in
+_ON = ("1", "on", "yes", "true")
+
+
+def work_offline_without_hub(recipe: Recipe) -> bool:
+    """Where the recipe may name something on the hub, and the hub does not answer: only what was downloaded before is
+    used. Call before its client is imported.
+
+    Returns whether the hub was asked and did not answer.
+    """
+    if not _names_of_hub(recipe) or os.environ.get("HF_HUB_OFFLINE", "").lower() in _ON or _hub_answers():
+        return False
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return True
+
+
+def _names_of_hub(recipe: Recipe) -> list[str]:
+    """The names in the recipe that are neither built in nor local."""
+    model, data = recipe.model, recipe.data
+    names = [model.model_name_or_path, model.tokenizer_name, data.dataset_name]
+    if model.config_name is not None and "/" in model.config_name:  # others are model types
+        names.append(model.config_name)
+    return [name for name in names if name and name not in ("bytes", STDLIB) and not Path(name).exists()]
+
+
+def _hub_answers() -> bool:
+    """Whether there is any answer in time; resolving the name may take longer than a timeout of the connection."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        request = urllib.request.Request(os.environ.get("HF_ENDPOINT", ENDPOINT), method="HEAD")
+        try:
+            urllib.request.urlopen(request, timeout=SECONDS).close()
+        except urllib.error.HTTPError:
+            pass  # an answer
+        except (OSError, ValueError) as error:
+            if "CERTIFICATE" not in str(error):  # the client may have certificates of its own
+                return
+        answered.set()
+
+    thread = threading.Thread(target=ask, name="stepmark-hub", daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    return answered.is_set()

@@ -1,0 +1,20 @@
+"""Ends a run one of whose ranks has no heartbeat any more."""
+
+from __future__ import annotations
+
+from stepmark.runtime.context import Context
+from stepmark.runtime.liveness import PeerWatch
+from stepmark.trainer.callbacks import RunCallbacks
+
+
+def watch_peers(context: Context, callbacks: RunCallbacks, timeout: float) -> PeerWatch:
+    """Inside the block, a rank without a heartbeat for `timeout` seconds ends the run as a failed one."""
+    return PeerWatch(
+        context.store,
+        context.host.rank,
+        context.host.size,
+        timeout,
+        setting="save_timeout",
+        progress=lambda: f"after step {callbacks.state.global_step}",
+        ending=lambda reason: callbacks.run_log.try_status("failed", callbacks.state.global_step, reason),
+    )

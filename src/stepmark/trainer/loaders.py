@@ -1,0 +1,120 @@
+"""The Trainer's loaders: its own over a dataset, and those around loaders that a subclass returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from stepmark.config.training_arguments import TrainingArguments
+from stepmark.data.collate import Padding, PadTo
+from stepmark.data.loader import DataLoader
+from stepmark.data.stream_loader import StreamLoader, is_stream
+from stepmark.errors import UsageError
+from stepmark.runtime.mesh import Mesh
+from stepmark.trainer.given_loader import GivenLoader, PlainBatches
+from stepmark.trainer.used_columns import ModelColumns, UsedColumns
+from stepmark.training.loss import MicroBatchLoss
+
+TrainLoader = DataLoader | GivenLoader
+
+
+@dataclass(frozen=True)
+class LoaderFactory:
+    """Makes loaders of this rank's part of the data, as the arguments say."""
+
+    args: TrainingArguments
+    model: nn.Module
+    mesh: Mesh
+    loss: MicroBatchLoss
+    data_collator: Callable[[list[Any]], Any] | None
+    processing_class: Any
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the sample order."""
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def train_batches(self, dataset: Any) -> Any:
+        """The batches of training data: of a dataset with a length, or of one that can only be iterated."""
+        if is_stream(dataset):
+            return self._stream(dataset, self.args.per_device_train_batch_size)
+        return PlainBatches(self.train_loader(dataset))
+
+    def eval_batches(self, dataset: Any) -> Any:
+        """The batches of evaluation data, in order."""
+        if is_stream(dataset):
+            return self._stream(dataset, self.args.per_device_eval_batch_size)
+        return PlainBatches(self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False))
+
+    def train_loader(self, dataset: Any) -> DataLoader:
+        """A loader of training data, at its beginning."""
+        return self._loader(
+            dataset,
+            self.args.per_device_train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            seed=self.data_seed,
+            drop_last=self.args.dataloader_drop_last,
+        )
+
+    def steps_of(self, batches: Any, accumulation: int = 1) -> TrainLoader:
+        """The steps of `batches`: of an own loader's, or of those that an overridden method has returned."""
+        if isinstance(batches, PlainBatches):
+            return batches.loader
+        return GivenLoader(
+            batches,
+            rank=self.mesh.data_parallel.rank,
+            world_size=self.mesh.data_parallel.size,
+            accumulation=accumulation,
+            seed=self.data_seed,
+            labels=self.loss.labels,
+            max_steps=self.args.max_steps if self.args.max_steps > 0 else None,
+            fixed_shape=self.mesh.runtime.lazy,
+        )
+
+    def _stream(self, dataset: Any, batch_size: int) -> StreamLoader:
+        if self.args.dataloader_num_workers:
+            raise UsageError(
+                "dataloader_num_workers: a dataset that can only be iterated is read by the training process; set it "
+                "to 0, or override get_train_dataloader and return a DataLoader with workers"
+            )
+        padded = self._padded
+        lengths = padded.lengths if padded else None
+        return StreamLoader(
+            dataset,
+            batch_size,
+            collate_fn=padded.collate_fn if padded else self.data_collator,
+            padding=Padding.of(lengths, self._pad_token_id, free=not self.mesh.runtime.lazy),
+            prepare=lambda sample: sample if (columns := self._columns) is None else columns.of(sample),
+        )
+
+    def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
+        padded, columns = self._padded, self._columns
+        return DataLoader(
+            dataset if columns is None else UsedColumns(dataset, columns),
+            batch_size,
+            rank=self.mesh.data_parallel.rank,
+            world_size=self.mesh.data_parallel.size,
+            collate_fn=padded.collate_fn if padded else self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            fixed_shape=self.mesh.runtime.lazy,
+            pad_to=padded.lengths if padded else None,
+            pad_token_id=self._pad_token_id,
+            labels=self.loss.labels,
+            **options,
+        )
+
+    @property
+    def _padded(self) -> PadTo | None:
+        return self.data_collator if isinstance(self.data_collator, PadTo) else None
+
+    @property
+    def _pad_token_id(self) -> int:
+        return getattr(self.processing_class, "pad_token_id", None) or 0
+
+    @cached_property
+    def _columns(self) -> ModelColumns | None:
+        return ModelColumns.of_model(self.model, self.loss.labels) if self.args.remove_unused_columns else None

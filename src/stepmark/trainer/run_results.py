@@ -1,0 +1,73 @@
+"""What a run leaves of its results: train_results.json, eval_results.json, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepmark.errors import StepmarkError
+from stepmark.launch.process_exit import say
+from stepmark.launch.signals import HOW_TO_GO_ON, RunInterrupted
+from stepmark.runtime.host_group import HostGroup
+from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.telemetry.run_log import RunLog
+
+Metrics = dict[str, float]
+
+
+class RunResults:
+    """Writes the results of a run to its folder, on rank 0."""
+
+    def __init__(self, folder: Path, run_log: RunLog, host: HostGroup) -> None:
+        self._folder = folder
+        self._run_log = run_log
+        self._host = host
+
+    def write_training(self, metrics: Metrics, steps: int, dataset: Any) -> Metrics:
+        """Writes the results of training, and returns them. A process that found the run finished, and trained no
+        step, keeps the results of the one that finished it. Collective."""
+        if not steps:
+            earlier = self._host.broadcast(self._run_log.read_results("train"))
+            if earlier is not None and earlier.get("epoch") == metrics["epoch"]:
+                return {name: earlier[name] for name in metrics if name in earlier}
+        with self.writing():
+            self._run_log.results("train", {**metrics, **_count("train_samples", [dataset])})
+        return metrics
+
+    def write_evaluation(self, metrics: Metrics, datasets: Sequence[Any]) -> None:
+        """Writes the results of evaluating the model that the folder holds."""
+        with self.writing():
+            self._run_log.results("eval", {**metrics, **_count("eval_samples", datasets)})
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside the block, a file that cannot be written is a StepmarkError."""
+        try:
+            yield
+        except OSError as error:
+            raise StepmarkError(
+                f"the results cannot be written to {self._folder}: {error.strerror or error}; free some space there, "
+                "and start the run again with resume_from_checkpoint: true"
+            ) from error
+
+
+def _count(name: str, datasets: Sequence[Any]) -> dict[str, int]:
+    """The number of samples, where all datasets have one."""
+    counted = all(hasattr(dataset, "__len__") for dataset in datasets)
+    return {name: sum(len(dataset) for dataset in datasets)} if counted else {}
+
+
+def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
+    """Records in the run's status that it did not reach its end; a status that cannot be written hides no error."""
+    run_log, step = callbacks.run_log, callbacks.state.global_step
+    if isinstance(error, RunInterrupted) and error.recorded:
+        return
+    if isinstance(error, RunInterrupted):
+        run_log.try_status("interrupted", step, error.reason)
+        if run_log.writes:
+            say(f"interrupted by {error.reason}\n{HOW_TO_GO_ON}")
+    elif callbacks.begun:  # otherwise the status of an earlier run stands
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        run_log.try_status(state, step, f"{type(error).__name__}: {error}")

@@ -1,0 +1,48 @@
+"""The lines that a run prints: for people, or as JSON objects (`log_format: json`)."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+SHOWN = {"loss": "loss {:.4f}", "learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} tokens/s"}
+
+
+def message_line(text: str, log_format: str) -> str:
+    """A message, as it is or as an object with its time."""
+    return json_line({"message": text}) if log_format == "json" else text
+
+
+def log_line(step: int, total: int, values: dict[str, Any], seconds_left: float | None, log_format: str) -> str:
+    """One log: time of day, step, loss, learning rate, tokens per second and the time that is left."""
+    if log_format == "json":
+        return json_line({"step": step, "total_steps": total, **values, "eta_seconds": seconds_left})
+    parts = [f"step {step}/{total}"]
+    for name, form in SHOWN.items():
+        if values.get(name) is not None:
+            parts.append(form.format(values[name]))
+    if seconds_left is not None:
+        parts.append(f"{duration(seconds_left)} left")
+    return f"{time.strftime('%H:%M:%S')}  " + "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """A time span such as 45 s, 3:20 min or 2:05 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+def json_line(values: dict[str, Any]) -> str:
+    """The values as an object, with the time in seconds since 1970; numbers that are not finite are words."""
+    finite = {key: value if not _is_broken(value) else str(value) for key, value in values.items()}
+    return json.dumps({"time": time.time(), **finite})
+
+
+def _is_broken(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

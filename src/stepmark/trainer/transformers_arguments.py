@@ -1,0 +1,56 @@
+"""Converts transformers' TrainingArguments, for scripts that make those."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from typing import Any
+
+import transformers
+
+from stepmark.config.coercion import field_names
+from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.unknown_field_message import unknown_field
+from stepmark.errors import UsageError
+
+# What only the script itself reads.
+SCRIPT_ONLY = ("do_train", "do_eval", "do_predict")
+
+
+def converted(args: Any) -> Any:
+    """Returns `args` as Stepmark's TrainingArguments where they are transformers', and anything else as it is.
+
+    Raises:
+        UsageError: Fields that Stepmark lacks do not have their default value; all are named.
+    """
+    if not isinstance(args, transformers.TrainingArguments):
+        return args
+    own = field_names(TrainingArguments)
+    values = {name: _plain(value) for name, value in _fields(args).items()}
+    defaults = {name: _plain(value) for name, value in _fields(_default(args)).items()}
+    on_cpu = values.pop("use_cpu", False)
+    lacking = [
+        name
+        for name, value in values.items()
+        if name in defaults and name not in (*own, *SCRIPT_ONLY) and value != defaults[name]
+    ]
+    if lacking:
+        raise UsageError("; ".join(unknown_field(name, own) for name in lacking))
+    return TrainingArguments(
+        **{name: value for name, value in values.items() if name in own}, device="cpu" if on_cpu else "auto"
+    )
+
+
+def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+
+
+def _default(args: transformers.TrainingArguments) -> transformers.TrainingArguments:
+    """What transformers makes of no arguments but the folder and the device."""
+    return transformers.TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -1,0 +1,104 @@
+"""Models and tokenizers that come with Python code: executed where the recipe says so, and never asked about."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepmark.config.recipe import ModelArguments
+from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.errors import CheckpointMismatch, StepmarkError, UsageError
+from stepmark.evaluation.restored_model import read_config
+from stepmark.recipe.model import build_model, build_tokenizer
+
+CONFIG = """
+from transformers import GPT2Config
+class TinyConfig(GPT2Config):
+    model_type = "tiny_of_this_test"
+"""
+MODEL = """
+from transformers import GPT2LMHeadModel
+from .configuration_tiny import TinyConfig
+class TinyModel(GPT2LMHeadModel):
+    config_class = TinyConfig
+"""
+TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+class TinyTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+SIZES = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 258}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model with a configuration, a model class and a tokenizer class of its own."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "own_code"
+    byte_tokenizer().save_pretrained(folder)
+    for name, code in (("configuration", CONFIG), ("modeling", MODEL), ("tokenization", TOKENIZER)):
+        (folder / f"{name}_tiny.py").write_text(code)
+    of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    of_tokenizer |= {
+        "tokenizer_class": "TinyTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_tiny.TinyTokenizer"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
+    classes = {"AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyModel"}
+    config = {"model_type": "tiny_of_this_test", "architectures": ["TinyModel"], "auto_map": classes, **SIZES}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nobody_at_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("asked a question"))
+
+
+def refused(action: Any) -> str:
+    with pytest.raises(StepmarkError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_code_that_comes_with_a_model_is_not_executed(folder: Path) -> None:
+    name, tokenizer = str(folder), byte_tokenizer()
+    new = ModelArguments(config_name=name, tokenizer_name="bytes")
+    loaded = ModelArguments(model_name_or_path=name, tokenizer_name="bytes")
+    for arguments, field in ((new, "config_name"), (loaded, "model_name_or_path")):
+        message = refused(lambda arguments=arguments: build_model(arguments, tokenizer, 1))
+        assert message.startswith(f"{field}: {name} comes with Python code of its own")
+        assert "trust_remote_code: true" in message
+    own = ModelArguments(model_name_or_path=name)
+    assert refused(lambda: build_tokenizer(own)).startswith(f"tokenizer_name: {name} comes with Python code")
+    with pytest.raises(CheckpointMismatch, match="needs Python code that came with its model"):
+        read_config(folder)
+
+
+def test_code_that_is_trusted_is_executed(folder: Path) -> None:
+    trusted = {"tokenizer_name": str(folder), "trust_remote_code": True}
+    tokenizer = build_tokenizer(ModelArguments(config_name=str(folder), **trusted))
+    assert type(tokenizer).__name__ == "TinyTokenizer"
+    new = build_model(ModelArguments(config_name=str(folder), config_overrides={"n_layer": 2}, **trusted), tokenizer, 1)
+    assert (type(new).__name__, len(new.transformer.h)) == ("TinyModel", 2)
+    new.save_pretrained(folder)
+    loaded = build_model(ModelArguments(model_name_or_path=str(folder), **trusted), tokenizer, 1)
+    assert type(loaded).__name__ == "TinyModel"
+    assert torch.equal(loaded.transformer.wte.weight, new.transformer.wte.weight)
+
+
+def test_a_hub_name_that_cannot_be_reached_is_an_error_of_one_line() -> None:
+    for arguments in (
+        ModelArguments(config_name="no-such-owner/no-such-model", tokenizer_name="bytes"),
+        ModelArguments(model_name_or_path="no-such-owner/no-such-model", tokenizer_name="bytes"),
+    ):
+        with pytest.raises(UsageError, match="no-such-owner/no-such-model") as caught:
+            build_model(arguments, byte_tokenizer(), 1)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,102 @@
+"""What a run prints where nobody watches a terminal: a banner, a line for each log, and how to go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.main import run
+from stepmark.trainer.telemetry.log_lines import duration, log_line
+from stepmark.trainer.telemetry.progress import ProgressDisplay
+from tests.support.recipes import write_recipe
+
+LOG = re.compile(r"\d\d:\d\d:\d\d  step (\d)/4  loss \d\.\d{4}  lr \d\.\d\de[-+]\d\d  [\d,]+ tokens/s  \d+ s left")
+
+
+@pytest.fixture
+def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def printed(**fields: Any) -> list[str]:
+        options = {"max_steps": 4, "logging_steps": 2, "save_steps": 2, **fields}
+        assert run(["train", str(write_recipe(tmp_path, **options))]) == 0
+        return capsys.readouterr().err.splitlines()
+
+    return printed
+
+
+@pytest.mark.parametrize("disable_tqdm", [None, True])
+def test_a_run_that_is_not_on_a_terminal_can_be_followed(
+    printed: Any, tmp_path: Path, disable_tqdm: bool | None
+) -> None:
+    """disable_tqdm silences the bar alone."""
+    lines = printed(disable_tqdm=disable_tqdm)
+    assert [match[1] for line in lines if (match := LOG.fullmatch(line))] == ["2", "4"]
+    shown = {line.split(" ", 1)[0]: line.split(" ", 1)[1].strip() for line in lines}
+    assert re.fullmatch(r"GPT2LMHeadModel, [\d,]+ parameters", shown["model"])
+    assert re.match(r"[\d,]+ tokens, \d+ steps per epoch", shown["data"])
+    assert shown["steps"].startswith("4 of ")
+    assert "1 rank on cpu" in shown["devices"]
+    assert shown["output"] == str(tmp_path / "out")
+    assert lines[-1].startswith(f"done: step 4; the model is in {tmp_path / 'out'}; next: stepmark report")
+    assert not [line for line in lines if line.startswith("note")]
+
+
+def test_lines_can_be_json(printed: Any) -> None:
+    lines = [json.loads(line) for line in printed(log_format="json", eval_strategy="steps", eval_steps=4)]
+    assert all(isinstance(line["time"], float) for line in lines)
+    logs = [line for line in lines if "loss" in line]
+    assert [(line["step"], line["total_steps"]) for line in logs] == [(2, 4), (4, 4)]
+    assert {"learning_rate", "tokens_per_second", "eta_seconds", "grad_norm"} <= logs[0].keys()
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4]
+    assert lines[-1]["message"].startswith("done: step 4")
+
+
+def test_a_run_that_is_too_short_to_log_or_evaluate_says_so(printed: Any) -> None:
+    lines = printed(logging_steps=500, eval_strategy="steps", eval_steps=50)
+    notes = [line for line in lines if line.startswith("note")]
+    assert len(notes) == 2
+    assert "4 steps, and logging_steps is 500; lower it" in notes[0]
+    assert "4 steps, and eval_steps is 50; lower it" in notes[1]
+
+
+def test_status_and_prometheus_file_tell_how_far_the_run_is(printed: Any, tmp_path: Path) -> None:
+    import os
+    import socket
+
+    printed(
+        prometheus_file=str(tmp_path / "run.prom"), load_best_model_at_end=True, eval_strategy="steps", eval_steps=2
+    )
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert (status["state"], status["step"], status["total_steps"], status["eta_seconds"]) == ("done", 4, 4, None)
+    assert (status["process"], status["host"]) == (os.getpid(), socket.gethostname())
+    assert status["newest_checkpoint"] == "checkpoint-4"
+    assert isinstance(status["best_metric"], float)
+    text = (tmp_path / "run.prom").read_text()
+    label = f'run="{tmp_path / "out"}"'
+    for line in text.splitlines():
+        assert re.fullmatch(r"# TYPE stepmark_\w+ gauge|stepmark_\w+\{.*\} \S+", line)
+    assert f"stepmark_step{{{label}}} 4\n" in text
+    assert f'stepmark_state{{{label},state="done"}} 1.0\n' in text
+    assert re.search(rf"stepmark_loss{{{re.escape(label)}}} \d", text)
+
+
+def test_a_run_is_summarized(printed: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed()
+    assert run(["inspect", str(tmp_path / "out")]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (rows["state"], rows["step"], rows["saved"]) == ("done", "4 of 4", "checkpoint-2, checkpoint-4")
+    assert run(["inspect", str(tmp_path / "out"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["state"], summary["step"], summary["checkpoints"]) == ("done", 4, [2, 4])
+
+
+def test_what_is_unknown_is_left_out_of_a_line() -> None:
+    line = log_line(1, 9, {"loss": math.nan, "tokens_per_second": None}, None, "text")
+    assert line.endswith("step 1/9  loss nan")
+    assert json.loads(log_line(1, 9, {"loss": math.nan}, None, "json"))["loss"] == "nan"
+    assert ProgressDisplay(shows=True, total=9, done=3).seconds_left(3) is None
+    assert [duration(seconds) for seconds in (59.4, 200, 7500)] == ["59 s", "3:20 min", "2:05 h"]
