@@ -7,6 +7,7 @@ other modules and names are private and may change in any release.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,11 +87,27 @@ _MODULES = {
 _RENAMED = {"prepare_data": "prepare"}  # in their modules
 
 
+def _export_place() -> None:
+    """Under srun, sets torchrun's variables before transformers imports torch_xla, which reads them."""
+    from stepmark.launch.world import export_place
+
+    export_place()
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
+        from stepmark.config.old_names import export_message
+
+        message = export_message(name)
+        if message is not None:
+            raise ImportError(message)
         raise AttributeError(f"module 'stepmark' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), _RENAMED.get(name, name))
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if "SLURM_STEP_ID" in os.environ:
+    _export_place()

@@ -9,21 +9,39 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command, and ends the process with its exit code; quietly with 1 if its output is closed early."""
-    from stepmark.cli.main import run
-    from stepmark.launch.process_exit import end_rank
+    from stepmark.launch import signal_handlers
 
+    signal_handlers.postpone_keyboard_interrupts()  # before further imports
+    signal_handlers.keep_exit_code()
+    try:
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+    finally:
+        signal_handlers.ignore_until_exit()  # they come too late to change anything
+    if code == 1:
+        _end_rank(code)
+    sys.exit(code)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from stepmark.cli.main import run
+    from stepmark.cli.standard_error import ignore_closed_stderr
+
+    ignore_closed_stderr()
     try:
         try:
-            code = run(sys.argv[1:] if arguments is None else arguments)
+            return run(arguments)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:  # as with `| head`
         _discard_output()
-        code = 1
-    if code == 1:
-        end_rank(code)
-    sys.exit(code)
+        return 1
+
+
+def _end_rank(code: int) -> None:
+    from stepmark.launch.process_exit import end_rank
+
+    end_rank(code)
 
 
 def _discard_output() -> None:

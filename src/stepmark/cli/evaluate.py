@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepmark.cli.local_ranks import start_ranks
+from stepmark.launch.ending_at_signals import ending_at_signals
+from stepmark.launch.process_exit import say
+from stepmark.launch.supervisor import follow_supervisor
+from stepmark.launch.world import World
+
+if TYPE_CHECKING:
+    from stepmark.watcher.command import Request
 
 HELP = "evaluate a checkpoint, or every checkpoint of a run as it is committed"
+ENDS_AT_SIGNALS = True  # with exit code 75, since the same command continues
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,13 +54,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns 0, or 1 if an evaluation failed."""
-    from stepmark.cli.local_ranks import start_ranks
-    from stepmark.launch.supervisor import follow_supervisor
-    from stepmark.watcher.command import Request, evaluate_command
+    if parsed.nproc is not None:
+        _request(parsed).check()
+        return start_ranks(parsed, signal_grace=10.0, resumable=True)
+    follow_supervisor()
+    with ending_at_signals("not all is evaluated; the same command continues", _say_interrupted):
+        from stepmark.watcher.command import evaluate_command
+
+        return evaluate_command(_request(parsed))
+
+
+def _say_interrupted(reason: str) -> None:
+    if World.from_environment().rank == 0:
+        say(f"interrupted by {reason}")
+
+
+def _request(parsed: argparse.Namespace) -> Request:
+    from stepmark.watcher.command import Request
     from stepmark.watcher.evaluation_data import DataChoice
 
     better = None if parsed.greater_is_better is None else parsed.greater_is_better == "true"
-    request = Request(
+    return Request(
         path=parsed.path,
         watch=parsed.watch,
         data=DataChoice(tuple(parsed.data), parsed.block_size, parsed.max_samples),
@@ -64,8 +89,3 @@ def run(parsed: argparse.Namespace) -> int:
         interval=parsed.interval,
         as_json=parsed.json,
     )
-    request.check()
-    if parsed.nproc is not None:
-        return start_ranks(parsed, signal_grace=10.0)
-    follow_supervisor()
-    return evaluate_command(request)

@@ -29,8 +29,11 @@ class FailedRun:
 
     def _write(self, message: str) -> None:
         from stepmark.checkpoint.coordination.folder_claim import held_by_another
+        from stepmark.runtime.xla_environment import extracting_graphs
         from stepmark.trainer.telemetry.run_log import RunLog
 
+        if extracting_graphs():
+            return
         status = self._status()
         running = status.get("state") == "running"
         failed = status.get("state") == "failed" and status.get("time", 0.0) >= self._began

@@ -1,4 +1,4 @@
-"""`stepmark inspect CHECKPOINT [--json]`"""
+"""`stepmark inspect CHECKPOINT_OR_RUN [--json]`"""
 
 from __future__ import annotations
 
@@ -12,21 +12,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 
-HELP = "show what a checkpoint holds: step, mesh, tensors, files"
+HELP = "show what a checkpoint holds (step, mesh, tensors, files), or how a run is doing"
+CONFIG_HELP = "the model's config.json, for checkpoints of other tools that have none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint-N folder")
+    parser.add_argument("checkpoint", metavar="PATH", type=Path, help="a checkpoint-N folder, or a run's output_dir")
+    parser.add_argument("--config", metavar="FILE", type=Path, help=CONFIG_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints the checkpoint; returns 0. Raises CheckpointNotFound or CheckpointDamaged."""
-    from stepmark.checkpoint.format.manifest import read_manifest
+    """Prints the checkpoint or the run; returns 0. Raises CheckpointNotFound or CheckpointDamaged. Of
+    another tool's checkpoint it shows what can be told without its model's config."""
+    from stepmark.checkpoint.format.checkpoint_folders import checkpoints
+    from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
+    from stepmark.cli.foreign_checkpoints import is_foreign, show_foreign
+    from stepmark.cli.inspect_run import print_run
     from stepmark.errors import CheckpointNotFound
 
+    if is_foreign(parsed.checkpoint):
+        return show_foreign(parsed.checkpoint, parsed.config, parsed.json)
     if not parsed.checkpoint.is_dir():
         raise CheckpointNotFound(f"there is no checkpoint {parsed.checkpoint}; name a checkpoint-N folder")
+    is_run = (parsed.checkpoint / "status.json").is_file() or checkpoints(parsed.checkpoint)
+    if is_run and not (parsed.checkpoint / MANIFEST).exists():
+        print_run(parsed.checkpoint, as_json=parsed.json)
+        return 0
     manifest = read_manifest(parsed.checkpoint)
     if parsed.json:
         print(json.dumps(_to_json(manifest), indent=2))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from stepmark.errors import UsageError
+
+if TYPE_CHECKING:
+    from stepmark.launch.restarts import Restarts
 
 
 def start_ranks(
@@ -15,6 +19,7 @@ def start_ranks(
     *,
     resumable: bool = False,
     on_failure: Callable[[str], None] | None = None,
+    restarts: Restarts | None = None,
 ) -> int:
     """Starts `parsed.nproc` ranks of the command line `parsed.arguments`, and returns the job's exit code; see
     `supervise`.
@@ -35,7 +40,9 @@ def start_ranks(
         signal_grace=signal_grace,
         resumable=resumable,
         show_traceback=parsed.traceback,
+        unblocks_sigint=True,
         on_failure=on_failure,
+        restarts=restarts,
     )
 
 

@@ -16,23 +16,36 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import stepmark
+from stepmark.cli import cache as cache_command
 from stepmark.cli import consolidate as consolidate_command
+from stepmark.cli import doctor as doctor_command
 from stepmark.cli import evaluate as evaluate_command
+from stepmark.cli import import_command
+from stepmark.cli import init as init_command
 from stepmark.cli import inspect as inspect_command
+from stepmark.cli import plan as plan_command
+from stepmark.cli import precompile as precompile_command
 from stepmark.cli import report as report_command
 from stepmark.cli import train as train_command
 from stepmark.cli import verify as verify_command
-from stepmark.errors import LaunchError, UsageError
+from stepmark.errors import LaunchError, PeerLost, UsageError
 from stepmark.launch.failure_report import REPORTS, FailureReport
+from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
 
 COMMANDS: dict[str, Any] = {
+    "init": init_command,
     "train": train_command,
+    "precompile": precompile_command,
     "evaluate": evaluate_command,
     "consolidate": consolidate_command,
+    "import": import_command,
     "inspect": inspect_command,
+    "plan": plan_command,
+    "doctor": doctor_command,
     "report": report_command,
     "verify": verify_command,
+    "cache": cache_command,
 }
 
 OTHERS_FIRST = 1.5  # seconds that a rank waits for the first rank of its node
@@ -43,6 +56,11 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse passes over errors of writing, and a reader that has gone is one."""
+        if message:
+            (file or sys.stderr).write(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -66,11 +84,15 @@ def run(arguments: Sequence[str]) -> int:
             explain = getattr(command, "explain_unknown", _unrecognized)
             raise UsageError(explain(unknown[0]))
         parsed.arguments = list(arguments)
+        if not getattr(command, "ENDS_AT_SIGNALS", False):
+            raise_keyboard_interrupts()
         return int(command.run(parsed))
     except BrokenPipeError as error:
-        if _output_is_closed() and REPORTS not in os.environ:
-            raise
-        return _fail(error, with_traceback)
+        if not _output_is_closed():
+            return _fail(error, with_traceback)
+        if REPORTS in os.environ:
+            FailureReport.of_closed_output(_world().rank).leave(os.environ[REPORTS])
+        raise
     except (KeyboardInterrupt, Exception) as error:
         return _fail(error, with_traceback)
 
@@ -97,7 +119,7 @@ def _fail(error: BaseException, with_traceback: bool) -> int:
         return failure.exit_code
     if with_traceback:
         traceback.print_exception(error)
-    if with_traceback or _should_print(failure, world):
+    if with_traceback or _should_print(failure, world) or _prints_for_lost_server(error, world):
         print(f"error: {failure.message}", file=sys.stderr, flush=True)
     return failure.exit_code
 
@@ -108,6 +130,13 @@ def _world() -> World:
         return World.from_environment()
     except LaunchError:
         return World()
+
+
+def _prints_for_lost_server(error: BaseException, world: World) -> bool:
+    """Whether this rank prints that rank 0, which served the ranks' store, is gone: the first one left on each node."""
+    context = sys.modules.get("stepmark.runtime.context")
+    first = 1 if world.node == 0 else 0
+    return isinstance(error, PeerLost) and world.local_rank == first and not (context and context.store_answers())
 
 
 def _should_print(failure: FailureReport, world: World) -> bool:

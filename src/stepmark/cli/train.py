@@ -4,61 +4,68 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from pathlib import Path
-from typing import Any
 
 from stepmark.cli.failed_run import FailedRun
-from stepmark.cli.local_ranks import start_ranks
-from stepmark.config.recipe import Recipe, all_fields, read_recipe
-from stepmark.config.unknown_field_message import unknown_field
+from stepmark.cli.local_ranks import rank_command, start_ranks
+from stepmark.cli.recipe_fields import (
+    add_recipe_arguments,
+    add_run_arguments,
+    explain_unknown_argument,
+    recipe_of,
+)
+from stepmark.config.recipe import Recipe
+from stepmark.launch.restarts import check_restarts
+from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 
 HELP = "train a model from a recipe"
+ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="fields and their values; flags override it")
-    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
-    own = "compute_metrics(EvalPrediction) -> dict of numbers, for evaluations"
-    parser.add_argument("--metrics", metavar="MODULE:FUNCTION", help=own)
-    fields = parser.add_argument_group("recipe fields")
-    for name, (kind, default) in all_fields().items():
-        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if "bool" in kind.split(" | ") else {}
-        fields.add_argument(f"--{name}", metavar=_metavar(kind), help=_help(default), **switch)
+    add_run_arguments(parser)
+    add_recipe_arguments(parser)
 
 
-def _metavar(kind: str) -> str:
-    return kind.replace(" | None", "").replace(" | ", "|").upper()
-
-
-def _help(default: object) -> str:
-    return "" if default is None else f"default: {default}".replace("%", "%%")
-
-
-def explain_unknown(argument: str) -> str:
-    """The error for an unknown field or a second positional argument."""
-    if not argument.startswith("--"):
-        return f"{argument}: unrecognized argument; pass one recipe, and fields as --FIELD VALUE"
-    return unknown_field(argument[2:].split("=", 1)[0], all_fields())
+explain_unknown = explain_unknown_argument
 
 
 def run(parsed: argparse.Namespace) -> int:
-    flags = {name: value for name in all_fields() if (value := getattr(parsed, name)) is not None}
-    recipe = read_recipe(parsed.recipe, flags)
+    from stepmark.recipe.early_checks import check_early
+
+    recipe = recipe_of(parsed)
+    if not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # graphs need no data, and nothing is written
+        check_early(recipe)
     if parsed.nproc is not None:
+        from stepmark.cli.restarted_run import RestartedRun
+
         training = recipe.training
         record = FailedRun(Path(training.output_dir))
         resumable = bool(training.save_on_signal)
-        return start_ranks(parsed, training.signal_grace, resumable=resumable, on_failure=record.write)
+        restarts = RestartedRun(training, rank_command(parsed.arguments)).restarts()
+        return start_ranks(
+            parsed, training.signal_grace, resumable=resumable, on_failure=record.write, restarts=restarts
+        )
+    check_restarts(recipe.training.max_restarts)
     return _train(recipe, parsed.metrics)
 
 
 def _train(recipe: Recipe, metrics: str | None) -> int:
     from stepmark.launch.supervisor import follow_supervisor
-    from stepmark.trainer.interruption.outside_training import ending_at_signals
+    from stepmark.runtime.xla_environment import extracting_graphs
+    from stepmark.trainer.interruption.outside_training import ending_outside_training
 
     follow_supervisor()
-    heard = recipe.training.save_on_signal
-    with ending_at_signals(Path(recipe.training.output_dir)) if heard else contextlib.nullcontext():
+    if extracting_graphs():  # the device returns placeholders, so there is nothing to train
+        from stepmark.compilation.precompile import precompile
+
+        precompile(recipe, metrics)
+        return 0
+    if not recipe.training.save_on_signal:
+        raise_keyboard_interrupts()
+    folder = Path(recipe.training.output_dir)
+    with ending_outside_training(folder) if recipe.training.save_on_signal else contextlib.nullcontext():
         from stepmark.recipe.train import train
 
         train(recipe, metrics)

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli.inspect import CONFIG_HELP
+
 if TYPE_CHECKING:
     from stepmark.checkpoint.format.verify import VerifyReport
 
@@ -15,6 +17,7 @@ HELP = "read every byte of a checkpoint, or of all checkpoints of a run, and che
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="CHECKPOINT_OR_RUN", type=Path, help="a checkpoint-N folder, or a run's folder")
+    parser.add_argument("--config", metavar="FILE", type=Path, help=CONFIG_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 
 
@@ -22,7 +25,10 @@ def run(parsed: argparse.Namespace) -> int:
     """Returns 0 where every checkpoint is intact, else 1."""
     from stepmark.checkpoint.coordination.leases import reading
     from stepmark.checkpoint.format.verify import find, verify
+    from stepmark.cli.foreign_checkpoints import is_foreign, verify_foreign
 
+    if is_foreign(parsed.path):
+        return verify_foreign(parsed.path, parsed.config, parsed.json)
     reports = []
     for path in find(parsed.path):
         with reading(path, "verify") as there:

@@ -16,7 +16,7 @@ from stepmark.report.colors import color
 from stepmark.report.figures import Figure, Mark, total_seconds
 from stepmark.report.history import History, names
 from stepmark.report.summary import header, tiles, trouble
-from stepmark.report.tables import checkpoint_table, event_table, run_table
+from stepmark.report.tables import attempt_table, checkpoint_table, event_table, run_table
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -70,6 +70,7 @@ def render(
         _curves(figures, marks),
         _time(first),
         checkpoint_table(first, checkpoints),
+        attempt_table(first),
         event_table(first),
         f"<footer>{written}</footer>",
     ]

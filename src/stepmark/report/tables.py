@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from stepmark.report import text
+from stepmark.report.attempts import read_attempts
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.colors import color
 from stepmark.report.figures import total_seconds
@@ -29,6 +30,7 @@ EVENT_NAMES = {
     "trouble": "trouble",
     "save_failed": "save failed",
     "stopping": "stop requested",
+    "restarting": "started again",
     "interrupted": "interrupted",
     "failed": "failed",
     "done": "done",
@@ -115,6 +117,25 @@ def event_table(history: History) -> str:
         for time, step, kind, detail in sorted(rows, key=lambda row: row[0])
     ]
     return f"<h2>Events</h2>{_table('events', ['Time', '#Step', 'Event', ''], cells)}"
+
+
+def attempt_table(history: History) -> str:
+    """A row for each start of the run's ranks; nothing for a run that was started once."""
+    attempts = read_attempts(history)
+    if len(attempts) < 2:
+        return ""
+    rows = [
+        [
+            f"{index}",
+            f'<span class="when">{escape(text.moment(one.began))}</span>' if one.began is not None else text.NOTHING,
+            _count(one.ranks),
+            _count(one.first),
+            _count(one.last),
+            escape(one.ended or "running"),
+        ]
+        for index, one in enumerate(attempts, start=1)
+    ]
+    return f"<h2>Attempts</h2>{_table('attempts', ['#Attempt', 'Began', '#Ranks', '#From', '#To', ''], rows)}"
 
 
 def _count(value: object) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 from stepmark.checkpoint.coordination.leases import Lease
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.manifest import MANIFEST
-from stepmark.config.quiet_libraries import quiet_libraries
+from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, UsageError
 from stepmark.recipe.used_recipe import read_used_recipe
+from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
 from stepmark.watcher.evaluation_data import DataChoice
 from stepmark.watcher.formatting import json_of_model, json_of_run, line_of, table_of_model, table_of_run
 
@@ -71,35 +72,66 @@ def evaluate_command(request: Request) -> int:
     """Carries out the request. Returns 0, or 1 where an evaluation failed. Collective."""
     request.check()
     quiet_libraries()
+    prepare_environment()
     from stepmark.runtime.context import start
     from stepmark.runtime.mesh import Mesh
     from stepmark.watcher.setup import Functions
 
     functions = Functions.load(request.metrics, request.evaluator)
-    mesh = Mesh.create(context=start(request.device))
+    context = start(request.device)
+    if not context.runtime.lazy:
+        leave_out_torch_xla()
+    mesh = Mesh.create(context=context)
+    if extracting_graphs():
+        return _extract(request, mesh, functions)
     if request.is_run:
         return _of_run(request, mesh, functions)
     return _of_one(request, mesh, functions)
 
 
-def _of_one(request: Request, mesh: Any, functions: Any) -> int:
-    from stepmark.watcher.setup import EvaluationSetup
+def _extract(request: Request, mesh: Any, functions: Any) -> int:
+    """Evaluates one checkpoint for the graphs that this takes: of a run the newest. Nothing is recorded or printed,
+    since the values are placeholders."""
+    path = mesh.context.host.broadcast(_newest(request))
+    _evaluate_one(request, mesh, functions, path)
+    warn_not_saved(f"the evaluation of {path}")
+    return 0
 
+
+def _newest(request: Request) -> Path:
+    """The newest checkpoint of a run; of another path that itself. Raises CheckpointNotFound for a run without."""
+    if not request.is_run:
+        return resolve_link(request.path)
+    found = checkpoints(request.path)
+    if not found:
+        raise CheckpointNotFound(f"{request.path} has no checkpoint whose evaluation could be compiled")
+    return max(found, key=lambda path: step_of(path) or 0)
+
+
+def _of_one(request: Request, mesh: Any, functions: Any) -> int:
     host = mesh.context.host
     path = host.broadcast(resolve_link(request.path))
-    lease = _try_lease(path) if host.rank == 0 else None
-    try:
-        recipe = _recipe_of(path)
-        setup = EvaluationSetup.prepare(mesh, functions, request.data, recipe, path, request.batch_size)
-        metrics = setup.evaluate(path)
-    finally:
-        if lease is not None:
-            lease.release()
+    samples, metrics = _evaluate_one(request, mesh, functions, path)
     if host.rank == 0:
-        samples = {name: len(each.blocks) for name, each in setup.sets.items()}
         show = json_of_model if request.as_json else table_of_model
         print(show(path, samples, metrics))
     return 0
+
+
+def _evaluate_one(
+    request: Request, mesh: Any, functions: Any, path: Path
+) -> tuple[dict[str | None, int], dict[str, float]]:
+    """The number of samples of each set, and the metrics of one checkpoint. Collective."""
+    from stepmark.watcher.setup import EvaluationSetup
+
+    lease = _try_lease(path) if mesh.context.host.rank == 0 else None
+    try:
+        recipe = _recipe_of(path)
+        setup = EvaluationSetup.prepare(mesh, functions, request.data, recipe, path, request.batch_size)
+        return {name: len(each.blocks) for name, each in setup.sets.items()}, setup.evaluate(path)
+    finally:
+        if lease is not None:
+            lease.release()
 
 
 def _try_lease(path: Path) -> Lease | None:

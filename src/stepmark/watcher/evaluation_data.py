@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from stepmark.config.data_arguments import STDLIB, DataArguments
+from stepmark.config.data_arguments import STDLIB, DataArguments, file_names, uncompressed_suffix
 from stepmark.config.recipe import Recipe
 from stepmark.errors import DataError, UsageError
 
@@ -37,7 +38,7 @@ class DataChoice:
             raise UsageError("--data: several sets need distinct names: --data NAME=FILE --data OTHER=FILE")
         for _, source in map(split_name, self.sources):
             looks_like_path = source.startswith((".", "~", "/")) or Path(source).suffix in (".txt", ".jsonl", ".json")
-            if looks_like_path and not Path(source).expanduser().exists():
+            if looks_like_path and not has_magic(source) and not Path(source).expanduser().exists():
                 raise UsageError(f"--data: {source} does not exist; name a file, a folder, or {STDLIB}")
         for name, value, least in (("block_size", self.block_size, 2), ("max_samples", self.max_samples, 1)):
             if value is not None and value < least:
@@ -70,7 +71,7 @@ def prepare_sets(
             given = "--data" if choice.sources else "validation_file"
             raise type(error)(str(error).replace("train_file: ", f"{given}: ", 1) if in_full else str(error)) from error
         blocks = data.train if in_full else data.validation
-        where = config.train_file or config.dataset_name
+        where = ", ".join(file_names(config.train_file)) or config.dataset_name
         if blocks is None:
             raise DataError(f"{where} has no validation data; name a file with --data, all of which is then used")
         if not len(blocks):
@@ -119,7 +120,7 @@ def _configs(
 def _of_source(source: str, choice: DataChoice, recipe: Recipe | None, block_size: int) -> tuple[DataArguments, bool]:
     path = Path(source).expanduser()
     column = recipe.data.text_column if recipe is not None else None
-    if path.is_file():
+    if path.is_file() or has_magic(source):
         return _all_of(str(path), block_size, choice.max_samples, column, None), True
     percentage = (
         recipe.data.validation_split_percentage if recipe is not None else DataArguments.validation_split_percentage
@@ -135,11 +136,11 @@ def _of_source(source: str, choice: DataChoice, recipe: Recipe | None, block_siz
 
 
 def _all_of(
-    path: str, block_size: int, samples: int | None, column: str | None, processes: int | None
+    path: str | list[str], block_size: int, samples: int | None, column: str | None, processes: int | None
 ) -> DataArguments:
     return DataArguments(
         train_file=path,
-        text_column=None if Path(path).suffix == ".txt" else column,
+        text_column=None if all(uncompressed_suffix(Path(name)) == ".txt" for name in file_names(path)) else column,
         block_size=block_size,
         validation_split_percentage=0,
         max_train_samples=samples,

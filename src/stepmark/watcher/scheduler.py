@@ -97,7 +97,7 @@ class EvaluationScheduler:
         if not self._options.wait:
             raise CheckpointNotFound(f"{self._run} has no checkpoints; --watch waits for them")
         if ended is not None:
-            raise CheckpointNotFound(f"{self._run} has no checkpoints, and its run has ended ({ended})")
+            raise CheckpointError(f"{self._run} has no checkpoints, and its run has ended ({ended})")
         self._say_once(f"waiting for the first checkpoint in {self._run}")
         return EvaluationJob("wait")
 

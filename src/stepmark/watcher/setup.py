@@ -15,11 +15,11 @@ from torch import nn
 
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.config.recipe import Recipe
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
-from stepmark.evaluation.restored_model import ModelReader, read_config
+from stepmark.evaluation.restored_model import CONFIG, ModelReader, read_config
 from stepmark.runtime.mesh import Mesh
 from stepmark.watcher.evaluation_data import DataChoice, EvaluationSet, prepare_sets
 
@@ -103,9 +103,10 @@ class EvaluationSetup:
     ) -> EvaluationSetup:
         """`checkpoint` is one of those to be evaluated; its tokenizer is used where no recipe names one.
 
-        Raises DataError or UsageError where there is nothing to evaluate on.
+        Raises DataError or UsageError where there is nothing to evaluate on, and CheckpointNotFound, on all ranks,
+        where the checkpoint has been deleted in the meantime.
         """
-        tokenizer = _tokenizer(recipe, checkpoint)
+        tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint)
         sets: dict[str | None, EvaluationSet] = {}
         if choice.sources or recipe is not None or functions.evaluator is None:
             if tokenizer is None:
@@ -113,7 +114,6 @@ class EvaluationSetup:
                     f"{checkpoint} has no tokenizer, so texts cannot be read; give a function with --evaluator, or "
                     "call stepmark.evaluate with custom data"
                 )
-            longest = getattr(read_config(checkpoint), "max_position_embeddings", None)
             with mesh.context.leader_first("preparing evaluation data"):
                 try:
                     sets = prepare_sets(choice, recipe, tokenizer, longest)
@@ -169,6 +169,28 @@ class EvaluationSetup:
             preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics if metrics is not None else None,
             metric_key_prefix=PREFIX,
         )
+
+
+def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -> tuple[Any, int | None]:
+    """The tokenizer, and the model's positions, None where they are not known. Collective.
+
+    Raises CheckpointNotFound, on all ranks, where one of them finds the checkpoint deleted.
+    """
+    found: tuple[Any, int | None] = (None, None)
+    problem: Exception | None = None
+    try:
+        tokenizer = _tokenizer(recipe, checkpoint)
+        config = read_config(checkpoint) if tokenizer is not None else None
+        found = tokenizer, getattr(config, "max_position_embeddings", None)
+    except Exception as error:  # transformers and parsers raise many kinds where files vanish
+        problem = error
+    there = checkpoint.is_dir() and (problem is None or (checkpoint / CONFIG).is_file())
+    gone = mesh.context.host.all_gather(not there)
+    if any(gone):
+        raise CheckpointNotFound(f"{checkpoint} was deleted before it was evaluated") from problem
+    if problem is not None:
+        raise problem
+    return found
 
 
 def _tokenizer(recipe: Recipe | None, checkpoint: Path) -> Any:

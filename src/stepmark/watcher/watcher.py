@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.errors import CheckpointError, CheckpointMismatch, MetricsError
+from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, MetricsError
 from stepmark.runtime.mesh import Mesh
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, SKIPPED, EvaluationRecords
 from stepmark.watcher.recorder import EvaluationListener, EvaluationRecorder
@@ -21,6 +21,7 @@ from stepmark.watcher.setup import EvaluationSetup
 
 logger = logging.getLogger("stepmark")
 
+MOST_VANISHED = 60  # checkpoints to start from that are deleted before they are read
 RETRY_AFTER = 1.0  # seconds; retention gives a name back in less
 
 
@@ -58,6 +59,7 @@ class Watcher:
         self._scheduler = EvaluationScheduler(run, options, listener.say)
         self._setup: EvaluationSetup | None = None
         self._recorder: EvaluationRecorder | None = None
+        self._vanished = 0
         self.records: EvaluationRecords | None = None
 
     def run(self) -> int:
@@ -91,8 +93,17 @@ class Watcher:
             self._recorder.record(job.found, SKIPPED, {"reason": "retention deleted it before it was evaluated"})
 
     def _prepare(self, checkpoint: Path) -> None:
-        self._setup = self._make_setup(checkpoint)
-        self._scheduler.release()
+        try:
+            self._setup = self._make_setup(checkpoint)
+        except CheckpointNotFound as error:  # on all ranks; another checkpoint will do as well
+            self._vanished += 1
+            if self._vanished > MOST_VANISHED:
+                raise
+            self._listener.say(f"{error}; looking for another one")
+            time.sleep(RETRY_AFTER)
+            return
+        finally:
+            self._scheduler.release()
         if self._host.rank != 0:
             return
         self.records = EvaluationRecords(self._run, self._setup.identity)

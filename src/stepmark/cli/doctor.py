@@ -1,0 +1,25 @@
+"""`stepmark doctor [--recipe RECIPE.yaml] [--json]`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from stepmark.config.recipe import read_recipe
+
+HELP = "show what is on this machine, and what of it would make a run fail"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", metavar="RECIPE.yaml", help="examine its device and output_dir")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints what was found; returns 1 where something of it will make a run fail, else 0."""
+    recipe = None if parsed.recipe is None else read_recipe(parsed.recipe, {})
+    from stepmark.doctor.examine import examine, to_json, to_text, will_fail
+
+    findings = examine(recipe)
+    print(json.dumps(to_json(findings), indent=2) if parsed.json else to_text(findings))
+    return int(will_fail(findings))

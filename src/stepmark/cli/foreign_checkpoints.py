@@ -1,0 +1,92 @@
+"""What `stepmark inspect` and `stepmark verify` do with checkpoints of other tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether the path is a checkpoint of another tool, and neither ours nor a run with checkpoints of ours."""
+    from stepmark.checkpoint.format.checkpoint_folders import checkpoints
+    from stepmark.checkpoint.format.manifest import MANIFEST
+
+    if not path.exists() or any((folder / MANIFEST).is_file() for folder in (path, *checkpoints(path))):
+        return False
+    from stepmark.interchange.recognition import format_of  # which imports torch
+
+    return format_of(path) is not None
+
+
+def _open(path: Path, config: Path | None) -> ForeignCheckpoint:
+    """Opens it; without its optimizer where that needs the model's config."""
+    from dataclasses import replace
+
+    from stepmark.cli.import_command import config_file
+    from stepmark.errors import CheckpointMismatch
+    from stepmark.interchange.foreign import ImportOptions
+    from stepmark.interchange.recognition import open_foreign
+
+    options = ImportOptions(config=config_file(config))
+    try:
+        return open_foreign(path, options)
+    except CheckpointMismatch as error:
+        if "--config" not in str(error):
+            raise
+        found = open_foreign(path, replace(options, model_only=True))
+        found.lost.append(f"optimizer: {error}")
+        return found
+
+
+def show_foreign(path: Path, config: Path | None, as_json: bool) -> int:
+    """Prints what a checkpoint of another tool holds; returns 0. Raises CheckpointError."""
+    from stepmark.cli.import_command import lines, summary
+
+    found = _open(path, config)
+    if as_json:
+        print(json.dumps({**summary(found), "tensors": [_to_json(n, t) for n, t in found.model.items()]}, indent=2))
+        return 0
+    rows = [(name, tensor.dtype, str(list(tensor.shape)), _shards(tensor)) for name, tensor in found.model.items()]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    listed = ["  " + "  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]) for row in rows]
+    print("\n".join([*lines(found), "", "model:", *listed]))
+    return 0
+
+
+def _shards(tensor: ForeignTensor) -> str:
+    return "1 file" if len(tensor.pieces) == 1 else f"{len(tensor.pieces)} pieces"
+
+
+def _to_json(name: str, tensor: ForeignTensor) -> dict[str, Any]:
+    return {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": len(tensor.pieces)}
+
+
+def verify_foreign(path: Path, config: Path | None, as_json: bool) -> int:
+    """Checks that nothing is missing, and the checksums that its files have; returns 1 where something is wrong.
+
+    Raises CheckpointMismatch where the files alone do not tell.
+    """
+    from stepmark.errors import CheckpointDamaged
+    from stepmark.interchange.import_checkpoint import verify_records
+
+    problem, size, kind = None, 0, "unknown"
+    try:
+        found = _open(path, config)
+        kind = found.kind
+        for tensor in found.tensors():
+            tensor.check()
+        size = verify_records(found)
+    except CheckpointDamaged as error:
+        problem = str(error)
+    if as_json:
+        print(json.dumps({"path": str(path), "kind": kind, "bytes": size, "good": problem is None, "problem": problem}))
+    elif problem is not None:
+        print(f"{path}: corrupted or incomplete: {problem}")
+    else:
+        unchecked = "; its files have checksums for that much only" if size else "; its files have no checksums"
+        print(f"{path}: {kind}, complete, {size / 1e6:.1f} MB verified{unchecked}")
+    return 0 if problem is None else 1

@@ -1,0 +1,120 @@
+"""`stepmark import SOURCE OUT [--tag N] [--model-only] [--config FILE] [--map names.yaml] [--json]`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
+
+HELP = "take along a checkpoint of another tool: write it as a Stepmark checkpoint, or as a Hugging Face folder"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="the other tool's folder or file")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make; it must not exist, or be empty")
+    parser.add_argument("--tag", metavar="N", help="the tag or step, of a folder with several checkpoints")
+    parser.add_argument(
+        "--model-only", action="store_true", help="write a Hugging Face folder with the weights, without training state"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="the model's config.json, or its folder, where SOURCE has none"
+    )
+    parser.add_argument(
+        "--map", metavar="NAMES.yaml", type=Path, help="new names for the tensors of a plain state dict"
+    )
+    parser.add_argument(
+        "--heads",
+        choices=("auto", "natural"),
+        default="auto",
+        help="order of the query heads where key/value heads are replicated; natural: as neuronx-distributed's "
+        "converter writes them for trn2, which the values cannot tell from trn1's",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+
+
+def options_of(parsed: argparse.Namespace) -> ImportOptions:
+    """What the user says about the source. Raises UsageError."""
+    from stepmark.interchange.foreign import ImportOptions
+    from stepmark.interchange.name_map import read_map
+
+    config = config_file(parsed.config)
+    names = read_map(parsed.map) if parsed.map is not None else []
+    return ImportOptions(config=config, tag=parsed.tag, model_only=parsed.model_only, names=names, heads=parsed.heads)
+
+
+def config_file(config: Path | None) -> Path | None:
+    """The file that --config names. Raises UsageError where there is none."""
+    from stepmark.errors import UsageError
+
+    path = config / "config.json" if config is not None and config.is_dir() else config
+    if path is not None and not path.is_file():
+        raise UsageError(f"--config: there is no {path}; name a model's config.json, or its folder")
+    return path
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Imports and says what was found; returns 0. Raises StepmarkError; then nothing was written."""
+    from stepmark.cli.progress import BytesProgress
+    from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
+    from stepmark.interchange.model_folder import write_model_folder
+    from stepmark.interchange.recognition import open_foreign
+
+    found = open_foreign(parsed.source, options_of(parsed))
+    as_model = parsed.model_only or found.adapter
+    progress = BytesProgress("importing")
+    try:
+        write = write_model_folder if as_model else write_checkpoint
+        size = write(found, parsed.out, ImportListener(progress.begin, progress.advance))
+    finally:
+        progress.close()
+    if parsed.json:
+        print(json.dumps({**summary(found), "out": str(parsed.out), "bytes": size}, indent=2))
+    else:
+        print("\n".join([*lines(found), f"{_written(found, as_model)} {parsed.out}: {size / 1e6:,.1f} MB"]))
+    return 0
+
+
+def _written(found: ForeignCheckpoint, as_model: bool) -> str:
+    if found.adapter:
+        return "adapter written to"
+    if as_model:
+        return "model folder written to"
+    return "checkpoint written to" if found.optimizer is not None else "checkpoint without training state written to"
+
+
+def summary(found: ForeignCheckpoint) -> dict[str, Any]:
+    """What was found, for machines."""
+    optimizer = found.optimizer
+    return {
+        "source": str(found.folder),
+        "kind": found.kind,
+        "step": found.step,
+        "mesh": found.mesh,
+        "model_class": found.architecture,
+        "model_tensors": len(found.model),
+        "optimizer_parameters": None if optimizer is None else len(optimizer.states),
+        "schedule": found.schedule is not None,
+        "assumed": found.assumed,
+        "lost": found.lost,
+    }
+
+
+def lines(found: ForeignCheckpoint) -> list[str]:
+    """What was found, for people."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in found.mesh.items() if size)
+    what = [f"model ({len(found.model)} tensors)"]
+    if found.optimizer is not None:
+        what.append(f"optimizer (states of {len(found.optimizer.states)} parameters)")
+    if found.schedule is not None:
+        what.append("schedule")
+    step = "" if found.step is None else f", step {found.step}"
+    return [
+        f"{found.folder}: {found.kind}{step}{f' ({mesh})' if mesh else ''}",
+        f"  found: {', '.join(what)}",
+        *(f"  assumed: {text}" for text in found.assumed),
+        *(f"  not taken: {text}" for text in found.lost),
+    ]

@@ -1,0 +1,42 @@
+"""`stepmark plan RECIPE.yaml --nproc N [--device-memory 16GB] [--FIELD VALUE …]`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from stepmark.cli.recipe_fields import add_recipe_arguments, explain_unknown_argument, recipe_of
+
+HELP = "show the memory a rank of a recipe needs, its steps and checkpoints, and which mesh fits; needs no device"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=int, metavar="N", required=True, help="plan for N ranks, over all machines")
+    parser.add_argument("--device-memory", metavar="SIZE", help="of each rank's device, such as 16GB or 16GiB")
+    counting = "tokenize the data, as the run would, to know the steps of an epoch"
+    parser.add_argument("--count-data", action="store_true", help=counting)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    add_recipe_arguments(parser)
+
+
+explain_unknown = explain_unknown_argument
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints the plan; returns 0, or 1 where the device's memory was given and the recipe does not fit into it."""
+    recipe = recipe_of(parsed)
+    memory = _memory(parsed.device_memory)
+    os.environ.setdefault("USE_TORCH_XLA", "0")  # transformers imports torch_xla otherwise, where it is installed
+    from stepmark.planning.from_recipe import plan_recipe
+    from stepmark.planning.text import to_json, to_text
+
+    plan = plan_recipe(recipe, parsed.nproc, memory, count_data=parsed.count_data)
+    print(json.dumps(to_json(plan), indent=2) if parsed.json else to_text(plan))
+    return 0 if plan.device_memory is None or plan.own.fits(plan.device_memory) else 1
+
+
+def _memory(text: str | None) -> int | None:
+    from stepmark.interchange.model_files import parse_size
+
+    return None if text is None else parse_size(text, "--device-memory")

@@ -1,0 +1,40 @@
+"""`stepmark precompile RECIPE.yaml [--nproc N] [--FIELD VALUE …]`"""
+
+from __future__ import annotations
+
+import argparse
+
+from stepmark.cli.local_ranks import start_ranks
+from stepmark.cli.recipe_fields import (
+    add_recipe_arguments,
+    add_run_arguments,
+    explain_unknown_argument,
+    recipe_of,
+)
+
+HELP = "make every graph of a recipe's run ahead, without data or weights; nothing of the run is saved"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser)
+    add_recipe_arguments(parser)
+
+
+explain_unknown = explain_unknown_argument
+
+
+def run(parsed: argparse.Namespace) -> int:
+    from stepmark.compilation.neuron import needs_parallel_compile, run_parallel_compile
+
+    recipe = recipe_of(parsed)
+    if needs_parallel_compile(recipe.training.device):
+        run_parallel_compile(parsed.arguments, recipe.training.compile_cache)
+    if parsed.nproc is not None:
+        return start_ranks(parsed, signal_grace=10.0)
+    from stepmark.launch.supervisor import follow_supervisor
+
+    follow_supervisor()
+    from stepmark.compilation.precompile import precompile
+
+    precompile(recipe, parsed.metrics)
+    return 0

@@ -1,0 +1,84 @@
+"""Starting the ranks of `--nproc` again: what they continue from, and what the run's files say about it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
+from stepmark.checkpoint.format.manifest import read_manifest
+from stepmark.config.training_arguments import TrainingArguments
+from stepmark.errors import CheckpointError
+from stepmark.launch.restarts import Restarts
+from stepmark.launch.step_board import StepPlace
+
+if TYPE_CHECKING:
+    from stepmark.trainer.telemetry.run_log import RunLog
+
+_SHOWN = 8  # samples that an error names
+
+
+class RestartedRun:
+    """The run that this process supervises. Create it before the ranks start."""
+
+    def __init__(self, args: TrainingArguments, command: Sequence[str]) -> None:
+        self._args = args
+        self._folder = Path(args.output_dir)
+        self._command = list(command)
+        self._earlier = {_identity(path) for path in checkpoints(self._folder)}
+
+    def restarts(self) -> Restarts | None:
+        """The run's restarts; None where it has none."""
+        if not self._args.max_restarts:
+            return None
+        return Restarts(
+            self._args.max_restarts, self._resuming_command, describe_samples, self._announce, self._interrupted
+        )
+
+    def _resuming_command(self) -> list[str]:
+        """The command line of a rank that continues from what this run has saved, or else as the run itself began."""
+        saved = [path for path in checkpoints(self._folder) if _identity(path) not in self._earlier]
+        named = self._args.resume_from_checkpoint
+        if not saved or self._args.save_only_model:
+            return self._command
+        # Where the run began from a named checkpoint there may be later ones, which it was to leave behind.
+        newest = str(saved[0]) if isinstance(named, str) else "true"
+        return [*self._command, "--resume_from_checkpoint", newest]
+
+    def _announce(self, failure: str, step: int, attempt: int, delay: float) -> None:
+        log = self._log()
+        log.event("restarting", step, attempt=attempt, reason=failure, delay=delay)
+        log.try_status("running", step, f"{failure}; attempt {attempt} starts in {delay:g} s")
+        at = f" at step {step}" if step else ""
+        print(f"failed{at}: {failure}; attempt {attempt} starts in {delay:g} s", file=sys.stderr, flush=True)
+
+    def _interrupted(self, signal: str) -> None:
+        newest = next(iter(checkpoints(self._folder)), None)
+        step = (step_of(newest) or 0) if newest is not None else 0
+        reason = f"{signal}: before another attempt; {'the last checkpoint stands' if step else 'nothing is saved'}"
+        self._log().try_status("interrupted", step, reason)
+        print(f"interrupted by {reason}", file=sys.stderr, flush=True)
+
+    def _log(self) -> RunLog:
+        from stepmark.trainer.telemetry.run_log import RunLog
+
+        return RunLog(self._folder, writes=self._folder.is_dir())
+
+
+def _identity(path: Path) -> tuple[str, str]:
+    try:
+        return path.name, read_manifest(path).save
+    except CheckpointError:
+        return path.name, ""
+
+
+def describe_samples(place: StepPlace) -> str:
+    """The samples of a step, by their indices in the training data."""
+    from stepmark.data.order import sample_order
+
+    order = sample_order(place.size, place.seed, place.epoch, bool(place.shuffled))
+    indices = order[place.first : place.first + place.samples].tolist()
+    shown = ", ".join(map(str, indices[:_SHOWN])) + (f" and {len(indices) - _SHOWN} more" * (len(indices) > _SHOWN))
+    return f"samples {shown} of the training data (epoch {place.epoch})"
