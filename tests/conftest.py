@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,6 +9,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles in half the time
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background job; what tests start inherits it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 

@@ -69,7 +69,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_map_of_the_source_has_every_file() -> None:
     mapped = list(mapped_files((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
     packages = sorted({path.parts[0] for path in mapped})
-    assert packages == ["checkpoint", "parallel", "trainer"]
+    assert packages == ["checkpoint", "doctor", "parallel", "planning", "trainer"]
     files = {path.relative_to(SOURCE) for package in packages for path in (SOURCE / package).rglob("*.py")}
     assert sorted(mapped) == sorted(path for path in files if path.name != "__init__.py")
 

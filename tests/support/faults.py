@@ -116,8 +116,8 @@ class Faults:
         finally:
             os.close(descriptor)
 
-    def fchmod(self, descriptor: int, mode: int) -> None:
-        self._call("fchmod", lambda: os.fchmod(descriptor, mode))
+    def chmod(self, path: Any, mode: int) -> None:
+        self._call("chmod", lambda: os.chmod(path, mode))
 
     def utime(self, path: Any) -> None:
         self._call("utime", lambda: os.utime(path))

@@ -1,18 +1,18 @@
-"""Makes one rank of a real run misbehave, whoever launches it: `install` writes a folder for PYTHONPATH whose
-`sitecustomize` Python runs at its start, and which changes the rank's second step."""
+"""Makes ranks of a real run misbehave, whoever launches them: `install` writes a folder for PYTHONPATH whose
+`sitecustomize` Python runs at its start, and which changes the rank's second step; `install_brake` slows every step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 SITE = """
-import importlib.util, os, signal, sys
+import importlib.util, os, signal, sys, time
 
-RANK, WHAT = {rank!r}, {what!r}
+RANK, WHAT, PLACE, ONCE = {rank!r}, {what!r}, {place!r}, {once!r}
 
 
 def is_rank():
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == str(RANK)
+    return RANK is None or os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == str(RANK)
 
 
 class AfterImport:
@@ -25,20 +25,47 @@ class AfterImport:
 
         def exec_module(module):
             execute(module)
-            change(module.TrainingLoop)
+            change(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def change(run):
+def misbehave():
+    if WHAT == "raise":
+        raise ValueError("the second step is bad")
+    if WHAT == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def change(module):
+    if PLACE == "batch":
+        change_batch(module)
+    else:
+        change_step(module.TrainingLoop)
+
+
+def change_batch(module):
+    show_step = module.show_step
+
+    def show(place):
+        show_step(place)
+        if place.step == 2 and place.samples and is_rank() and not (ONCE and os.path.exists(ONCE)):
+            if ONCE:
+                open(ONCE, "w").close()
+            misbehave()
+
+    module.show_step = show
+
+
+def change_step(run):
     train_step = run._train_step
 
     def step(self, batch):
-        if self._step == 1 and is_rank():
-            if WHAT == "raise":
-                raise ValueError("the second step is bad")
-            os.kill(os.getpid(), signal.SIGKILL)
+        if os.path.exists(WHAT):
+            time.sleep(0.4)
+        elif self._step == 1 and is_rank():
+            misbehave()
         train_step(self, batch)
 
     run._train_step = step
@@ -48,8 +75,18 @@ sys.meta_path.insert(0, AfterImport())
 """
 
 
-def install(folder: Path, rank: int, what: str) -> str:
-    """`what`: "raise" an error, or "kill" the process. Returns the folder to put on PYTHONPATH."""
+def install(folder: Path, rank: int, what: str, place: str = "step", *, once: bool = False) -> str:
+    """`what`: "raise" an error, or "kill" the process, before the second step or in it, with its "batch"; `once`: only
+    the first time. Returns the folder to put on PYTHONPATH."""
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SITE.format(rank=rank, what=what))
+    marker = str(folder / "was-here") if once else ""
+    (folder / "sitecustomize.py").write_text(SITE.format(rank=rank, what=what, place=place, once=marker))
+    return str(folder)
+
+
+def install_brake(folder: Path, brake: Path) -> str:
+    """Every step of every rank takes 0.4 seconds as long as the file `brake` exists. Returns the folder to put on
+    PYTHONPATH."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SITE.format(rank=None, what=str(brake), place="step", once=""))
     return str(folder)

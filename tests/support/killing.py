@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ def supervise_and_kill(options: dict[str, Any], seed: int, longest: float) -> di
         started.append(ForkedRank(*arguments, **named))
         return started[-1]
 
-    supervisor.subprocess.Popen = start  # type: ignore[attr-defined]
+    # Of the supervisor alone: ranks start processes of their own.
+    supervisor.subprocess = types.SimpleNamespace(Popen=start)  # type: ignore[attr-defined,assignment]
     supervisor.GRACE_SECONDS = 1.0  # the surviving rank would wait for the other one
     chance = random.Random(seed)
     killer = threading.Thread(target=_kill, args=(started, Path(options["output_dir"]), chance, longest), daemon=True)

@@ -161,8 +161,10 @@ def test_training_files(refused: Callable[..., str], tmp_path: Path) -> None:
     missing, empty, odd = tmp_path / "missing.txt", tmp_path / "empty.txt", tmp_path / "data.xyz"
     empty.touch()
     odd.write_text("words")
-    assert refused(code=1, train_file=str(missing)).startswith(f"train_file: file {missing} does not exist")
-    assert refused(code=1, train_file=str(tmp_path)).startswith(f"train_file: file {tmp_path} does not exist")
+    assert refused(train_file=str(missing)).startswith(f"train_file: file {missing} does not exist")
+    (tmp_path / "folder").mkdir()
+    assert "folder has no file that ends with .txt" in refused(code=1, train_file=str(tmp_path / "folder"))
+    assert "no file matches" in refused(train_file=f"{tmp_path}/folder/*.txt")
     assert refused(code=1, train_file=str(empty)).startswith(f"train_file: {empty} is empty")
     assert "has an unknown extension; supported are .txt" in refused(train_file=str(odd))
 
@@ -170,11 +172,12 @@ def test_training_files(refused: Callable[..., str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.txt", b"caf\xe9 " * 100, "a.txt is not UTF-8"),
+        ("a.txt", b"tea\n" + b"caf\xe9 " * 100, "a.txt: line 2 is not UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, row 2: not valid JSON"),
         ("a.json", b"[]", "contains no text"),
         ("a.txt", b"\n \n", "contains no text"),
         ("a.jsonl", b'{"text": 3}\n', "text_column"),
+        ("a.jsonl", b'{"instruction": "x", "output": "y"}\n', "set text_column to one of instruction, output"),
         ("a.parquet", b"PAR1 not really", "cannot be read as Parquet"),
     ],
 )
@@ -350,7 +353,7 @@ def test_an_output_folder_without_room_for_a_checkpoint(
     monkeypatch.setattr(output_module.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
     error = refused(code=1)
     assert error.startswith("output_dir: ")
-    assert "has 0.00 GB free and one checkpoint needs" in error
+    assert "has 1 kB free and one checkpoint needs" in error
     assert "free some space" in error
 
 
@@ -371,9 +374,10 @@ def resume(refused: Callable[..., str], path: Path | str, code: int = 1, **field
 
 def test_resuming_from_nothing(refused: Callable[..., str], trained: Path, tmp_path: Path) -> None:
     missing = trained / "checkpoint-7"
-    assert resume(refused, missing).startswith(f"resume_from_checkpoint: there is no {missing}; name a checkpoint-N")
-    assert "is not a Stepmark checkpoint" in resume(refused, trained)
-    assert "is not a Stepmark checkpoint" in resume(refused, tmp_path / "text.txt")
+    error = resume(refused, missing, code=2)
+    assert error.startswith(f"resume_from_checkpoint: there is no {missing}; name a checkpoint-N")
+    assert "is not a Stepmark checkpoint" in resume(refused, trained, code=2)
+    assert "is not a Stepmark checkpoint" in resume(refused, tmp_path / "text.txt", code=2)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +396,7 @@ def test_resuming_from_a_checkpoint_with_a_file_missing(refused: Callable[..., s
     optimizer.unlink()
     assert f"{optimizer} is missing" in resume(refused, trained / "checkpoint-2")
     (trained / "checkpoint-2" / "manifest.json").unlink()
-    assert "it has no manifest.json" in resume(refused, trained / "checkpoint-2")
+    assert "it has no manifest.json" in resume(refused, trained / "checkpoint-2", code=2)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
@@ -486,8 +490,9 @@ def test_a_folder_of_another_live_run(call: Callable[..., Told], refused: Callab
 
 
 def test_as_a_user_calls_it(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, train_file=str(tmp_path / "missing.txt"))
-    calls = {("--max_steps", "soon"): 2, (): 1}
+    (tmp_path / "empty.txt").touch()
+    recipe = write_recipe(tmp_path)
+    calls = {("--max_steps", "soon"): 2, ("--train_file", str(tmp_path / "empty.txt")): 1}
     for flags, code in calls.items():
         done = subprocess.run(
             [sys.executable, "-m", "stepmark", "train", str(recipe), *flags],
@@ -497,5 +502,5 @@ def test_as_a_user_calls_it(tmp_path: Path) -> None:
         )
         assert done.returncode == code, done.stderr
         assert done.stdout == ""
-        (line,) = [line for line in done.stderr.splitlines() if not line.startswith("device: ")]
+        (line,) = [line for line in done.stderr.splitlines() if not line.startswith(("device: ", "train data: "))]
         assert line.startswith("error: ")

@@ -193,6 +193,19 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path: Path, arguments
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.prove)])
+def test_a_run_whose_standard_error_nobody_reads_goes_on(tmp_path: Path, nproc: int) -> None:
+    """As with `2>&1 | head -1`."""
+    recipe = write_recipe(tmp_path, logging_steps=1)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "stepmark", "train", str(recipe), *(["--nproc", "2"] if nproc > 1 else [])]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=writer)
+    os.close(writer)
+    assert done.returncode == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_a_broken_pipe_inside_a_command_is_an_error() -> None:
     """Only a reader of stdout that has gone is passed over."""
     script = (

@@ -78,7 +78,7 @@ def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     save_cut(0, str(tmp_path / "run"), "gpt2", 1)
     out = tmp_path / "out"
     for arguments, code, words in (
-        ([str(tmp_path / "nowhere"), str(out)], 1, "neither a checkpoint"),
+        ([str(tmp_path / "nowhere"), str(out)], 2, "neither a checkpoint"),
         ([str(tmp_path / "run"), str(tmp_path / "run")], 2, "is not an empty folder"),
         ([str(tmp_path / "run"), str(out), "--max-shard-size", "much"], 2, "--max-shard-size: 'much' is not a size"),
         ([str(tmp_path / "run"), str(out), "-f", "onnx"], 2, "invalid choice: 'onnx'"),
@@ -103,7 +103,7 @@ def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_progress_and_index(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepmark.cli.consolidate.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("stepmark.cli.progress.LINE_SECONDS", 0.0)
     save_cut(0, str(tmp_path / "run"), "gpt2", 1)
     assert (
         run(["consolidate", str(tmp_path / "run" / "checkpoint-1"), str(tmp_path / "out"), "--max-shard-size", "9KB"])

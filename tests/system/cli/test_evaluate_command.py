@@ -11,6 +11,7 @@ import pytest
 
 from stepmark.cli.main import run
 from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.watcher import setup
 from tests.support.recipes import write_recipe, write_text
 
 FUNCTIONS = """
@@ -160,8 +161,8 @@ def test_a_corrupted_checkpoint_fails_and_the_others_do_not(folder: Path, capsys
         (["{run}", "--nproc", "0"], 2, "--nproc: must be at least 1"),
         (["{run}", "--block_size", "33"], 1, "--block_size: 33 tokens are more than the model's 32 positions"),
         (["{run}/checkpoint-2", "--watch"], 2, "--watch: applies to a run"),
-        (["{run}/runs"], 1, "has no checkpoints; --watch waits for them"),
-        (["{run}/none"], 1, "there is no folder"),
+        (["{run}/runs"], 2, "has no checkpoints; --watch waits for them"),
+        (["{run}/none"], 2, "there is no folder"),
         (["{run}", "--device", "tpu"], 2, "device: 'tpu' is unknown"),
     ],
 )
@@ -180,3 +181,44 @@ def test_a_run_that_has_ended_without_checkpoints(tmp_path: Path, capsys: pytest
     (tmp_path / "status.json").write_text('{"state": "failed", "step": 0}')
     assert run(["evaluate", str(tmp_path), "--watch"]) == 1
     assert "has no checkpoints, and its run has ended (failed)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--watch"]])
+def test_a_checkpoint_to_start_from_that_is_deleted_ends_no_watcher(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    """Somebody removes it by hand when the watcher has chosen it: another one will do."""
+    tokenizer, deleted = setup._tokenizer, []
+
+    def delete_first(recipe: Any, checkpoint: Path) -> Any:
+        if not deleted:
+            deleted.append(checkpoint.name)
+            shutil.rmtree(checkpoint)
+        return tokenizer(recipe, checkpoint)
+
+    monkeypatch.setattr(setup, "_tokenizer", delete_first)
+    assert run(["evaluate", str(folder), *flags]) == 0
+    assert deleted == ["checkpoint-6"]
+    evaluated = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in evaluated if line.get("status") == "done"] == [2, 4]
+    assert "checkpoint-6 was deleted before it was evaluated; looking for another one" in capsys.readouterr().err
+
+
+def test_a_single_checkpoint_that_is_deleted_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup, "_tokenizer", lambda recipe, checkpoint: shutil.rmtree(checkpoint))
+    assert run(["evaluate", str(folder / "checkpoint-4")]) == 2
+    assert "checkpoint-4 was deleted before it was evaluated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--watch", "--patience", "1"], ["--json"]])
+def test_while_graphs_are_extracted_nothing_is_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    assert run(["evaluate", str(folder), "--device", "cpu", *arguments]) == 0
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+    assert run(["evaluate", str(folder / "checkpoint-6"), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == ""

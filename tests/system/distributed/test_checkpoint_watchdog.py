@@ -121,19 +121,17 @@ def stuck_in_the_file_system() -> None:
 
 
 def test_a_process_that_holds_the_interpreter_is_ended(tmp_path: Path) -> None:
-    """Nothing of Python runs, the watchdog's thread neither; the C thread prints the stacks, and ends the process."""
+    """Nothing of Python runs, the watchdog's thread neither; the stacks are printed, and the process is killed."""
     process = os.fork()
     if not process:
         log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 2)
-        import ctypes
-
         checkpointer = Checkpointer(tmp_path, save_timeout=1.0)
-        holding_the_lock = ctypes.PyDLL(None).sleep  # unlike CDLL, PyDLL keeps the interpreter's lock
-        checkpointer.save(1, {"nest": {"t": torch.ones(3)}}, files=lambda _: holding_the_lock(60))
+        # One call of C code, which keeps the interpreter's lock for minutes.
+        checkpointer.save(1, {"nest": {"t": torch.ones(3)}}, files=lambda _: sum(range(10**11)))
         os._exit(0)
     _, status = os.waitpid(process, 0)
     log = (tmp_path / "log").read_text()
-    assert os.waitstatus_to_exitcode(status) == 1
-    assert "Timeout" in log
+    assert os.waitstatus_to_exitcode(status) == -9
     assert "test_checkpoint_watchdog.py" in log
+    assert "error: rank 0: a save or restore has missed its deadline (save_timeout)" in log

@@ -61,14 +61,18 @@ def torchrun(*arguments: str) -> list[str]:
 # --nproc
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_error_alone(environment: dict[str, str], tmp_path: Path) -> None:
-    environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="raise")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_the_job_with_its_error_alone(
+    environment: dict[str, str], tmp_path: Path, rank: int
+) -> None:
+    environment["PYTHONPATH"] = install(tmp_path / "site", rank=rank, what="raise")
     done = run([*STEPMARK, "train", recipe(tmp_path), "--nproc", "2"], environment, tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
     errors = [line for line in done.stderr.splitlines() if "rror" in line]
-    assert errors == ["error: rank 1: ValueError: the second step is bad"]
+    assert errors == [f"error: rank {rank}: ValueError: the second step is bad"]
     assert "Traceback" not in done.stderr
+    assert "frame #" not in done.stderr  # the C++ stack of the other rank
     assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "failed"
 
 
@@ -201,7 +205,8 @@ def test_a_missing_device_is_reported_once_under_torchrun(environment: dict[str,
     assert [line[:22] for line in done.stderr.splitlines() if line.startswith("error: ")] == ["error: device: neuron "]
 
 
-def test_slurm_trains(environment: dict[str, str], tmp_path: Path) -> None:
+def slurm_tasks(environment: dict[str, str], folder: Path) -> list[subprocess.Popen[str]]:
+    """The two tasks of a Slurm step, on one node."""
     step = {
         "MASTER_PORT": free_port(),
         "SLURM_STEP_ID": "0",
@@ -210,19 +215,38 @@ def test_slurm_trains(environment: dict[str, str], tmp_path: Path) -> None:
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_NODEID": "0",
     }
-    path = recipe(tmp_path)
-    tasks = [
+    path = recipe(folder)
+    return [
         subprocess.Popen(
             [*STEPMARK, "train", path],
             env={**environment, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
-            cwd=tmp_path,
+            cwd=folder,
             stderr=subprocess.PIPE,
             text=True,
         )
         for task in range(2)
     ]
+
+
+def test_slurm_trains(environment: dict[str, str], tmp_path: Path) -> None:
+    tasks = slurm_tasks(environment, tmp_path)
     told = [task.communicate(timeout=180)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], told
     check_trained(tmp_path)
     assert "device: cpu, 2 ranks" in told[0]
     assert told[1] == ""
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.prove), 1])
+def test_a_task_that_is_killed_is_named_by_the_other(environment: dict[str, str], tmp_path: Path, rank: int) -> None:
+    environment["PYTHONPATH"] = install(tmp_path / "site", rank=rank, what="kill")
+    tasks = slurm_tasks(environment, tmp_path)
+    told = [task.communicate(timeout=180)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == ([-signal.SIGKILL, 1] if rank == 0 else [1, -signal.SIGKILL])
+    (error,) = [line for line in told[1 - rank].splitlines() if line.startswith("error: ")]
+    seen = (
+        f" on {socket.gethostname()} (last seen after step "  # of rank 0 it may not have been seen in the first second
+    )
+    assert error.startswith(f"error: rank {rank}{seen if rank else ''}")
+    assert "is gone: it was killed, or its machine" in error
+    assert "pair.cc" not in told[1 - rank]

@@ -428,3 +428,51 @@ def test_the_folder_stays_claimed_when_the_run_itself_reads_it(tmp_path: Path) -
                 path.read_bytes()
         assert locked_for_others(tmp_path)
     assert not list(tmp_path.glob(".stepmark/[!.]*/alive.0"))
+
+
+class Forgetful:
+    """A mount of one rank that remembers a missing name for some seconds, as NFS and FUSE may: the folder lists what
+    another rank has created, and looking at it or opening it still fails."""
+
+    def __init__(self, folder: str, seconds: float) -> None:
+        self._folder, self._seconds = folder, seconds
+        self._missing: dict[str, float] = {}
+        self.denied = 0
+
+    def install(self) -> None:
+        for module, name in ((os, "stat"), (os, "lstat"), (os, "open"), (Path, "open")):
+            setattr(module, name, self._remembering(getattr(module, name)))
+
+    def _remembering(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: Any, *arguments: Any, **options: Any) -> Any:
+            name = str(path)
+            if not name.startswith(self._folder):
+                return call(path, *arguments, **options)
+            creates = bool(arguments) and isinstance(arguments[0], int) and bool(arguments[0] & os.O_CREAT)
+            if not creates and time.monotonic() < self._missing.get(name, 0.0):
+                self.denied += os.path.basename(name) in os.listdir(os.path.dirname(name))
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            try:
+                return call(path, *arguments, **options)
+            except FileNotFoundError:
+                self._missing[name] = time.monotonic() + self._seconds
+                raise
+
+        return wrapped
+
+
+def save_on_a_forgetful_mount(rank: int, folder: str) -> int:
+    mount = Forgetful(f"{folder}/", 1.5)
+    mount.install()
+    with Checkpointer(folder, group=HostGroup.of_processes()) as checkpointer:
+        for step in (1, 2):
+            time.sleep(0.3 * (rank == step % 2))  # so that each rank waits for the other, and looks too early
+            checkpointer.save(step, state_of(step), block=True)
+    return mount.denied
+
+
+def test_a_mount_that_remembers_missing_names_ends_no_save(tmp_path: Path) -> None:
+    denied = run_ranks(2, save_on_a_forgetful_mount, str(tmp_path))
+    assert sum(denied) > 0
+    assert checkpoint_names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    assert not verify(tmp_path / "checkpoint-2").faults

@@ -237,9 +237,9 @@ def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
 
 def train_slowly(settings: dict[str, Any]) -> Any:
     """The command line's own way into training; a signal finds it before it has begun."""
-    from stepmark.trainer.interruption.outside_training import ending_at_signals
+    from stepmark.trainer.interruption.outside_training import ending_outside_training
 
-    with ending_at_signals(Path(settings["output_dir"])):
+    with ending_outside_training(Path(settings["output_dir"])):
         if settings.pop("signalled"):
             os.kill(os.getpid(), TERM)
             time.sleep(60)

@@ -15,9 +15,17 @@ from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status, saved_steps
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_with_data_workers_saves_and_ends(tmp_path: Path, nproc: int) -> None:
-    """One rank gets the signal with its workers; of two, the supervisor does."""
+@pytest.mark.parametrize(
+    ("nproc", "number"),
+    [
+        (1, signal.SIGINT),
+        (2, signal.SIGTERM),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.prove),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.prove),
+    ],
+)
+def test_a_run_with_data_workers_saves_and_ends(tmp_path: Path, nproc: int, number: signal.Signals) -> None:
+    """One rank gets the signal with its workers; of two, the supervisor does. SIGINT is a terminal's Ctrl-C."""
     recipe = write_recipe(
         tmp_path,
         max_steps=100_000,
@@ -37,10 +45,13 @@ def test_a_run_with_data_workers_saves_and_ends(tmp_path: Path, nproc: int) -> N
         assert run.poll() is None
         assert time.monotonic() < until
         time.sleep(0.1)
-    os.killpg(run.pid, signal.SIGTERM)
+    os.killpg(run.pid, number)
     _, told = run.communicate(timeout=60)
     assert run.returncode == 75, told
     status = read_status(tmp_path / "out")
     assert status["state"] == "interrupted", told
     assert saved_steps(tmp_path / "out") == [status["step"]], told
     assert "error" not in told
+    assert "Traceback" not in told
+    assert ("press Ctrl-C again to end at once" in told) == (number == signal.SIGINT)
+    assert "to continue, start it again with resume_from_checkpoint: true" in told

@@ -1,0 +1,44 @@
+"""Programs for ranks: graphs made ahead, and runs that ask for them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+from stepmark.config.recipe import read_recipe
+
+
+def precompiled(recipe: str, metrics: str | None = None) -> dict[str, Any]:
+    """Makes a recipe's graphs ahead."""
+    from stepmark.compilation.precompile import precompile
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        precompile(read_recipe(recipe, {}), metrics)
+    return {**asked(), "printed": printed.getvalue()}
+
+
+def trained(recipe: str, steps: int, metrics: str | None = None) -> dict[str, Any]:
+    """Trains a recipe to a step, from its newest checkpoint."""
+    from stepmark.recipe.train import train
+
+    train(read_recipe(recipe, {"max_steps": str(steps), "resume_from_checkpoint": "true"}), metrics)
+    return asked()
+
+
+def asked() -> dict[str, int]:
+    """The graphs that this process asked for: those that an earlier one had made, and those that none had."""
+    from stepmark.runtime.xla import graph_counts
+
+    counts = graph_counts()
+    return {"made before": counts.cached, "not made before": counts.missed, "requested": counts.requested}
+
+
+def metrics(given: Any) -> dict[str, float]:
+    """As a user's `--metrics`."""
+    return {"rows": float(len(given.label_ids))}
+
+
+def preprocess_logits_for_metrics(logits: Any, labels: Any) -> Any:
+    return logits.argmax(-1)

@@ -1,0 +1,135 @@
+"""torchrun's elastic agent with --nnodes 1:2: a node joins a run and leaves it, and no step is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepmark.filesystem.json_files import read_lines
+from stepmark.report.attempts import read_attempts
+from stepmark.report.history import read_history
+from stepmark.trainer.telemetry.run_log import EVENTS, read_metrics
+from tests.support.recipes import write_recipe
+from tests.support.script_group_programs import free_port
+
+STEPS = 1500
+WITHIN = 200.0  # seconds in which a start of all ranks ends on a busy machine
+# Steps are slow until a node has come and gone, so that the run lasts as long as that takes.
+SITE = """
+import importlib.util, os, sys, time
+
+class AfterImport:
+    def find_spec(self, name, path=None, target=None):
+        if name != "stepmark.trainer.training_loop":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            show_step = module.show_step
+
+            def show(place):
+                show_step(place)
+                time.sleep(0.0 if os.path.exists({left!r}) else 0.3)
+
+            module.show_step = show
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, AfterImport())
+"""
+
+
+def agent(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    """Starts the agent of one node, whose output goes to a file."""
+    launcher = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "elastic"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    launcher += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    with (folder / "agents.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "stepmark", "train", "recipe.yaml"],
+            env={
+                **kept,
+                "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a node that joins waits forever
+                "STEPMARK_CACHE": str(folder / "cache"),
+                "PYTHONPATH": str(folder / "site"),
+            },
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+        )
+
+
+@contextlib.contextmanager
+def started(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    process = agent(folder, port)
+    try:
+        yield process
+    finally:
+        kill_node(process)
+
+
+def kill_node(process: subprocess.Popen[bytes]) -> None:
+    """Kills the agent and its ranks at once, as the failure of a machine does."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    ranks = children.read_text().split() if children.exists() else []
+    for number in [process.pid, *map(int, ranks)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    process.wait()
+
+
+def wait_for_mesh(folder: Path, ranks: int, attempts: int) -> None:
+    """Waits until the run trains on so many ranks, in at least its so many-th attempt."""
+    deadline = time.monotonic() + WITHIN
+    while True:
+        begins = [line for line in read_lines(folder / "out" / EVENTS) if line["event"] == "started"]
+        if len(begins) >= attempts and begins[-1]["ranks"] == ranks:
+            last = max((line["step"] for line in read_metrics(folder / "out") if "loss" in line), default=0)
+            if last > begins[-1]["step"] + 1:
+                return
+        assert time.monotonic() < deadline, (folder / "agents.log").read_text()[-3000:]
+        time.sleep(0.1)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("leaves", ["killed", "terminated"])
+def test_a_node_joins_and_leaves(tmp_path: Path, leaves: str) -> None:
+    left = tmp_path / "left"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE.format(left=str(left)))
+    write_recipe(
+        tmp_path, max_steps=STEPS, logging_steps=1, save_steps=100, resume_from_checkpoint=True, disable_tqdm=True
+    )
+    port = free_port()
+    with started(tmp_path, port) as first:
+        wait_for_mesh(tmp_path, 1, 1)
+        with started(tmp_path, port) as second:
+            wait_for_mesh(tmp_path, 2, 2)
+            if leaves == "killed":
+                kill_node(second)
+            else:
+                second.send_signal(signal.SIGTERM)
+                second.wait(timeout=WITHIN)
+        wait_for_mesh(tmp_path, 1, 3)
+        left.touch()
+        assert first.wait(timeout=WITHIN) == 0, (tmp_path / "agents.log").read_text()[-3000:]
+    lines = read_metrics(tmp_path / "out")
+    assert {line["step"] for line in lines if "loss" in line} == set(range(1, STEPS + 1))
+    attempts = read_attempts(read_history(tmp_path / "out"))
+    assert [one.ranks for one in attempts][:2] == [1, 2]
+    assert attempts[-1].ranks == 1
+    assert (attempts[-1].last, attempts[-1].ended) == (STEPS, "done")

@@ -1,0 +1,81 @@
+"""The containers of examples/kubernetes, as processes of this machine: with the pods' variables and command lines they
+form one run, and when one is asked to stop, all save and exit with the code that the Job ignores."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stepmark.launch.signals import INTERRUPTED
+from tests.support.braked_run import LONG, BrakedRun
+from tests.support.ranks import ROOT
+from tests.support.recipes import write_recipe
+from tests.support.script_group_programs import free_port
+
+pytestmark = pytest.mark.prove
+
+MANIFESTS = ROOT / "examples" / "kubernetes"
+STEPS = 60
+PODS = 2
+
+
+class Pods(BrakedRun):
+    """The pods of a Job, where /shared is the run's folder."""
+
+    def __init__(self, folder: Path, manifest: str, pods: int) -> None:
+        super().__init__(folder)
+        *_, job = YAML(typ="safe").load_all(MANIFESTS / manifest)
+        (self._container,) = job["spec"]["template"]["spec"]["containers"]
+        self._pods = pods
+        write_recipe(folder, logging_steps=1, max_steps=STEPS, save_strategy="steps", save_steps=5)
+
+    def start(self, *, slowly: bool = False) -> list[subprocess.Popen[bytes]]:
+        if slowly:
+            self.brake.touch()
+        port = str(free_port())
+        started = [self._start(index, port) for index in range(self._pods)]
+        if slowly:
+            self.wait_until_it_trains()
+        return started
+
+    def _start(self, index: int, port: str) -> subprocess.Popen[bytes]:
+        words = [*self._container["command"], *self._container["args"]]
+        command = [word.replace("/shared", str(self.folder)).replace("--nproc=8", "--nproc=2") for word in words]
+        with open(self.folder / f"log-{index}", "ab") as log:
+            return subprocess.Popen(command, env=self._variables(index, port), stdout=log, stderr=log)
+
+    def _variables(self, index: int, port: str) -> dict[str, str]:
+        """The container's, with what the cluster would fill in and the size and address of this one."""
+        here = {"WORLD_SIZE": str(self._pods), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        filled = {
+            each["name"]: _value(each, index).replace("/shared", str(self.folder)) for each in self._container["env"]
+        }
+        return self.environment(**{**filled, **{name: here[name] for name in here if name in filled}})
+
+    def end(self, processes: list[subprocess.Popen[bytes]]) -> list[int]:
+        self.brake.unlink(missing_ok=True)
+        return [process.wait(timeout=LONG) for process in processes]
+
+
+def _value(variable: Any, index: int) -> str:
+    path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+    if path is not None:
+        assert path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    return str(index) if path is not None else str(variable["value"]).replace("$(RANK)", str(index))
+
+
+@pytest.mark.parametrize(("manifest", "pods"), [("one_pod.yaml", 1), ("several_pods.yaml", PODS)])
+def test_an_evicted_pod_costs_nothing(tmp_path: Path, manifest: str, pods: int) -> None:
+    undisturbed, run = (Pods(tmp_path / name, manifest, pods) for name in ("undisturbed", "evicted"))
+    assert undisturbed.end(undisturbed.start()) == [0] * pods, undisturbed.log()
+    started = run.start(slowly=True)
+    started[-1].send_signal(signal.SIGTERM)
+    assert [process.wait(timeout=LONG) for process in started] == [INTERRUPTED] * pods, run.log()
+    assert run.end(run.start()) == [0] * pods, run.log()
+    assert run.losses() == undisturbed.losses()
+    assert run.resumptions()

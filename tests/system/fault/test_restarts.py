@@ -1,0 +1,143 @@
+"""--max_restarts with real ranks: they go on from the newest complete checkpoint, or the step that fails is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepmark.filesystem.json_files import read_lines
+from stepmark.launch.supervisor import _ForwardedSignals
+from stepmark.report.attempts import read_attempts
+from stepmark.report.history import read_history
+from stepmark.trainer.telemetry.run_log import EVENTS, read_metrics
+from tests.support.interference import install
+from tests.support.recipes import write_recipe
+
+FIELDS = {"logging_steps": 1, "max_steps": 3, "save_steps": 1, "async_save": False, "max_restarts": 2}
+
+
+def command(folder: Path, **fields: object) -> list[str]:
+    recipe = write_recipe(folder, **{**FIELDS, **fields})
+    return [sys.executable, "-m", "stepmark", "train", str(recipe), "--nproc", "2"]
+
+
+def environment(folder: Path, site: str) -> dict[str, str]:
+    launchers = ("RANK", "WORLD_SIZE", "STEPMARK_REPORTS")
+    kept = {name: value for name, value in os.environ.items() if name not in launchers}
+    return {**kept, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(folder / "cache"), "PYTHONPATH": site}
+
+
+def run(folder: Path, site: str, **fields: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, **fields),
+        env=environment(folder, site),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_metrics(folder / "out") if "loss" in line}
+
+
+def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+    for name in ("killed", "plain"):
+        (tmp_path / name).mkdir()
+    done = run(tmp_path / "killed", install(tmp_path / "site", 1, "kill", "batch", once=True))
+    assert done.returncode == 0, done.stderr
+    killed = "rank 1: was killed by SIGKILL (out of memory?)"
+    assert done.stderr.count("\nfailed at step 2: " + killed + "; attempt 2 starts in 1 s\n") == 1
+    events = read_lines(tmp_path / "killed" / "out" / EVENTS)
+    again = [event for event in events if event["event"] in ("restarting", "resumed", "done")]
+    assert [(event["event"], event["step"]) for event in again] == [("restarting", 2), ("resumed", 1), ("done", 3)]
+    attempts = read_attempts(read_history(tmp_path / "killed" / "out"))
+    assert [(one.ranks, one.first, one.last, one.ended) for one in attempts] == [
+        (2, 0, 2, f"failed: {killed}"),
+        (2, 1, 3, "done"),
+    ]
+    assert run(tmp_path / "plain", "").returncode == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
+
+
+@pytest.mark.prove
+def test_a_batch_that_fails_each_time_is_named(tmp_path: Path) -> None:
+    done = run(tmp_path, install(tmp_path / "site", 1, "raise", "batch"), max_restarts=1)
+    assert done.returncode == 1
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith(
+        "error: rank 1: ValueError: the second step is bad; 2 attempts in a row (max_restarts: 1) failed at step 2, "
+        "with samples "
+    )
+    assert error.endswith(" of the training data (epoch 0)")
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert (status["state"], "failed at step 2" in status["reason"]) == ("failed", True)
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "float16"}, pytest.param({"optim": "none such"}, marks=pytest.mark.prove)])
+def test_a_wrong_call_is_not_tried_again(tmp_path: Path, wrong: dict[str, str]) -> None:
+    done = run(tmp_path, "", **wrong)
+    assert done.returncode == 2
+    assert "attempt" not in done.stderr
+
+
+SUPERVISOR = """
+import sys
+from stepmark.launch import restarts
+from stepmark.launch.supervisor import supervise
+restarts.FIRST_DELAY = 60.0
+def announce(*each): print("waiting", flush=True)
+def interrupted(name): print("interrupted", name, flush=True)
+made = restarts.Restarts(3, lambda: sys.argv[2:], str, announce, interrupted)
+sys.exit(supervise(sys.argv[2:], 2, resumable=sys.argv[1] == "True", restarts=made))
+"""
+
+
+def start(resumable: bool, rank: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SUPERVISOR, str(resumable), sys.executable, "-c", rank]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_signal_ends_the_wait_for_the_next_attempt(number: signal.Signals, resumable: bool) -> None:
+    process = start(resumable, "import sys; sys.exit(3)")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(number)
+    told, errors = process.communicate(timeout=30)  # the wait is a minute
+    assert process.returncode == (75 if resumable else 1)
+    assert told == (f"interrupted {number.name}\n" if resumable else "")
+    assert errors.count("error: ") == (not resumable)
+
+
+def test_ranks_that_a_signal_ended_are_not_started_again() -> None:
+    process = start(True, "import os, sys; sys.exit(75 if os.environ['RANK'] == '1' else 0)")
+    told, errors = process.communicate(timeout=60)
+    assert (process.returncode, told, errors) == (75, "", "")
+
+
+class Receiver:
+    """Takes the place of the ranks: keeps what is sent to them."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def forward(self, number: int) -> None:
+        self.sent.append(number)
+
+
+def test_a_signal_that_comes_while_ranks_start_reaches_them() -> None:
+    signals, ranks = _ForwardedSignals(), Receiver()
+    signals.forward(signal.SIGTERM, None)
+    with signals.to(ranks):  # type: ignore[arg-type]
+        signals.forward(signal.SIGINT, None)
+    assert (ranks.sent, signals.received) == ([signal.SIGTERM, signal.SIGINT], "SIGINT")
+    assert not signals.wait(60.0)
