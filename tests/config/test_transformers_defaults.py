@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from stepmark import TrainingArguments
+from stepmark.config.recipe import all_fields
 from stepmark.errors import UsageError
 
 
@@ -52,6 +53,14 @@ def test_the_parser_of_example_scripts_reads_the_fields(tmp_path: Path) -> None:
     assert (made.resume_from_checkpoint, made.async_save, made.label_names) == (True, False, ["labels"])
     assert made.scheduler_options == {"num_cycles": 2}
     assert made.reporters == []
+
+
+def test_the_parser_of_example_scripts_leaves_the_fields_as_they_are() -> None:
+    """It writes resolved types into dataclasses; a recipe's flags would no longer be switches."""
+    before = all_fields()
+    transformers.HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
+    assert all_fields() == before
+    assert before["zero_1"][0] == "bool"
 
 
 def test_a_path_to_resume_from_stays_a_path() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,11 +53,15 @@ PARTS: tuple[type, ...] = (TrainingArguments, ModelArguments, DataArguments)
 
 def all_fields() -> dict[str, tuple[str, Any]]:
     """Every recipe field by name, with its type as text and its default."""
-    return {field.name: (_kind(field), field.default) for part in PARTS for field in dataclasses.fields(part)}
+    fields = ((part, field) for part in PARTS for field in dataclasses.fields(part))
+    return {field.name: (_kind(part, field.name), field.default) for part, field in fields}
 
 
-def _kind(field: dataclasses.Field[Any]) -> str:
-    return f"bool | {field.type}" if field.name in BOOL_TOO else str(field.type)
+def _kind(part: type, name: str) -> str:
+    """The field's type as it is annotated: transformers' HfArgumentParser puts others into `dataclasses.fields`."""
+    annotated = [inspect.get_annotations(owner) for owner in part.__mro__]
+    kind = next(kinds[name] for kinds in annotated if name in kinds)
+    return f"bool | {kind}" if name in BOOL_TOO else str(kind)
 
 
 def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:

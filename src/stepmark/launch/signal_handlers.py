@@ -58,6 +58,12 @@ def handler_afterwards(earlier: Any, concluded_until: float | None = None) -> An
     return earlier
 
 
+def without_postponement(handler: Any) -> Any:
+    """The handler that the program itself has installed: the default action where a run that was interrupted has
+    postponed that."""
+    return signal.SIG_DFL if isinstance(handler, _IgnoreFor) else handler
+
+
 class _IgnoreFor:
     """A handler that does nothing until a time (time.monotonic), and then what the signal does by default."""
 

@@ -22,7 +22,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from stepmark.launch.process_exit import INTERRUPTED, end_by_signal, leave
-from stepmark.launch.signal_handlers import STOPPING, handler_afterwards, keep_exit_code_at_exit
+from stepmark.launch.signal_handlers import (
+    STOPPING,
+    handler_afterwards,
+    keep_exit_code_at_exit,
+    without_postponement,
+)
 
 HOW_TO_GO_ON = "to continue, start it again with resume_from_checkpoint: true"
 SAME_PRESS = 0.2  # seconds within which two SIGINTs are one Ctrl-C: a parent process may forward it as well
@@ -114,7 +119,7 @@ def program_handler(number: int) -> Any:
     """The handler that the program has for a signal outside of all `listening` blocks, as `signal.getsignal` returns
     it."""
     earlier = {} if _listener is None else _listener.earlier_handlers
-    return earlier[number] if number in earlier else signal.getsignal(number)
+    return without_postponement(earlier[number] if number in earlier else signal.getsignal(number))
 
 
 class _Listener:

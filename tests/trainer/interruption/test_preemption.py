@@ -141,6 +141,36 @@ def test_a_signal_at_the_very_end_does_not_stop_a_later_run_of_a_program_without
     assert (heard, later) == ([], [])
 
 
+TWO_RUNS = """
+import os, signal, time
+from types import SimpleNamespace
+from stepmark.runtime.host_group import HostGroup
+from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
+
+def run(grace, interrupted):
+    context = SimpleNamespace(store=None, host=HostGroup())
+    with PreemptionCoordinator(context, grace, lambda reason: None, lambda reason: None) as stopper:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while stopper.signal_name is None:
+            time.sleep(0.01)
+        if interrupted:
+            raise RunInterrupted("SIGTERM: saved")
+
+try:
+    run(0.5, True)
+except RunInterrupted:
+    pass
+run(1.5, False)
+time.sleep(2.5)
+"""
+
+
+def test_a_signal_at_the_very_end_of_a_run_after_an_interrupted_one_does_not_end_the_program() -> None:
+    """The first run leaves a handler that postpones the default action, which is not one of the program."""
+    done = subprocess.run([sys.executable, "-c", TWO_RUNS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_training_goes_on_in_silence_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)

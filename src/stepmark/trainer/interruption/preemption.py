@@ -141,7 +141,7 @@ class PreemptionCoordinator:
             conclude(max(0.0, min(self._left(), self._grace)))
         self._listening.close()
         name = self._signal or self._heard
-        if kind is None and name is not None and callable(signal.getsignal(signal.Signals[name])):
+        if kind is None and name is not None and callable(program_handler(signal.Signals[name])):
             threading.Thread(target=self._pass_on, args=(signal.Signals[name],), daemon=True).start()
 
     def may_begin_step(self) -> bool:
