@@ -36,7 +36,7 @@ class FailureReport:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> FailureReport:
-        from stepmark.errors import CheckpointMismatch, DataError, MetricsError, PeerFailed, StepmarkError, UsageError
+        from stepmark.errors import PeerFailed, StepmarkError
 
         known = isinstance(error, StepmarkError)
         text = str(error).strip()
@@ -52,7 +52,7 @@ class FailureReport:
             exit_code=getattr(error, "exit_code", 1),
             secondary=isinstance(error, PeerFailed) or lost,
             time=time.time(),
-            permanent=isinstance(error, (UsageError, DataError, MetricsError, CheckpointMismatch, KeyboardInterrupt)),
+            permanent=is_permanent(error),
         )
 
     @classmethod
@@ -66,6 +66,13 @@ class FailureReport:
         temporary = target.with_suffix(".part")
         temporary.write_text(json.dumps(asdict(self)))
         temporary.rename(target)
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Whether the same call would fail in the same way."""
+    from stepmark.errors import CheckpointMismatch, DataError, MetricsError, UsageError
+
+    return isinstance(error, (UsageError, DataError, MetricsError, CheckpointMismatch, KeyboardInterrupt))
 
 
 def describe_lost_peer(text: str) -> str:

@@ -19,7 +19,9 @@ from typing import Any, cast
 import pytest
 
 from stepmark.checkpoint import SaveHandle
+from stepmark.errors import DataError
 from stepmark.launch import process_exit
+from stepmark.launch.failure_report import REPORTS
 from stepmark.launch.signals import listening
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
@@ -190,11 +192,44 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("stepmark.trainer.telemetry.run_log.replace_json", full)
-    callbacks: Any = SimpleNamespace(run_log=journal, state=SimpleNamespace(global_step=3), begun=True)
+    callbacks: Any = SimpleNamespace(
+        run_log=journal, state=SimpleNamespace(global_step=3), begun=True, args=SimpleNamespace(max_restarts=0)
+    )
     for error in (RunInterrupted("SIGTERM: saved"), ValueError("x")):
         record_end(callbacks, error)
     with pytest.raises(OSError, match="No space"):
         journal.status("done", 3)
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "supervised", "error", "state"),
+    [
+        (2, True, ValueError("x"), "running"),
+        (2, True, DataError("x"), "failed"),
+        (2, False, ValueError("x"), "failed"),
+        (0, True, ValueError("x"), "failed"),
+    ],
+)
+def test_a_run_that_may_be_started_again_has_not_failed_yet(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_restarts: int,
+    supervised: bool,
+    error: Exception,
+    state: str,
+) -> None:
+    monkeypatch.delenv(REPORTS, raising=False)
+    if supervised:
+        monkeypatch.setenv(REPORTS, str(tmp_path))
+    callbacks: Any = SimpleNamespace(
+        run_log=RunLog(tmp_path, writes=True),
+        state=SimpleNamespace(global_step=3),
+        begun=True,
+        args=SimpleNamespace(max_restarts=max_restarts),
+    )
+    record_end(callbacks, error)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["step"], status["reason"]) == (state, 3, f"{type(error).__name__}: x")
 
 
 WAITING = """

@@ -117,6 +117,11 @@ class RunLog:
             if self._end == end:  # otherwise this was written so slowly that the run has ended in the meantime
                 self.try_status("running", step)
 
+    def failed(self, step: int, reason: str, *, final: bool = True) -> None:
+        """Records that training has failed. Not `final`: another process decides whether the run has failed with it, or
+        is started again; until then it is running, for watchers too."""
+        self.try_status("failed" if final or self._stopping is not None else "running", step, reason)
+
     def results(self, split: str, values: dict[str, Any], *, combined: bool = True) -> None:
         """Writes `<split>_results.json`, and with `combined` adds the same values to all_results.json, as transformers
         does."""
