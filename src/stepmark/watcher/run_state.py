@@ -12,7 +12,14 @@ from stepmark.checkpoint.coordination.leases import Leases
 from stepmark.launch.running_time import running_time
 
 STATUS = "status.json"
+STARTING = 600.0  # seconds that ranks which are started again may take until the run is claimed
 ENDED = ("done", "failed", "interrupted")
+
+
+def _until_restarted(status: dict[str, Any]) -> float:
+    """Seconds in which a run whose ranks have failed may be started again; 0 for others."""
+    delay = status.get("restart_delay")
+    return delay + STARTING if isinstance(delay, (int, float)) else 0.0
 
 
 class RunState:
@@ -40,10 +47,11 @@ class RunState:
             return None
         if status.get("state") in ENDED:
             return str(status["state"])
+        patience = self._patience + _until_restarted(status)
         self._silent_since = self._silent_since or running_time()
-        if running_time() - self._silent_since < self._patience:
+        if running_time() - self._silent_since < patience:
             return None
-        return f"without a heartbeat for {self._patience:.0f} s"
+        return f"without a heartbeat for {patience:.0f} s"
 
     def _status(self) -> dict[str, Any] | None:
         try:

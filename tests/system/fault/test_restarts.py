@@ -65,6 +65,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     ]
     assert run(tmp_path / "plain", "").returncode == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
+    assert "restart_delay" not in json.loads((tmp_path / "killed" / "out" / "status.json").read_text())
 
 
 @pytest.mark.prove

@@ -25,6 +25,7 @@ from stepmark.launch.failure_report import REPORTS
 from stepmark.launch.signals import listening
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
+from stepmark.trainer.interruption import outside_training
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
 from stepmark.trainer.run_results import record_end
 from stepmark.trainer.telemetry.progress import ProgressDisplay
@@ -230,6 +231,33 @@ def test_a_run_that_may_be_started_again_has_not_failed_yet(
     record_end(callbacks, error)
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["step"], status["reason"]) == (state, 3, f"{type(error).__name__}: x")
+
+
+def test_what_a_thread_records_that_ends_the_process_is_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread is just about to write that the run has begun."""
+    recorded: list[Any] = []
+
+    def keep(what: str, record: Any, is_done: Any) -> Any:
+        recorded.append(record)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(outside_training, "ending_at_signals", keep)
+    with outside_training.ending_outside_training(tmp_path):
+        pass
+    child = os.fork()
+    if not child:
+        for write in (
+            lambda: recorded[0]("SIGTERM: not training"),
+            lambda: RunLog(tmp_path, writes=True).status("running", 0),
+        ):
+            thread = threading.Thread(target=write, daemon=True)
+            thread.start()
+            thread.join(0.5)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "interrupted"
 
 
 WAITING = """
