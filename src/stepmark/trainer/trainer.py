@@ -16,8 +16,9 @@ from transformers.trainer_utils import EvalPrediction
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.config.old_names import explains_keywords
-from stepmark.config.training_arguments import TrainingArguments, set_log_level
+from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.data.loader import DataLoader
+from stepmark.data.stream_loader import check_readable_again
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
@@ -54,6 +55,7 @@ from stepmark.trainer.setup import (
     tensors_of,
 )
 from stepmark.trainer.telemetry.run_log import RunLog
+from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.trainer.transformers_arguments import converted
 from stepmark.training.loss import MicroBatchLoss
@@ -110,7 +112,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        args: TrainingArguments | None = None,
+        args: TrainingFields | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
@@ -121,12 +123,12 @@ class Trainer:
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        self.args = converted(args) or TrainingArguments()
+        self.args: TrainingArguments = converted(args)
         set_log_level(self.args)
         check_restarts(self.args.max_restarts)
         model = without_wrapper(model)
         prepare_compile_cache(self.args.compile_cache)
-        self.context: Context = start(self.args.device, self.args.join_timeout)
+        self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
         self.mesh = prepare_model(model, self.args, self.context)
         self.model = model
@@ -629,7 +631,10 @@ class Trainer:
         dataset = self.eval_dataset if given is None else given
         if dataset is None and overrides(self, Trainer, "get_eval_dataloader"):
             return [("eval", None)]
-        return evaluation_sets(dataset)
+        sets = evaluation_sets(dataset)
+        for _, each in sets if given is None else ():
+            check_readable_again("eval_dataset", each)
+        return sets
 
     def final_evaluation(self) -> dict[str, float]:
         """Returns the metrics of the model as it is at the end of training; evaluates it where that was not done yet.
