@@ -46,6 +46,16 @@ def test_the_device_is_an_object_and_keeps_its_name() -> None:
         TrainingArguments(device=3)  # type: ignore[arg-type]
 
 
+def test_a_subclass_may_have_a_device_of_its_own() -> None:
+    @dataclass
+    class OnTheCpu(ScriptArguments):
+        device: str = "cpu"  # type: ignore[assignment, misc]
+
+    for made in (OnTheCpu(), OnTheCpu(), dataclasses.replace(OnTheCpu(), max_steps=4)):
+        assert (made.device_name, made.device) == ("cpu", torch.device("cpu"))
+    assert OnTheCpu(device="tpu").device_name == "tpu"
+
+
 def test_an_unknown_device_is_named_where_it_is_used() -> None:
     made = TrainingArguments(device="tpu")
     assert "device='tpu'" in repr(made)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
@@ -38,6 +38,12 @@ class TrainingArguments(TrainingFields):
     do_eval: bool = False
     do_predict: bool = False
     local_rank: int = ALONE
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        for kind in cls.__mro__[: cls.__mro__.index(TrainingArguments)]:
+            if isinstance(vars(kind).get("device"), str):  # a default, which the constructor has already
+                kind.device = TrainingArguments.device  # type: ignore[attr-defined]
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         super().__post_init__()
