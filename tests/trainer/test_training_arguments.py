@@ -72,6 +72,14 @@ def test_a_script_reads_what_it_is_to_do() -> None:
     assert TrainingArguments(eval_strategy="epoch").do_eval
 
 
+def test_values_are_those_that_scripts_compare() -> None:
+    made = TrainingArguments(None, lr_scheduler_kwargs='{"factor": 0.5}', report_to="none")  # type: ignore[arg-type]
+    assert Path(made.output_dir).name == "trainer_output"
+    assert (made.lr_scheduler_kwargs, made.report_to) == ({"factor": 0.5}, [])
+    assert TrainingArguments(report_to="tensorboard").report_to == ["tensorboard"]
+    assert TrainingArguments().lr_scheduler_kwargs is None
+
+
 def test_one_rank_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = TrainingArguments(device="cpu", per_device_train_batch_size=3, per_device_eval_batch_size=5)
     assert (made.world_size, made.process_index, made.local_process_index, made.local_rank) == (1, 0, 0, -1)

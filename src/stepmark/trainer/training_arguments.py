@@ -46,7 +46,10 @@ class TrainingArguments(TrainingFields):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        if self.output_dir is None:
+            self.output_dir = TrainingFields.output_dir
         super().__post_init__()
+        self.lr_scheduler_kwargs, self.report_to = self.scheduler_options or None, self.reporters
         self.do_eval = self.do_eval or self.eval_strategy != "no"
         world = World.from_environment()
         launched = world.local_rank if world.size > 1 else ALONE

@@ -10,6 +10,7 @@ import transformers
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import TrainingFields
+from stepmark.config.transformers_defaults import SWITCHES, is_done
 from stepmark.config.unknown_field_message import unknown_field
 from stepmark.errors import UsageError
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -31,17 +32,18 @@ def converted(args: Any) -> Any:
     own = [name for name in field_names(TrainingArguments) if name != "local_rank"]  # that is the launcher's
     values = {name: _plain(value) for name, value in _fields(args).items()}
     defaults = {name: _plain(value) for name, value in _fields(_default(args)).items()}
-    on_cpu = values.pop("use_cpu", False)
+    switched = {name: values.pop(name) for name in SWITCHES if name in values}
     lacking = [
         name
         for name, value in values.items()
-        if name in defaults and name not in (*own, "local_rank") and value != defaults[name]
+        if name in defaults
+        and name not in (*own, "local_rank")
+        and value != defaults[name]
+        and not is_done(name, value)
     ]
     if lacking:
         raise UsageError("; ".join(unknown_field(name, own) for name in lacking))
-    return TrainingArguments(
-        **{name: value for name, value in values.items() if name in own}, device="cpu" if on_cpu else "auto"
-    )
+    return TrainingArguments(**{name: value for name, value in values.items() if name in own}, **switched)
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
