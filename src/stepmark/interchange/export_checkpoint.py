@@ -15,7 +15,8 @@ from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.errors import UsageError
 from stepmark.interchange.array_reader import ArrayReader
-from stepmark.interchange.exported import ExportFormat, ExportOptions
+from stepmark.interchange.exported import ExportFormat, ExportOptions, ExportPlan
+from stepmark.interchange.foreign import ForeignCheckpoint
 from stepmark.interchange.import_checkpoint import ImportListener, check_out, check_room, writing
 from stepmark.interchange.output_files import Streams, write_files
 from stepmark.interchange.stepmark_source import find_checkpoint, open_stepmark
@@ -44,7 +45,7 @@ class Exported:
 
 def format_named(name: str) -> ExportFormat:
     """The module that writes a format of FORMATS."""
-    found: ExportFormat = import_module(f"stepmark.interchange.exports.{FORMATS[name]}")  # type: ignore[assignment]
+    found: ExportFormat = import_module(f"stepmark.interchange.exports.{FORMATS[name]}")
     return found
 
 
@@ -70,8 +71,6 @@ def export_checkpoint(
         CheckpointDamaged: The checkpoint is corrupted.
         CheckpointError: `out` cannot be written. Nothing is left there after an error.
     """
-    begin: Callable[[int], None] = listener.begin if listener else lambda size: None
-    advance: Callable[[int], None] = listener.advance if listener else lambda size: None
     checkpoint = find_checkpoint(source)
     final = check_out(out, checkpoint)
     with reading(checkpoint, "export"):
@@ -81,12 +80,15 @@ def export_checkpoint(
             raise UsageError(f"{out} has the name of another step: {checkpoint} is of step {step}")
         plan = format_named(form).plan(found, options)
         check_room(final.parent, sum(file.size for file in plan.files))
-        with (
-            writing(final, out) as temporary,
-            ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-export") as pool,
-            ArrayReader() as reader,
-        ):
-            size = write_files(
-                temporary, plan.files, Streams(reader, RecordChecks(found.records), pool, advance), begin
-            )
+        with writing(final, out) as temporary:
+            size = _write(found, plan, temporary, listener)
     return Exported(checkpoint, step, size, tuple(plan.notes), (*found.lost, *plan.lost))
+
+
+def _write(found: ForeignCheckpoint, plan: ExportPlan, folder: Path, listener: ImportListener | None) -> int:
+    """Writes all files into a folder; returns the bytes of tensors."""
+    begin: Callable[[int], None] = listener.begin if listener else lambda size: None
+    advance: Callable[[int], None] = listener.advance if listener else lambda size: None
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-export") as pool, ArrayReader() as reader:
+        streams = Streams(reader, RecordChecks(found.records), pool, advance)
+        return write_files(folder, plan.files, streams, begin)

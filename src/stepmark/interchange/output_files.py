@@ -37,7 +37,8 @@ class Streams:
 class OutputFile(Protocol):
     """A file to be written: its path in the folder, and the bytes of its tensors."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def size(self) -> int: ...
