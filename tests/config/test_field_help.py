@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import build_parser, run
-from stepmark.config import training_arguments
+from stepmark.config import training_fields
 from stepmark.config.coercion import convert
 from stepmark.config.field_help import CHOICES, FIELD_HELP
 from stepmark.config.recipe import PARTS, all_fields, read_recipe
@@ -40,15 +40,15 @@ def test_examples_are_values_of_their_fields(name: str) -> None:
 
 def test_choices_are_those_that_are_checked() -> None:
     assert CHOICES["device"] == DEVICES
-    assert CHOICES["log_level"] == training_arguments.LOG_LEVELS
-    assert CHOICES["logging_strategy"] == CHOICES["eval_strategy"] == training_arguments.STRATEGIES
+    assert CHOICES["log_level"] == training_fields.LOG_LEVELS
+    assert CHOICES["logging_strategy"] == CHOICES["eval_strategy"] == training_fields.STRATEGIES
     for name, choices in CHOICES.items():
         if name != "device":
             needed = {"eval_strategy": "steps"} if name == "save_strategy" else {}
             for choice in choices:
-                training_arguments.TrainingArguments(**{**needed, name: choice})
+                training_fields.TrainingFields(**{**needed, name: choice})
             with pytest.raises(UsageError, match=name):
-                training_arguments.TrainingArguments(**{**needed, name: "another"})
+                training_fields.TrainingFields(**{**needed, name: "another"})
 
 
 def test_help_has_a_line_for_every_field(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.planning.depth import trace_deep
 from stepmark.planning.simulated_mesh import DEVICES
 from stepmark.planning.step_trace import StepSetup, StepTrace, trace_step
@@ -30,7 +30,7 @@ def peak(trace: StepTrace) -> int:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_shallow_models_say_what_a_deep_one_needs(name: str) -> None:
-    args = TrainingArguments(zero_1=True, gradient_checkpointing=True, dtype="bfloat16")
+    args = TrainingFields(zero_1=True, gradient_checkpointing=True, dtype="bfloat16")
     setup = StepSetup(CONFIGS[name], args, 4, 64, DEVICES["cuda"])
     assert peak(trace_deep(setup)) == pytest.approx(peak(trace_step(setup)), rel=1e-3)
 
@@ -38,5 +38,5 @@ def test_two_shallow_models_say_what_a_deep_one_needs(name: str) -> None:
 def test_layers_that_do_not_repeat_are_all_traced() -> None:
     kinds = ["full_attention"] * 3 + ["sliding_attention"] * 6 + ["full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=10, head_dim=16, layer_types=kinds, **SMALL)
-    setup = StepSetup(config, TrainingArguments(), 1, 32, DEVICES["cpu"])
+    setup = StepSetup(config, TrainingFields(), 1, 32, DEVICES["cpu"])
     assert trace_deep(setup).peaks == trace_step(setup).peaks

@@ -17,7 +17,7 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.trainer.results import evaluation_line
 from stepmark.trainer.setup import RunParts, count_epochs
 from stepmark.trainer.strategies import StrategyCallback
@@ -38,7 +38,7 @@ class RunCallbacks:
 
     def __init__(
         self,
-        args: TrainingArguments,
+        args: TrainingFields,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
         model: nn.Module,
         processing_class: Any,
