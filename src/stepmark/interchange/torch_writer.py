@@ -76,7 +76,7 @@ class _Pickler(pickle.Pickler):
         key = str(len(self.tensors))
         self.tensors.append(tensor)
         kind = torch.storage._dtype_to_storage_type_map().get(dtype)
-        view = (0, tuple(shape), row_major_strides(shape), False, OrderedDict())
+        view: tuple[Any, ...] = (0, tuple(shape), row_major_strides(shape), False, OrderedDict())
         if kind is not None:
             storage = _Storage(getattr(torch, kind), key, numel)
             return torch._utils._rebuild_tensor_v2, (storage, *view)
