@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import transformers
 
 from stepmark import TrainingArguments
 from stepmark.config.recipe import all_fields
-from stepmark.config.transformers_defaults import DONE_ANYWAY
+from stepmark.config.transformers_defaults import DONE_ANYWAY, SWITCHES
 from stepmark.errors import UsageError
 
 
@@ -88,6 +89,15 @@ def test_a_switch_of_transformers_sets_the_field() -> None:
 @pytest.mark.parametrize("name", DONE_ANYWAY)
 def test_what_is_done_anyway_is_a_field_of_transformers(name: str) -> None:
     assert name in {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
+
+
+def test_every_argument_that_is_lacking_is_on_the_page_about_transformers() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    theirs = {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
+    ours = {each.name for each in dataclasses.fields(TrainingArguments)}
+    mentioned = {word.partition("=")[0] for word in re.findall(r"`([\w=]+)`", page)}
+    assert theirs - ours - mentioned == set()
+    assert {*DONE_ANYWAY, *SWITCHES} <= mentioned
 
 
 def test_what_is_done_anyway_may_be_asked_for() -> None:

@@ -95,6 +95,7 @@ def test_a_model_that_cannot_train_a_step_is_an_error(tmp_path: Path) -> None:
         plan_recipe(recipe_in(tmp_path, config_name="llama", config_overrides=overrides), 1)
 
 
+@pytest.mark.prove
 def test_steps_of_epochs_need_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
     recipe = recipe_in(tmp_path, max_steps=-1, num_train_epochs=2.0)

@@ -48,7 +48,10 @@ class RestartedRun:
         return [*self._command, "--resume_from_checkpoint", newest]
 
     def _announce(self, failure: str, step: int, attempt: int, delay: float) -> None:
+        from stepmark.trainer.telemetry.run_log import RESTART_DELAY
+
         log = self._log()
+        log.describe(**{**log.earlier_details(), RESTART_DELAY: delay})
         log.event("restarting", step, attempt=attempt, reason=failure, delay=delay)
         log.try_status("running", step, f"{failure}; attempt {attempt} starts in {delay:g} s")
         at = f" at step {step}" if step else ""

@@ -12,7 +12,6 @@ from stepmark.errors import UsageError
 
 # Arguments that ask for what is done in any case: whether a value is such a one, and what is done.
 DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "restore_callback_states_from_checkpoint": (lambda value: value is True, "resuming restores callbacks' states"),
     "eval_accumulation_steps": (lambda value: value is not None, "predictions leave the device after each batch"),
     "ddp_find_unused_parameters": (lambda value: True, "parameters without a gradient are allowed"),
     "ddp_static_graph": (lambda value: True, "the order of gradients need not be declared"),

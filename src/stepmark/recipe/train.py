@@ -50,13 +50,13 @@ def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None,
     args = recipe.training
     quiet_libraries()
     prepare_environment()
-    if choose_device(args.device) != "xla":
+    if choose_device(args.device_name) != "xla":
         leave_out_torch_xla()
     unreachable = work_offline_without_hub(recipe)
     _check_names(args)
     functions = _load_metrics(metrics, args)
     prepare_compile_cache(args.compile_cache)
-    context = start(args.device, args.join_timeout)
+    context = start(args.device_name, args.join_timeout)
     open_compile_cache(context.runtime, args.compile_cache, context.world)
     ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
     _say(context, f"device: {context.runtime.name}, {ranks}", args.log_format)

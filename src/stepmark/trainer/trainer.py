@@ -56,6 +56,7 @@ from stepmark.trainer.setup import (
     step_optimizer,
     tensors_of,
 )
+from stepmark.trainer.special_tokens import align_special_tokens
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
@@ -439,6 +440,7 @@ class Trainer(ParameterQueries):
         self._best_step = None
         if self._factory is not None:
             self._factory.begin_run(self.model, self.mesh)
+        align_special_tokens(self.model, self.processing_class)
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
             parts = self.make_parts()
             loop = TrainingLoop(

@@ -29,6 +29,8 @@ class TrainingArguments(TrainingFields):
         do_predict: Whether the script is to predict. Default: false.
         local_rank: This rank's number on its machine; -1 for a run of one rank. The launcher's is the default, and any
             other value but -1 is an error.
+        restore_callback_states_from_checkpoint: Whether callbacks in a resumed run get back what they were made with,
+            such as a patience, besides what they have counted. Default: false.
 
     Raises:
         UsageError: As `TrainingFields`.
@@ -38,6 +40,7 @@ class TrainingArguments(TrainingFields):
     do_eval: bool = False
     do_predict: bool = False
     local_rank: int = ALONE
+    restore_callback_states_from_checkpoint: bool = False
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         for kind in cls.__mro__[: cls.__mro__.index(TrainingArguments)]:
