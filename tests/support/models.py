@@ -25,8 +25,8 @@ def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
         drop = changes.pop("dropout", 0.0)
         drops = {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop}
         return GPT2Config(
-            n_layer=changes.pop("num_hidden_layers", 2), n_embd=32, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
-            **{**drops, **changes},
+            n_layer=changes.pop("num_hidden_layers", 2), n_embd=32, n_head=4, n_positions=LENGTH,
+            vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **{**drops, **changes},
         )  # fmt: skip
     changes.setdefault("num_key_value_heads", 2)
     if "dropout" in changes:
@@ -97,6 +97,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
         runtime,
         learning_rate=1e-3,
         sharded_over=mesh if options.get("zero_1") else None,
+        stages=context.host if pp > 1 else None,
     )
     clip = options.get("clip", 1.0)
     schedule = options.get("schedule", "1f1b")

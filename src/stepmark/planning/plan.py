@@ -141,6 +141,11 @@ def make_plan(
 def _check_mesh(args: TrainingArguments, ranks: int) -> None:
     if ranks < 1:
         raise UsageError(f"--nproc: must be at least 1, but is {ranks}")
+    if args.pipeline_parallel_size > 1:
+        raise UsageError(
+            "pipeline_parallel_size: plan does not know the memory of pipeline stages; plan with "
+            "pipeline_parallel_size 1, where every rank has all layers"
+        )
     if ranks % args.tensor_parallel_size:
         raise UsageError(
             f"tensor_parallel_size: {args.tensor_parallel_size} does not divide the {ranks} ranks; plan for a multiple "

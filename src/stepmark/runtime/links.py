@@ -1,7 +1,7 @@
 """Point-to-point transfers among the ranks of one pipeline, on eager devices.
 
 Two ranks exchange: each posts what it sends and what it expects, in one operation, and goes on computing. Both have to
-hold their exchanges with each other in the same order. The caller keeps a sent tensor unchanged until `Exchange.wait`.
+hold their exchanges with each other in the same order. The caller keeps a sent tensor unchanged until `Exchange.left`.
 """
 
 from __future__ import annotations
@@ -42,18 +42,33 @@ class Form:
 
 
 class Exchange:
-    """What two ranks give each other; `received` must not be read before `wait`."""
+    """What two ranks give each other; `received` must not be read before `arrived`."""
 
-    def __init__(self, works: Sequence[dist.Work], sent: Sequence[Tensor], received: list[Tensor]) -> None:
-        self._works = list(works)
+    def __init__(
+        self,
+        sending: Sequence[dist.Work],
+        sent: Sequence[Tensor],
+        receiving: Sequence[dist.Work],
+        received: list[Tensor],
+    ) -> None:
+        self._sending = list(sending)
         self._sent = list(sent)  # in use until they have left
+        self._receiving = list(receiving)
         self.received = received
 
-    def wait(self) -> None:
-        """Returns when everything has arrived and left; an accelerator's stream waits instead of the host."""
-        for work in self._works:
+    def arrived(self) -> list[Tensor]:
+        """What the other rank has sent, when it is here; an accelerator's stream waits instead of the host."""
+        for work in self._receiving:
             work.wait()
-        self._works.clear()
+        self._receiving.clear()
+        return self.received
+
+    def left(self) -> None:
+        """Returns when everything has also left."""
+        self.arrived()
+        for work in self._sending:
+            work.wait()
+        self._sending.clear()
         self._sent.clear()
 
 
@@ -71,21 +86,21 @@ class StageLinks:
         received = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in incoming]
         return self._start(other, sent, received)
 
-    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> list[Tensor]:
-        """The same with the host's tensors. Waits for those of the other rank, not for its device."""
+    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        """The same with the host's tensors."""
         received = [torch.empty(form.shape, dtype=form.dtype) for form in incoming]
-        self._start(other, list(outgoing), received).wait()
-        return received
+        return self._start(other, list(outgoing), received)
 
-    def forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> list[Form]:
-        """Tells rank `other` the forms of `outgoing`, and learns those of `count` tensors that it will send."""
-        expected = [Form((HEADER,), torch.int64)] * count
+    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
+        """Tells rank `other` the forms of `outgoing`, and receives those of `count` tensors, encoded."""
         headers = [Form.of(tensor).encoded() for tensor in outgoing]
-        return [Form.decoded(header) for header in self.exchange_on_host(other, headers, expected)]
+        return self.exchange_on_host(other, headers, [Form((HEADER,), torch.int64)] * count)
 
     def _start(self, other: int, sent: list[Tensor], received: list[Tensor]) -> Exchange:
         group = self._group.process_group
         operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=other) for tensor in sent]
         operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=other) for tensor in received]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return Exchange(works, sent, received)
+        if len(works) < len(operations):  # one for all
+            return Exchange(works, sent, works, received)
+        return Exchange(works[: len(sent)], sent, works[len(sent) :], received)

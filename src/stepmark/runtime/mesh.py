@@ -11,15 +11,11 @@ from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
+from stepmark.runtime.device_names import NO_LAZY_PIPELINE
 from stepmark.runtime.links import StageLinks
 from stepmark.runtime.rank_grid import RankGrid, group_of
 
 PIPELINE, DATA, TENSOR = "pp", "dp", "tp"
-
-NO_LAZY_PIPELINE = (
-    "pipeline_parallel_size: lazy devices (xla) do not support pipelines yet; set it to 1 and use "
-    "tensor_parallel_size, or choose an eager device"
-)
 
 
 class Mesh:
@@ -160,7 +156,7 @@ def _collectives(context: Context, groups: Sequence[list[int]]) -> Collectives:
     own = group_of(context.world.rank, groups)
     if len(own) == 1:
         return NoCollectives()
-    runtime, everybody = context.runtime, len(groups) == 1
+    runtime, everybody = context.runtime, len(own) == context.world.size
     if getattr(runtime, "in_graph_collectives", False):
         position = own.index(context.world.rank)
         return GraphCollectives(runtime, position, len(own), None if everybody else list(groups))

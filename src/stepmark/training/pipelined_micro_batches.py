@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.optim.protocols import GradientReducer
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, Schedule, Task, Transfer, make_schedule
-from stepmark.parallel.pipeline.staged_model import StagedModel
+from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
@@ -110,10 +110,10 @@ class _Step:
                 self._forward(task)
             else:
                 self._backward(task)
-        mine = {pair: found for pair, found in self._schedule.exchanges(number).items() if self._rank in pair}
-        for pair, transfers in mine.items():
-            self._exchange(sum(pair) - self._rank, transfers)
-        self._parts.transfers.settle(keep=len(mine))
+        for pair, transfers in self._schedule.exchanges(number).items():
+            if self._rank in pair:
+                self._exchange(sum(pair) - self._rank, transfers)
+        self._parts.transfers.settle(keep=1)
 
     def _forward(self, task: Task) -> None:
         parts, micro_batch = self._parts, self._micro_batches[task.micro_batch]
@@ -183,10 +183,16 @@ class _Step:
 class PipelinedForward:
     """Forward passes alone, for evaluations: every batch goes through all stages, several at a time."""
 
-    def __init__(self, stages: StagedModel, loss: MicroBatchLoss, mesh: Mesh) -> None:
+    def __init__(
+        self, model: nn.Module, loss: MicroBatchLoss, mesh: Mesh, autocast_dtype: torch.dtype | None = None
+    ) -> None:
+        """`autocast_dtype`: bfloat16 for autocast; None: the parameters' own type."""
+        stages = staged(model)
+        assert stages is not None
         self._stages = stages
         self._rank, self._ranks = mesh.pipeline.rank, mesh.pipeline.size
-        self._host_memory = mesh.runtime.host_memory
+        self._runtime = mesh.runtime
+        self._autocast = autocast_dtype
         self._inputs = StageInputs(loss)
         self._transfers = Transfers(mesh, draws=False)
 
@@ -215,7 +221,7 @@ class PipelinedForward:
     def _group(self) -> int:
         """Batches that go through one of a rank's stages before the next stage has its turn. Two accelerators would
         wait for each other, since both send and their transfers are in one queue."""
-        both_ways = self._ranks == 2 and not self._host_memory
+        both_ways = self._ranks == 2 and not self._runtime.host_memory
         return 1 if len(self._stages.own) == 1 or both_ways else self._ranks
 
     def _run(
@@ -224,7 +230,8 @@ class PipelinedForward:
         results: list[Result | None] = [None] * len(batches)
         for stage in self._stages.own:
             for index, batch in enumerate(batches):
-                results[index] = self._pass(stage, batch, compute)
+                with torch.no_grad(), autocast(self._runtime, self._autocast):
+                    results[index] = self._pass(stage, batch, compute)
         yield from zip(batches, results, strict=True)
 
     def _pass(self, stage: int, batch: MicroBatch, compute: Callable[[MicroBatch], Result]) -> Result | None:

@@ -24,6 +24,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp4": (4, {"tp": 4, "sequence": True}),
     "dp2-tp2": (4, {"tp": 2}),
     "dp2-tp2-zero": (4, {"tp": 2, "zero_1": True, "sequence": True}),
+    "pp2": (2, {"pp": 2, "accumulation": 2}),
+    "pp2-tp2": (4, {"pp": 2, "tp": 2, "sequence": True, "accumulation": 2}),
+    "pp2-dp2-zero": (4, {"pp": 2, "zero_1": True, "accumulation": 2}),
 }
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
-
-import pytest
 
 from tests.support.ranks import Ranks
 from tests.system.parity.test_tensor_parallel import check
@@ -42,12 +39,12 @@ def alone(ranks: Ranks, options: list[dict[str, Any]]) -> list[list[list[float]]
         kept = {key: value for key, value in each.items() if key in OF_ONE_RANK}
         single.append({**kept, "accumulation": each.get("accumulation", 1) * each.get("dp", 1)})
     distinct = [each for number, each in enumerate(single) if each not in single[:number]]
-    (found,) = ranks.run(PROGRAM, "cpu", distinct, timeout=1200).check()
+    (found,) = ranks.run(PROGRAM, "cpu", distinct, timeout=60).check()
     return [found[distinct.index(each)] for each in single]
 
 
 def compare(ranks: Ranks, count: int, options: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
-    found = ranks.run(PROGRAM, "cpu", options, nproc=count, timeout=1200).check()
+    found = ranks.run(PROGRAM, "cpu", options, nproc=count, timeout=60).check()
     check(found, alone(ranks, options), options, tolerance)
 
 

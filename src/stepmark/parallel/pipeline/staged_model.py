@@ -98,9 +98,7 @@ class StagedModel:
             arranged[name] = found[name] if stage == self.last else skipped(found[name], like)
         return arranged
 
-    def _resting(
-        self, found: dict[str, nn.Module], running: dict[int, dict[str, nn.Module]]
-    ) -> dict[str, nn.Module]:
+    def _resting(self, found: dict[str, nn.Module], running: dict[int, dict[str, nn.Module]]) -> dict[str, nn.Module]:
         """What is at each place between runs: everything that this rank keeps."""
         resting = dict(running[self.own[0]])
         for arranged in running.values():

@@ -29,7 +29,7 @@ class Activation:
     def arrived(self) -> Tensor:
         """The hidden states, once they are here."""
         if self.exchange is not None:
-            self.exchange.wait()
+            self.exchange.arrived()
             self.exchange = None
         return self.hidden
 
@@ -48,7 +48,8 @@ class Transfers:
         self._runtime = mesh.runtime
         self._draws = draws
         self._forms: dict[Hashable, Form] = {}
-        self._running: list[Exchange] = []
+        self._running: list[tuple[int, Exchange]] = []  # with the tick that they began in
+        self._tick = 0
 
     def begin(
         self,
@@ -75,10 +76,12 @@ class Transfers:
         generators: list[Tensor | None] = [None] * len(incoming)
         if self._draws and (states or incoming):
             form = Form.of(self._runtime.generator_state())
-            generators = [*self._links.exchange_on_host(other, states, [form] * len(incoming))]
+            on_host = self._links.exchange_on_host(other, states, [form] * len(incoming))
+            self._running.append((self._tick, on_host))
+            generators = [*on_host.arrived()]
         sent = [each.hidden for _, _, each in outgoing] + list(gradients)
         exchange = self._links.exchange(other, sent, [*forms, *expected])
-        self._running.append(exchange)
+        self._running.append((self._tick, exchange))
         hidden, back = exchange.received[: len(forms)], exchange.received[len(forms) :]
         arriving = [Activation(each, state, exchange) for each, state in zip(hidden, generators, strict=True)]
         return arriving, [Activation(each, None, exchange) for each in back]
@@ -94,15 +97,18 @@ class Transfers:
         self._forms |= {(stage, shapes): Form.of(each.hidden) for stage, shapes, each in outgoing}
         unknown = [key for key in incoming if key not in self._forms]
         if new or unknown:
-            self._forms |= zip(unknown, self._links.forms(other, new, len(unknown)), strict=True)
+            headers = self._links.exchange_forms(other, new, len(unknown))
+            self._running.append((self._tick, headers))
+            self._forms |= zip(unknown, map(Form.decoded, headers.arrived()), strict=True)
         return [self._forms[key] for key in incoming]
 
     def settle(self, keep: int = 0) -> None:
-        """Waits for all exchanges but the latest `keep`."""
-        done = len(self._running) - keep
-        for exchange in self._running[: max(done, 0)]:
-            exchange.wait()
-        del self._running[: max(done, 0)]
+        """Ends a tick: waits for the exchanges of all ticks but the latest `keep`."""
+        for tick, exchange in self._running:
+            if tick <= self._tick - keep:
+                exchange.left()
+        self._running = [each for each in self._running if each[0] > self._tick - keep]
+        self._tick += 1
 
     def of_stage(self, hidden: Tensor) -> Activation:
         """An activation to send, with the generator's state where it matters."""

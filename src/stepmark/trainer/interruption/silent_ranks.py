@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from stepmark.runtime.context import Context
 from stepmark.runtime.liveness import PeerWatch
+from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.callbacks import RunCallbacks
 
 
-def watch_peers(context: Context, callbacks: RunCallbacks, timeout: float) -> PeerWatch:
+def watch_peers(mesh: Mesh, callbacks: RunCallbacks, timeout: float) -> PeerWatch:
     """Inside the block, a rank without a heartbeat for `timeout` seconds ends the run as a failed one."""
+    context, stage = mesh.context, stage_text(mesh)
     return PeerWatch(
         context.store,
         context.host.rank,
         context.host.size,
         timeout,
         setting="save_timeout",
-        progress=lambda: f"after step {callbacks.state.global_step}",
+        progress=lambda: f"after step {callbacks.state.global_step}{stage}",
         ending=lambda reason: callbacks.run_log.try_status("failed", callbacks.state.global_step, reason),
     )
+
+
+def stage_text(mesh: Mesh) -> str:
+    """This rank's place in the pipeline, for messages; empty without one."""
+    pipeline = mesh.pipeline
+    return f", pipeline stage {pipeline.rank + 1} of {pipeline.size}" if pipeline.size > 1 else ""
