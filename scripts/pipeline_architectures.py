@@ -121,8 +121,8 @@ def page(rows: list[Row]) -> str:
         f"Made by `python scripts/architectures.py --pipeline` with {version}: every causal language",
         "model of transformers, with a small random configuration of 4 layers, in 2 and 3 stages and in 2 ranks of 2",
         "stages each, against the model in one piece. Logits of padded samples in evaluation, the loss, and the",
-        "gradient of every parameter are equal bit for bit, in fp32 on a CPU; only the gradient of an embedding that is",
-        "tied to the head is a sum in another order.",
+        "gradient of every parameter are equal bit for bit, in fp32 on a CPU; only the gradient of an embedding that",
+        "is tied to the head is a sum in another order.",
         "",
         "Only types that passed are accepted; any other is refused with the reason before anything is started.",
     ]
