@@ -72,7 +72,7 @@ def plan_stages(model: Any, stages: int, sizes: Sequence[int] | None = None) -> 
 
 def _verified(model: Any) -> str:
     """What the layers of a verified model type return. Raises UsageError for any other."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(
