@@ -121,6 +121,18 @@ def cases(device: str, options: list[dict[str, Any]]) -> list[list[list[float]]]
     return [train_on(context, each) for each in options]
 
 
+def embeddings(options: dict[str, Any]) -> dict[str, Any]:
+    """The embedding that this rank holds after `steps` steps, as a checksum, and its names; None where it has none."""
+    import xxhash
+
+    step, batches = training(start("cpu"), options, build(**options["model"]))
+    for number, batch in zip(range(options["steps"]), batches, strict=False):
+        step(number, batch)
+    held = {name: value for name, value in step.model.named_parameters() if "embed" in name or "wte" in name}
+    digests = {name: xxhash.xxh3_64_hexdigest(value.detach().numpy().tobytes()) for name, value in held.items()}
+    return {"held": digests, "shape": [list(value.shape) for value in held.values()]}
+
+
 def state_bytes(options: dict[str, Any]) -> int:
     """Bytes of optimizer state that this rank holds after a step."""
     step, batches = training(start("cpu"), options, build(**options["model"]))
