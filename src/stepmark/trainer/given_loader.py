@@ -269,7 +269,7 @@ def _check_samplers(loader: Any, rank: int, world_size: int) -> None:
         parts, part = getattr(sampler, "num_replicas", None) or 1, getattr(sampler, "rank", rank)
         if parts > 1 and (parts, part) != (world_size, rank):
             raise UsageError(
-                f"{type(sampler).__name__}: gives part {part} of {parts}, but this rank is data parallel rank {rank} of "
+                f"{type(sampler).__name__}: gives part {part} of {parts}, but this is data parallel rank {rank} of "
                 f"{world_size}; ranks that share the model need the same batches: pass num_replicas={world_size} and "
                 f"rank={rank}, or leave the sampler out"
             )
