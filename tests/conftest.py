@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background job; what tests start inherits it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import hypothesis
 import pytest
 
 from tests.support.devices import HAS_XLA, has_cuda
@@ -34,6 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_make_parametrize_id(val: object) -> str | None:
     return parameter_id(val)
+
+
+hypothesis.settings.register_profile("no deadlines", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("no deadlines")
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-REPORT = ROOT / "build" / "prove.xml"
+REPORT = ROOT / "build" / f"prove-{os.getpid()}.xml"  # two files may be run at a time
 PROOF = ROOT / "docs" / "proof.md"
 COLUMNS = ("matrix", "what it shows", "tests", "tried", "minutes", "date", "commit")
 SAMPLE_VARIABLE = "STEPMARK_FAULT_SAMPLE"  # read by tests/system/fault/test_faults.py
@@ -58,6 +58,7 @@ def prove(file: str, files: list[str], *, record: bool) -> int:
     environment = {**os.environ, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}  # compiled as for users
     code = subprocess.run(command, cwd=ROOT, env=environment).returncode
     tests, tried = results()
+    REPORT.unlink(missing_ok=True)
     minutes = f"{(time.time() - started) / 60:.0f}"
     print(f"{file}: {tests}; {tried or 'nothing counted'}; {minutes} minutes", flush=True)
     if record:

@@ -12,7 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 
 import stepmark
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -56,7 +56,7 @@ def test_batch_scripts_are_signalled_in_time_and_queued_again(script: Path) -> N
     options = dict(OPTION.findall(text))
     number, _, seconds = options["signal"].partition("@")
     assert number == "USR1"
-    assert int(seconds) >= TrainingArguments().signal_grace + SLURM_MAY_BE_EARLY
+    assert int(seconds) >= TrainingFields().signal_grace + SLURM_MAY_BE_EARLY
     assert {"requeue", "open-mode"} <= options.keys()
     assert "--resume_from_checkpoint true" in text or "resume_from_checkpoint: true" in recipe_beside(script)
     assert "75 | 138 | 143) [[ ${SLURM_RESTART_COUNT:-0} -ge $MAX_RESTARTS ]] || scontrol requeue" in text

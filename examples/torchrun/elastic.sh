@@ -19,6 +19,9 @@ MAX_RESTARTS=${MAX_RESTARTS:-3}
 RUN_ID=${RUN_ID:-stepmark}
 OUTPUT_DIR=${OUTPUT_DIR:?set it to the recipe\'s output_dir}
 
+# Lets rank 0 serve the ranks' store: one that torch 2.9.1's agents serve keeps a node that joins waiting, and all others.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 torchrun --nnodes "$NNODES" --nproc-per-node "$NPROC" --max-restarts "$MAX_RESTARTS" \
     --rdzv-backend c10d --rdzv-endpoint "$HOST:$PORT" --rdzv-id "$RUN_ID" \
     -m stepmark train "$@" --output_dir "$OUTPUT_DIR" --resume_from_checkpoint true --signal_grace 25 &

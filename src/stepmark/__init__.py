@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from stepmark.checkpoint import Checkpointer
     from stepmark.checkpoint.single_file import load, save
     from stepmark.config.data_arguments import DataArguments
-    from stepmark.config.training_arguments import TrainingArguments
     from stepmark.data.collate import PadTo
     from stepmark.data.loader import DataLoader
     from stepmark.data.prefetcher import DevicePrefetcher
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from stepmark.runtime.module_placement import place_module
     from stepmark.trainer.telemetry.run_log import read_metrics
     from stepmark.trainer.trainer import Trainer
+    from stepmark.trainer.training_arguments import TrainingArguments
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.optimizer import build_optimizer
     from stepmark.training.schedule import build_schedule
@@ -70,7 +70,7 @@ _MODULES = {
     "PadTo": "stepmark.data.collate",
     "TrainStep": "stepmark.training.step",
     "Trainer": "stepmark.trainer.trainer",
-    "TrainingArguments": "stepmark.config.training_arguments",
+    "TrainingArguments": "stepmark.trainer.training_arguments",
     "ZeroRedundancyOptimizer": "stepmark.parallel.zero.custom_loop_optimizer",
     "build_optimizer": "stepmark.training.optimizer",
     "build_schedule": "stepmark.training.schedule",

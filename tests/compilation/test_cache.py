@@ -68,7 +68,7 @@ def test_every_state_is_recognized(cache: Path) -> None:
         "MODULE_running": "running",
         "MODULE_left": "incomplete",
         "123": "done",
-        "456": "running",
+        "456": "in use",
         "0123": "done",
         "4567": "in use",
         ".tmp-89": "running",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import build_parser, run
-from stepmark.config import training_arguments
+from stepmark.config import training_fields
 from stepmark.config.coercion import convert
 from stepmark.config.field_help import CHOICES, FIELD_HELP
 from stepmark.config.recipe import PARTS, all_fields, read_recipe
@@ -47,16 +47,16 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 def test_choices_are_those_that_are_checked() -> None:
     assert CHOICES["device"] == DEVICES
-    assert CHOICES["log_level"] == training_arguments.LOG_LEVELS
-    assert CHOICES["pipeline_schedule"] == training_arguments.PIPELINE_SCHEDULES == SCHEDULES
-    assert CHOICES["logging_strategy"] == CHOICES["eval_strategy"] == training_arguments.STRATEGIES
+    assert CHOICES["log_level"] == training_fields.LOG_LEVELS
+    assert CHOICES["pipeline_schedule"] == training_fields.PIPELINE_SCHEDULES == SCHEDULES
+    assert CHOICES["logging_strategy"] == CHOICES["eval_strategy"] == training_fields.STRATEGIES
     for name, choices in CHOICES.items():
         if name != "device":
             for choice in choices:
                 chunks = {"pipeline_chunks": 2} if choice == "interleaved" else {}
-                training_arguments.TrainingArguments(**{**NEEDED.get(name, {}), **chunks, name: choice})
+                training_fields.TrainingFields(**{**NEEDED.get(name, {}), **chunks, name: choice})
             with pytest.raises(UsageError, match=name):
-                training_arguments.TrainingArguments(**{**NEEDED.get(name, {}), name: "another"})
+                training_fields.TrainingFields(**{**NEEDED.get(name, {}), name: "another"})
 
 
 def test_help_has_a_line_for_every_field(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import transformers
 
 from stepmark import TrainingArguments
 from stepmark.config.recipe import all_fields
+from stepmark.config.transformers_defaults import DONE_ANYWAY, SWITCHES
 from stepmark.errors import UsageError
 
 
@@ -69,4 +72,36 @@ def test_a_path_to_resume_from_stays_a_path() -> None:
 
 def test_invalid_json_is_named() -> None:
     with pytest.raises(UsageError, match="lr_scheduler_kwargs: is not a valid JSON object"):
-        TrainingArguments(lr_scheduler_kwargs='{"num_cycles": ').scheduler_options  # noqa: B018
+        TrainingArguments(lr_scheduler_kwargs='{"num_cycles": ')
+
+
+def test_a_switch_of_transformers_sets_the_field() -> None:
+    assert TrainingArguments(use_cpu=True, device="auto").device_name == "cpu"  # type: ignore[call-arg]
+    assert TrainingArguments(use_cpu=False, device="xla").device_name == "xla"  # type: ignore[call-arg]
+    assert ScriptArguments(enable_jit_checkpoint=True, save_strategy="no").save_on_signal is True  # type: ignore[call-arg]
+    assert ScriptArguments(save_strategy="no").save_on_signal is False
+    with pytest.raises(UsageError, match="^use_cpu, device: use_cpu means device: cpu, not xla"):
+        TrainingArguments(use_cpu=True, device="xla")  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="^enable_jit_checkpoint, save_on_signal"):
+        TrainingArguments(enable_jit_checkpoint=True, save_on_signal=False)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", DONE_ANYWAY)
+def test_what_is_done_anyway_is_a_field_of_transformers(name: str) -> None:
+    assert name in {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
+
+
+def test_every_argument_that_is_lacking_is_on_the_page_about_transformers() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    theirs = {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
+    ours = {each.name for each in dataclasses.fields(TrainingArguments)}
+    mentioned = {word.partition("=")[0] for word in re.findall(r"`([\w=]+)`", page)}
+    assert theirs - ours - mentioned == set()
+    assert {*DONE_ANYWAY, *SWITCHES} <= mentioned
+
+
+def test_what_is_done_anyway_may_be_asked_for() -> None:
+    made = TrainingArguments(eval_accumulation_steps=2, ddp_find_unused_parameters=False)  # type: ignore[call-arg]
+    assert not hasattr(made, "eval_accumulation_steps")
+    with pytest.raises(UsageError, match="^save_on_each_node: "):
+        TrainingArguments(save_on_each_node=True)  # type: ignore[call-arg]

@@ -256,6 +256,7 @@ def test_a_stepmark_error_in_a_worker_keeps_its_type() -> None:
         list(DataLoader(rows, 1, shuffle=False, num_workers=1, pad_to=4))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's handler of SIGCHLD raises
 def test_a_worker_that_dies_is_an_error() -> None:
     before = set(multiprocessing.active_children())
     loader = DataLoader(Failing(deadly=True), 2, shuffle=False, num_workers=2)

@@ -217,3 +217,49 @@ def test_tensor_in_two_files_of_an_index(tmp_path: Path) -> None:
     weight_map = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(expected.model)}
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     refused(source, tmp_path, CheckpointDamaged, "as well")
+
+
+# Adapters of neuronx-distributed
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]])
+def test_adapter_that_was_gathered(targets: list[str], gathered: bool, tmp_path: Path) -> None:
+    """With merge_sharded_lora every rank's file has all of it; otherwise its own part."""
+    source, rank, ranks = tmp_path / "source", 4, 2
+    foreign_checkpoints.write_config(source)
+    generator = torch.Generator().manual_seed(0)
+    expected: dict[str, torch.Tensor] = {}
+    whole: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks)]
+    outputs = {"q_proj": 32, "v_proj": 8, "o_proj": 32, "gate_up_proj": 24, "down_proj": 32}
+    inputs = {"down_proj": 24}
+    for layer in range(foreign_checkpoints.LAYERS):
+        for target in targets:
+            parent = "mlp" if target in ("gate_up_proj", "down_proj") else "self_attn"
+            prefix = f"model.layers.{layer}.{parent}."
+            members = ["gate_proj", "up_proj"] if target == "gate_up_proj" else [target]
+            low = torch.randn(rank, inputs.get(target, 32), generator=generator)
+            high = [torch.randn(outputs[target], rank, generator=generator) for _ in members]
+            for member, matrix in zip(members, high, strict=True):
+                expected[f"base_model.model.{prefix}{member}.lora_A.weight"] = low
+                expected[f"base_model.model.{prefix}{member}.lora_B.weight"] = matrix
+            row = target in ("o_proj", "down_proj")
+            parts_a = low.chunk(ranks, 1) if row else [low] * ranks
+            parts_b = [torch.cat([m.chunk(ranks)[r] for m in high]) for r in range(ranks)] if not row else high * ranks
+            for number in range(ranks):
+                own_a = low if gathered or not row else parts_a[number]
+                own_b = torch.cat(parts_b) if gathered and not row else parts_b[number]
+                whole[number] |= {
+                    f"{prefix}{target}.lora_A.weight": own_a.contiguous(),
+                    f"{prefix}{target}.lora_B.weight": own_b.contiguous(),
+                }
+    for number, state in enumerate(whole):
+        path = source / "model" / f"dp_rank_00_tp_rank_{number:02d}_pp_rank_00.pt"
+        foreign_checkpoints.save_rank(path, state, xser=False)
+    (source / "adapter_config.json").write_text(
+        json.dumps({"lora_rank": 4, "lora_alpha": 8, "target_modules": targets})
+    )
+    assert run(["import", str(source), str(tmp_path / "out")]) == 0
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -48,6 +48,12 @@ def raised(error: BaseException) -> BaseException:
             True,
         ),
         (DataError("Connection refused"), "Connection refused", 1, False),
+        (
+            RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 7200000ms for recv operation"),
+            "a collective has waited for another rank for 7200 s, the limit: that rank hangs, or the job was suspended",
+            1,
+            False,
+        ),
     ],
 )
 def test_what_a_report_says(error: BaseException, message: str, code: int, secondary: bool) -> None:

@@ -43,6 +43,22 @@ def test_the_innermost_block_hears_and_then_the_outer_one_again() -> None:
     assert signal.getsignal(TERM) == before
 
 
+def test_a_signal_that_came_before_a_block_is_not_its_own() -> None:
+    """The thread is still busy with an earlier one when the inner block begins."""
+    outer, inner = [], []
+
+    def hear(number: signal.Signals) -> None:
+        outer.append(number)
+        time.sleep(0.3)
+
+    with listening(hear):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), TERM)
+        with listening(inner.append):
+            pass
+    assert (outer, inner) == ([signal.SIGUSR1, TERM], [])
+
+
 def test_both_the_thread_and_the_main_thread_hear() -> None:
     threads: list[str] = []
 

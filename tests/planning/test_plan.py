@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from stepmark.cli.main import run
 from stepmark.config.recipe import Recipe, read_recipe
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.planning.candidates import neighbours, smaller
 from stepmark.planning.depth import trace_deep
@@ -36,7 +36,7 @@ def recipe_in(folder: Path, **fields: Any) -> Recipe:
 
 
 def test_a_model_of_70_billion_parameters_is_planned_without_weights() -> None:
-    args = TrainingArguments(dtype="bfloat16", tensor_parallel_size=16)
+    args = TrainingFields(dtype="bfloat16", tensor_parallel_size=16)
     trace = trace_deep(StepSetup(LlamaConfig(**HUGE), args, 16, 4096, DEVICES["xla"]))
     usage = trace.peaks["update"]
     assert usage["parameters"] == pytest.approx(2 * PARAMETERS / 16, rel=0.05)
@@ -77,7 +77,7 @@ def test_settings_that_fit_are_found_and_given_as_flags(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_setting_trains_on_as_many_samples_a_step(size: int) -> None:
-    args = TrainingArguments(
+    args = TrainingFields(
         tensor_parallel_size=size, per_device_train_batch_size=4, gradient_accumulation_steps=4, zero_1=size < 4
     )
     settings = [*neighbours(args, 4), *smaller(args, 4)]
@@ -95,6 +95,7 @@ def test_a_model_that_cannot_train_a_step_is_an_error(tmp_path: Path) -> None:
         plan_recipe(recipe_in(tmp_path, config_name="llama", config_overrides=overrides), 1)
 
 
+@pytest.mark.prove
 def test_steps_of_epochs_need_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
     recipe = recipe_in(tmp_path, max_steps=-1, num_train_epochs=2.0)
@@ -149,6 +150,8 @@ def test_the_command_says_whether_the_recipe_fits(
     assert values["options"][0]["fits"] is False
     assert run(["plan", recipe, "--nproc", "2", "--device-memory", "much"]) == 2
     assert "--device-memory: 'much' is not a size" in capsys.readouterr().err
+    assert run(["plan", recipe, "--nproc", "0"]) == 2
+    assert "--nproc: must be at least 1, but is 0" in capsys.readouterr().err
 
 
 def test_models_that_read_their_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

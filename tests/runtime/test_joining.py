@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from stepmark.errors import UsageError
-from stepmark.runtime.join_clock import JOIN_TIMEOUT, join_timeout
+from stepmark.runtime.join_clock import JOIN_TIMEOUT, JoinClock, join_timeout
 from stepmark.runtime.network import address_towards, interface_of, is_loopback
 from tests.support.ranks import Ranks
 from tests.support.script_group_programs import free_port
@@ -71,6 +73,13 @@ def test_a_rank_that_comes_late_is_waited_for(ranks: Ranks) -> None:
     assert "1 of 2 ranks has not joined" in done.logs[0]
 
 
+def test_nodes_on_one_machine_join_over_loopback(ranks: Ranks) -> None:
+    """As with two agents of torchrun, or two containers, on one machine."""
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    found = ranks.run(JOINING, {str(rank): {**alone, "GROUP_RANK": str(rank)} for rank in range(2)}, nproc=2).check()
+    assert [each["ranks"] for each in found] == [[0, 1], [0, 1]]
+
+
 def test_a_rank_of_another_run_does_not_join(ranks: Ranks) -> None:
     """Two runs share a port, as two steps of one Slurm job did."""
     changes = {"0": {"TORCHELASTIC_RUN_ID": "slurm-7.0", JOIN_TIMEOUT: "2"}, "1": {"TORCHELASTIC_RUN_ID": "slurm-7.1"}}
@@ -86,7 +95,7 @@ def test_two_processes_do_not_join_as_the_same_rank(ranks: Ranks) -> None:
     changes["2"] |= {"late": "0.5", JOIN_TIMEOUT: "10"}
     first, second, third = ranks.run(JOINING, changes, nproc=3).check()
     assert first["ranks"] == second["ranks"] == [0, 1]
-    assert f"on {HOST} has already joined as rank 1 at" in third["error"]
+    assert f"on {HOST} has already joined as rank 1 at 127.0.0.1:" in third["error"]
 
 
 def test_a_port_of_another_process_is_named(ranks: Ranks) -> None:
@@ -114,6 +123,19 @@ def test_ranks_that_start_again_do_not_take_what_earlier_ones_left(ranks: Ranks,
     for nproc in (2, 3, 2, 2):
         found = ranks.run(JOINING, {"1": {"late": "0.3"}}, nproc=nproc, environment=environment).check()
         assert [each["ranks"] for each in found] == [list(range(nproc))] * nproc
+
+
+def test_a_job_that_is_suspended_while_it_starts_goes_on() -> None:
+    process = os.fork()
+    if not process:
+        clock = JoinClock(2.0)
+        time.sleep(2.0)
+        os._exit(int(clock.left < 0))
+    time.sleep(0.3)
+    os.kill(process, signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(process, signal.SIGCONT)
+    assert os.waitpid(process, 0)[1] == 0
 
 
 @pytest.mark.parametrize(("text", "seconds"), [(None, 600.0), ("90", 90.0)])

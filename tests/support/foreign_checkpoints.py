@@ -236,6 +236,24 @@ def optimum_folder(folder: Path, found: Truth, *, tp: int = 2, xser: bool = True
     return folder
 
 
+def torch_xla_folder(folder: Path, found: Truth, *, ranks: int = 3, form: str = "in the files") -> Path:
+    """A script with torch_xla's ZeRO-1: a file for each rank under a name of its own, and the model where it put it."""
+    write_config(folder)
+    state = numbered(found.moments)
+    for rank in range(ranks):
+        part = zero_part(state, rank, ranks)
+        if form == "in the files":
+            whole: Any = {"step": STEP, "model_state_dict": found.model, "optimizer_state_dict": part}
+            torch.save(whole, folder / f"ckpt_{rank:03d}.tar")
+        else:
+            torch.save(part, folder / f"optimizer_{rank}.pt")
+    if form == "state dict":
+        torch.save(found.model, folder / "model.pt")
+    elif form == "hugging face":
+        save_file(found.model, folder / "model.safetensors")
+    return folder
+
+
 def save_rank(path: Path, value: Any, xser: bool) -> None:
     """A rank's file; with xser, references and a file for each tensor."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -291,4 +309,5 @@ WRITERS = {
     "torchtitan": titan_folder,
     "neuronx-distributed": nxd_folder,
     "optimum-neuron": optimum_folder,
+    "torch_xla ZeRO-1": torch_xla_folder,
 }

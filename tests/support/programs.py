@@ -39,8 +39,9 @@ class Blocks(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
-def tiny_model(dropout: float = 0.1, seed: int = 0) -> GPT2LMHeadModel:
-    torch.manual_seed(seed)
+def tiny_model(dropout: float = 0.1, seed: int | None = 0) -> GPT2LMHeadModel:
+    if seed is not None:
+        torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
             n_layer=1,

@@ -124,3 +124,16 @@ def test_two_ranks_take_the_batches_in_turn(tmp_path: Path, ranks: Ranks) -> Non
 def test_what_a_stream_cannot_do_is_named(tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=f"^{named}: .*set "):
         run(tmp_path, Stream(6), **options)
+
+
+@pytest.mark.parametrize("which", ["train_dataset", "eval_dataset"])
+def test_a_generator_is_refused_before_the_first_step(tmp_path: Path, which: str) -> None:
+    """Its second epoch, the second evaluation and a resumed run would have no samples."""
+    sets: dict[str, Any] = {"train_dataset": Stream(6), "eval_dataset": Stream(6), which: iter(Stream(6))}
+    args = TrainingArguments(str(tmp_path), eval_strategy="steps", eval_steps=3, **FIELDS)
+    trainer = Trainer(tiny_model(dropout=0.0), args, **sets)
+    with pytest.raises(UsageError, match=f"^{which}: an iterator \\(generator\\) can be read only once"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    if which == "eval_dataset":
+        assert trainer.evaluate(iter(Stream(6)))["eval_loss"] > 0  # type: ignore[arg-type]

@@ -189,6 +189,20 @@ def test_several_callbacks_of_one_class_are_restored_in_order(tmp_path: Path) ->
     assert (first.seen, second.seen) == (3, 103)
 
 
+def test_callbacks_get_back_what_they_were_made_with_where_the_arguments_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, Counts("a"), max_steps=2, **steps("save", 2))
+    for restored, name in ((False, "other"), (True, "a")):
+        callback = Counts("other")
+        options = {"restore_callback_states_from_checkpoint": restored, "resume_from_checkpoint": True}
+        train(tmp_path, callback, max_steps=2, **options, **steps("save", 2))
+        assert (callback.name, callback.seen) == (name, 2)
+    assert "run lacks" not in caplog.text
+    train(tmp_path, max_steps=3, resume_from_checkpoint=True, **steps("save", 2))
+    assert "the checkpoint has the state of callbacks that this run lacks: Counts" in caplog.text
+
+
 class Logs(TrainerCallback):
     def __init__(self) -> None:
         self.all: list[dict[str, float]] = []

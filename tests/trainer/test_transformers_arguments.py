@@ -39,5 +39,5 @@ def test_fields_that_cannot_be_converted_are_all_named(tmp_path: Path) -> None:
 def test_enumerations_become_their_values(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(str(tmp_path), eval_strategy="epoch", save_strategy="epoch", use_cpu=True)
     made = converted(args)
-    assert (made.eval_strategy, made.save_strategy, made.device) == ("epoch", "epoch", "cpu")
+    assert (made.eval_strategy, made.save_strategy, made.device_name) == ("epoch", "epoch", "cpu")
     assert all(type(value) is str for value in (made.eval_strategy, made.optim, made.lr_scheduler_type))

@@ -51,6 +51,29 @@ def bert() -> nn.Module:
     return BertForSequenceClassification(BertConfig(**SMALL))  # type: ignore[no-untyped-call]
 
 
+class OwnLoss(Trainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+@pytest.mark.parametrize("reader", ["compute_loss", "data_collator", None])
+def test_a_loss_or_a_collator_that_may_want_a_column_is_warned_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reader: str | None
+) -> None:
+    args = TrainingArguments(str(tmp_path), device="cpu", max_steps=1, save_strategy="no", disable_tqdm=True)
+    data = Sentences(**{f"weight_{reader}": 2.0})
+    kind = OwnLoss if reader == "compute_loss" else Trainer
+    collator = torch.utils.data.default_collate if reader == "data_collator" else None
+    trainer = kind(bert(), args, collator, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    trainer.evaluate()
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    warnings = [each for each in warnings if "weight_" in each]
+    assert len(warnings) == (0 if reader is None else 1)
+    assert all(f"weight_{reader}; set remove_unused_columns: false" in each for each in warnings)
+
+
 @pytest.mark.parametrize("kind", [Sentences, Batched])
 def test_columns_that_forward_does_not_take_are_left_out(tmp_path: Path, kind: type[Sentences]) -> None:
     with_text = train(tmp_path / "a", bert(), kind(text="some words", idx=3))

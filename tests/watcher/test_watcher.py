@@ -13,6 +13,7 @@ from stepmark.checkpoint.coordination.heartbeat import Heartbeat
 from stepmark.config.recipe import read_recipe
 from stepmark.errors import UsageError
 from stepmark.recipe.used_recipe import read_used_recipe, write_used_recipe
+from stepmark.watcher import run_state
 from stepmark.watcher.best_tracker import BestTracker
 from stepmark.watcher.evaluation_data import DataChoice, split_name
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords, read_evaluations
@@ -94,8 +95,8 @@ def test_which_metric_is_meant() -> None:
         BestTracker.choose("world_size", None, first, needed=False)
 
 
-def status(folder: Path, state: str) -> None:
-    (folder / "status.json").write_text(json.dumps({"state": state, "step": 5}))
+def status(folder: Path, state: str, **details: float) -> None:
+    (folder / "status.json").write_text(json.dumps({"state": state, "step": 5, **details}))
 
 
 def test_when_a_run_has_ended(tmp_path: Path) -> None:
@@ -115,6 +116,13 @@ def test_when_a_run_has_ended(tmp_path: Path) -> None:
     status(tmp_path, "running")
     assert state.ended() == "without a heartbeat for 0 s"
     assert RunState(tmp_path, patience=60.0).ended() is None
+
+
+def test_a_run_that_waits_for_its_next_attempt_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, clock = RunState(tmp_path, patience=60.0), iter((1.0, 1.0, 660.0, 660.0, 700.0, 700.0))
+    monkeypatch.setattr(run_state, "running_time", lambda: next(clock))
+    status(tmp_path, "running", restart_delay=32.0)
+    assert [state.ended(), state.ended(), state.ended()] == [None, None, "without a heartbeat for 692 s"]
 
 
 def test_data_is_named_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

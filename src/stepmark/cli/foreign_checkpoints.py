@@ -27,10 +27,12 @@ def _open(path: Path, config: Path | None) -> ForeignCheckpoint:
     from dataclasses import replace
 
     from stepmark.cli.import_command import config_file
+    from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.errors import CheckpointMismatch
     from stepmark.interchange.foreign import ImportOptions
     from stepmark.interchange.recognition import open_foreign
 
+    leave_out_torch_xla()
     options = ImportOptions(config=config_file(config))
     try:
         return open_foreign(path, options)

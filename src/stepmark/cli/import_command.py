@@ -59,10 +59,12 @@ def config_file(config: Path | None) -> Path | None:
 def run(parsed: argparse.Namespace) -> int:
     """Imports and says what was found; returns 0. Raises StepmarkError; then nothing was written."""
     from stepmark.cli.progress import BytesProgress
+    from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
     from stepmark.interchange.model_folder import write_model_folder
     from stepmark.interchange.recognition import open_foreign
 
+    leave_out_torch_xla()
     found = open_foreign(parsed.source, options_of(parsed))
     as_model = parsed.model_only or found.adapter
     progress = BytesProgress("importing")

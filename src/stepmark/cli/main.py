@@ -20,7 +20,7 @@ from stepmark.cli import cache as cache_command
 from stepmark.cli import consolidate as consolidate_command
 from stepmark.cli import doctor as doctor_command
 from stepmark.cli import evaluate as evaluate_command
-from stepmark.cli import import_command
+from stepmark.cli import export_command, import_command
 from stepmark.cli import init as init_command
 from stepmark.cli import inspect as inspect_command
 from stepmark.cli import plan as plan_command
@@ -40,6 +40,7 @@ COMMANDS: dict[str, Any] = {
     "evaluate": evaluate_command,
     "consolidate": consolidate_command,
     "import": import_command,
+    "export": export_command,
     "inspect": inspect_command,
     "plan": plan_command,
     "doctor": doctor_command,

@@ -7,6 +7,7 @@ import json
 import os
 
 from stepmark.cli.recipe_fields import add_recipe_arguments, explain_unknown_argument, recipe_of
+from stepmark.errors import UsageError
 
 HELP = "show the memory a rank of a recipe needs, its steps and checkpoints, and which mesh fits; needs no device"
 
@@ -25,6 +26,8 @@ explain_unknown = explain_unknown_argument
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints the plan; returns 0, or 1 where the device's memory was given and the recipe does not fit into it."""
+    if parsed.nproc < 1:
+        raise UsageError(f"--nproc: must be at least 1, but is {parsed.nproc}")
     recipe = recipe_of(parsed)
     memory = _memory(parsed.device_memory)
     os.environ.setdefault("USE_TORCH_XLA", "0")  # transformers imports torch_xla otherwise, where it is installed

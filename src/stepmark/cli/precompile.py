@@ -27,7 +27,7 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.compilation.neuron import needs_parallel_compile, run_parallel_compile
 
     recipe = recipe_of(parsed)
-    if needs_parallel_compile(recipe.training.device):
+    if needs_parallel_compile(recipe.training.device_name):
         run_parallel_compile(parsed.arguments, recipe.training.compile_cache)
     if parsed.nproc is not None:
         return start_ranks(parsed, signal_grace=10.0)

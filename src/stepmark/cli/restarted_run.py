@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointError
 from stepmark.launch.restarts import Restarts
 from stepmark.launch.step_board import StepPlace
@@ -23,7 +23,7 @@ _SHOWN = 8  # samples that an error names
 class RestartedRun:
     """The run that this process supervises. Create it before the ranks start."""
 
-    def __init__(self, args: TrainingArguments, command: Sequence[str]) -> None:
+    def __init__(self, args: TrainingFields, command: Sequence[str]) -> None:
         self._args = args
         self._folder = Path(args.output_dir)
         self._command = list(command)
@@ -48,7 +48,10 @@ class RestartedRun:
         return [*self._command, "--resume_from_checkpoint", newest]
 
     def _announce(self, failure: str, step: int, attempt: int, delay: float) -> None:
+        from stepmark.trainer.telemetry.run_log import RESTART_DELAY
+
         log = self._log()
+        log.describe(**{**log.earlier_details(), RESTART_DELAY: delay})
         log.event("restarting", step, attempt=attempt, reason=failure, delay=delay)
         log.try_status("running", step, f"{failure}; attempt {attempt} starts in {delay:g} s")
         at = f" at step {step}" if step else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from pathlib import Path
 
 from stepmark.cli.failed_run import FailedRun
@@ -33,9 +32,10 @@ explain_unknown = explain_unknown_argument
 
 def run(parsed: argparse.Namespace) -> int:
     from stepmark.recipe.early_checks import check_early
+    from stepmark.runtime.xla_environment import extracting_graphs
 
     recipe = recipe_of(parsed)
-    if not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # graphs need no data, and nothing is written
+    if not extracting_graphs():  # graphs need no data, and nothing is written
         check_early(recipe)
     if parsed.nproc is not None:
         from stepmark.cli.restarted_run import RestartedRun

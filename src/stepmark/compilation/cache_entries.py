@@ -22,7 +22,7 @@ PROTECTED = (RUNNING, IN_USE)
 NEURON, XLA, DATA = "neuron graph", "xla graph", "tokenized data"
 
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write, after which a compilation that holds no lock is not running
-BEING_WRITTEN = 60.0  # seconds since the last write of a file that is written in one go
+JUST_WRITTEN = 60.0  # seconds since the last write of a file that is written in one go, and perhaps is still
 READ_LATELY = 48 * 3600.0  # seconds since data was read; file systems record that once a day
 STUB = 1024  # bytes: a compiled graph is larger, the mark of a failed compilation is not
 DEPTH = 4  # of folders below the cache in which graphs are looked for
@@ -35,7 +35,8 @@ class CacheEntry:
     Attributes:
         path: Its file or folder.
         kind: NEURON, XLA or DATA.
-        state: DONE, FAILED, RUNNING (a process is making it), IN_USE (a run may be reading it) or INCOMPLETE (left by
+        state: DONE, FAILED, RUNNING (a process is making it), IN_USE (a run may be reading it, or has just
+            written it) or INCOMPLETE (left by
             a process that has ended).
         size: Bytes on disk.
         used: When it was last written or read, in seconds since the Unix epoch.
@@ -97,7 +98,7 @@ def _neuron_state(path: Path, files: list[Path], idle: float, used: float) -> st
 
 
 def _xla_state(path: Path, files: list[Path], idle: float, used: float) -> str:
-    return RUNNING if idle < BEING_WRITTEN else DONE
+    return IN_USE if idle < JUST_WRITTEN else DONE
 
 
 def _data_state(path: Path, files: list[Path], idle: float, used: float) -> str:

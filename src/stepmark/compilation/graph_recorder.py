@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from stepmark.compilation.graph import CACHED, EXTRACTED, NEW, UNKNOWN, Graph
 from stepmark.compilation.graph_text import GraphText
-from stepmark.runtime.xla import GraphCounts, XlaRuntime, graph_counts, pending_graph
+from stepmark.runtime.xla import GraphCounts, XlaRuntime, graph_counts, host_operations, pending_graph
 
 BETWEEN = "between step boundaries"
 
@@ -30,6 +30,7 @@ class GraphRecorder:
         self._runtime = runtime
         self._extracting = extracting
         self._counts = graph_counts()
+        self._on_host = host_operations()
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -53,12 +54,18 @@ class GraphRecorder:
         self.part, self.after_boundary = self.after_boundary or self.part, None
 
     def _note_between(self, now: GraphCounts) -> None:
-        """A graph that ran since the last boundary, as where a line reads a value."""
-        if now.requested > self._counts.requested:
+        """A graph that ran since the last boundary, as where a line reads a value or an operation ran on the host."""
+        problems = self._new_host_operations()
+        if now.requested > self._counts.requested or problems:
             seconds = now.compile_seconds - self._counts.compile_seconds
             state = self._state(self._counts, now)
-            self.graphs.append(Graph(f"{self.part}, {BETWEEN}", GraphText(0, 0), "", seconds, state))
+            self.graphs.append(Graph(f"{self.part}, {BETWEEN}", GraphText(0, 0, problems), "", seconds, state))
         self._counts = now
+
+    def _new_host_operations(self) -> tuple[str, ...]:
+        before, self._on_host = self._on_host, host_operations()
+        grown = sorted(name for name, count in self._on_host.items() if count > before.get(name, 0))
+        return tuple(f"an operation that runs on the host ({name})" for name in grown)
 
     def _state(self, before: GraphCounts, after: GraphCounts) -> str:
         if self._extracting:

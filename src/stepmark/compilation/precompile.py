@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stepmark.compilation.stand_in_data import stand_in_data
 from stepmark.compilation.table import describe
 from stepmark.config.recipe import Recipe
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import kept_in, switched_on
@@ -119,7 +119,7 @@ class PartsOfStep:
 
 def _shortened(recipe: Recipe) -> Recipe:
     """The recipe with few steps, the default of its compile cache on, and nothing that writes files."""
-    training: TrainingArguments = recipe.training
+    training: TrainingFields = recipe.training
     if training.compile_cache is False:
         raise UsageError("compile_cache: is false, so no graph would be kept; leave it out, or name a folder")
     short = dataclasses.replace(

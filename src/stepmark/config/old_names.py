@@ -53,7 +53,7 @@ FIELDS = {
     "lazy_load_for_parallelism": "leave it out: a recipe loads a sharded model so; in Python use load_for_parallelism",
     "mp_plugin": "use tensor_parallel_size, sequence_parallel and parallelize_embedding",
     "tokenizer": "use processing_class in Python, tokenizer_name in a recipe",
-    "model_init": "pass the model",
+    "optimizer_cls_and_kwargs": "pass optimizers=(optimizer, None), or override create_optimizer",
     "train_batch_size": "use per_device_train_batch_size",
     "eval_batch_size": "use per_device_eval_batch_size",
     "tp_degree": "use tensor_parallel_size",
@@ -86,9 +86,10 @@ def explains_keywords(owner: Owner) -> Owner:
 
     @functools.wraps(original)
     def construct(self: Any, *args: Any, **keywords: Any) -> None:
-        for name in keywords:
-            if name not in known:
+        for name in sorted(set(keywords) - set(known)):
+            if keywords[name] is not None or name not in FIELDS:  # None says that nothing is set
                 raise UsageError(_unknown_keyword(type(self).__name__, name, known))
+            del keywords[name]
         original(self, *args, **keywords)
 
     owner.__init__ = construct  # type: ignore[misc]

@@ -12,7 +12,7 @@ from typing import Any
 
 from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
 from stepmark.config.data_arguments import DataArguments
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.config.unknown_field_message import unknown_field
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
@@ -43,12 +43,12 @@ class ModelArguments:
 
 @dataclass(frozen=True)
 class Recipe:
-    training: TrainingArguments
+    training: TrainingFields
     model: ModelArguments
     data: DataArguments
 
 
-PARTS: tuple[type, ...] = (TrainingArguments, ModelArguments, DataArguments)
+PARTS: tuple[type, ...] = (TrainingFields, ModelArguments, DataArguments)
 
 
 def all_fields() -> dict[str, tuple[str, Any]]:

@@ -4,29 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from stepmark.config.unknown_field_message import unknown_field
 from stepmark.errors import UsageError
 
+# Arguments that ask for what is done in any case: whether a value is such a one, and what is done.
+DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "eval_accumulation_steps": (lambda value: value is not None, "predictions leave the device after each batch"),
+    "ddp_find_unused_parameters": (lambda value: True, "parameters without a gradient are allowed"),
+    "ddp_static_graph": (lambda value: True, "the order of gradients need not be declared"),
+    "ddp_backend": (lambda value: value in ("gloo", "nccl", "xla"), "the backend is that of the device"),
+    "save_on_each_node": (lambda value: value is False, "a checkpoint is written once, by all ranks"),
+}
+
+
+# Switches of transformers that are a value of another field here.
+SWITCHES: dict[str, tuple[str, Any]] = {"use_cpu": ("device", "cpu"), "enable_jit_checkpoint": ("save_on_signal", True)}
+
 
 class AcceptingDefaults(type):
     """Makes dataclasses, subclasses of them included, whose constructor ignores arguments that it lacks, if they have
-    the value that they have in transformers by default. Any other value is a UsageError that names the argument."""
+    the value that they have in transformers by default, or ask for what is done anyway (`DONE_ANYWAY`). Any other value
+    is a UsageError that names the argument. `SWITCHES` set other fields."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-        return super().__call__(*args, **without_defaults(options, known))
+        return super().__call__(*args, **without_defaults(_without_switches(options, known), known))
+
+
+def _without_switches(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The options with the fields that `SWITCHES` stand for. Raises UsageError where two contradict each other."""
+    result = dict(options)
+    for switch, (name, value) in SWITCHES.items():
+        if switch in known or not result.get(switch):
+            continue
+        del result[switch]
+        if result.get(name) not in (None, "auto", value):
+            raise UsageError(f"{switch}, {name}: {switch} means {name}: {value}, not {result[name]}; leave one out")
+        result[name] = value
+    return result
 
 
 def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The `options` that are `known`.
 
     Raises:
-        UsageError: Another one is neither that of a transformers field nor has its default value.
+        UsageError: Another one is not that of a transformers field, or neither has its default value nor asks for what
+            is done anyway.
     """
-    others = {name: value for name, value in options.items() if name not in known}
+    others = {name: value for name, value in options.items() if name not in known and not is_done(name, value)}
     if others:
         defaults = transformers_defaults()
         for name, value in others.items():
@@ -50,6 +78,11 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
+
+
+def is_done(name: str, value: Any) -> bool:
+    """Whether an argument asks for what is done anyway."""
+    return name in DONE_ANYWAY and DONE_ANYWAY[name][0](value)
 
 
 def _equal(value: Any, default: Any) -> bool:

@@ -265,7 +265,7 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
             result = next(results)
         except StopIteration:
             return
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError, EOFError) as error:  # the last two of a worker's socket
             reason = str(error).strip().split("\n", 1)[0]
             raise DataError(
                 f"a data worker ended unexpectedly ({reason}), out of memory perhaps; lower the number of workers,"

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from stepmark.data.collate import Padding, collate, pad_collated
+from stepmark.errors import UsageError
 
 
 def is_stream(dataset: Any) -> bool:
@@ -16,6 +17,15 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     )
+
+
+def check_readable_again(name: str, dataset: Any) -> None:
+    """Raises UsageError for an iterator, such as a generator. The error begins with the argument's `name`."""
+    if hasattr(dataset, "__next__") and not hasattr(dataset, "__getitem__"):
+        raise UsageError(
+            f"{name}: an iterator ({type(dataset).__name__}) can be read only once, not for another epoch or "
+            "evaluation, nor to resume; pass an object whose __iter__ begins anew, such as an IterableDataset"
+        )
 
 
 class StreamLoader:

@@ -23,7 +23,7 @@ RUNTIME_PACKAGE = "aws-neuronx-runtime-lib"
 
 def examine(recipe: Recipe | None) -> list[Finding]:
     """All findings, for a run of the recipe; without one, for a run in the current folder with default fields."""
-    wish = "auto" if recipe is None else recipe.training.device
+    wish = "auto" if recipe is None else recipe.training.device_name
     folder = Path.cwd() if recipe is None else Path(recipe.training.output_dir)
     workers = 0 if recipe is None else recipe.training.dataloader_num_workers
     devices = list(look_at_devices(wish))

@@ -109,7 +109,7 @@ class ForeignCheckpoint:
         trainer_state: The contents of trainer_state.json.
         files: Files to take along (config, tokenizer), by name.
         texts: Files that are made, by name.
-        records: Records with checksums, which are verified before anything is written.
+        records: Records with checksums, which are verified before what is written gets its name.
         mesh: Sizes of the mesh that wrote it, as far as that can be known.
         assumed: What the files do not prove, in sentences.
         lost: What is not taken along and why, in sentences.

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,8 @@ from stepmark.filesystem import files
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.imported_state import run_values, trainer_state_bytes
 from stepmark.interchange.streaming import write_tensor_files
+from stepmark.interchange.torch_file import Record
+from stepmark.interchange.verification import RecordChecks
 from stepmark.interchange.writers import THREADS
 from stepmark.sharding.layout import TensorSlice
 
@@ -71,14 +73,13 @@ def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: ImportListe
     tensors = _tensors(source)
     for tensor in tensors.values():
         tensor.check()
-    verify_records(source)
     save = uuid.uuid4().hex[:16]
     rows = [Row(group, name, t.dtype, t.shape, TensorSlice.full(t.shape)) for (group, name), t in tensors.items()]
     plan = plan_save([Holding(tuple(rows), (0,))], [0], save)
     check_room(final.parent, plan.size)
     with writing(final, out) as temporary:
         listener.begin(sum(plan.loads))
-        headers = _write_files(temporary, plan, tensors, step, save, listener)
+        headers = _write_files(temporary, plan, tensors, source.records, step, save, listener)
         extra = _copy_files(source, temporary)
         commit = Commit(_values(source), extra, _manifest(source, save), lambda: False, TimestampSource())
         return commit.write_manifest(temporary, plan, headers)
@@ -88,13 +89,17 @@ def _write_files(
     folder: Path,
     plan: SavePlan,
     tensors: Mapping[tuple[str, str], ForeignTensor],
+    records: Iterable[Record],
     step: int,
     save: str,
     listener: ImportListener,
 ) -> dict[int, str]:
     """Writes the tensor files; returns the checksums of their headers."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool:
-        checksums = write_tensor_files(folder, plan, lambda group, name: tensors[group, name], pool, listener.advance)
+        checks = RecordChecks(records)
+        checksums = write_tensor_files(
+            folder, plan, lambda group, name: tensors[group, name], checks, pool, listener.advance
+        )
         headers = {}
         for index, file in enumerate(plan.files):
             headers[index] = bytes_checksum(write_header(folder, file, step, save, checksums[index]))

@@ -9,11 +9,12 @@ from pathlib import Path
 from stepmark.checkpoint.format.manifest import TensorEntry
 from stepmark.filesystem import files
 from stepmark.interchange.foreign import ForeignCheckpoint
-from stepmark.interchange.import_checkpoint import ImportListener, check_out, check_room, verify_records, writing
+from stepmark.interchange.import_checkpoint import ImportListener, check_out, check_room, writing
 from stepmark.interchange.model_files import ModelFile, index_of, split_into_files
 from stepmark.interchange.neuron_lora import PREFIX
 from stepmark.interchange.streaming import write_tensors
-from stepmark.interchange.writers import THREADS, make_header
+from stepmark.interchange.verification import RecordChecks
+from stepmark.interchange.writers import THREADS, make_header, run_jobs
 from stepmark.sharding.layout import TensorSlice
 
 MAX_SHARD = 5_000_000_000
@@ -25,7 +26,6 @@ def write_model_folder(source: ForeignCheckpoint, out: Path, listener: ImportLis
     final = check_out(out, source.folder)
     for tensor in source.model.values():
         tensor.check()
-    verify_records(source)
     entries = {
         name: TensorEntry(tensor.dtype, tensor.shape, ((0, TensorSlice.full(tensor.shape)),))
         for name, tensor in source.model.items()
@@ -51,14 +51,15 @@ def write_model_folder(source: ForeignCheckpoint, out: Path, listener: ImportLis
 
 
 def _write_shards(source: ForeignCheckpoint, folder: Path, shards: list[ModelFile], listener: ImportListener) -> None:
+    checks = RecordChecks(source.records)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool:
         for shard in shards:
             places = make_header(folder / shard.name, shard.tensors)
             descriptor = files.open_for_writing(folder / shard.name)
             try:
-                write_tensors(
-                    descriptor, [(source.model[name], places[name]) for name in shard.tensors], pool, listener.advance
-                )
+                targets = [(source.model[name], places[name]) for name in shard.tensors]
+                write_tensors(descriptor, targets, checks, pool, listener.advance)
                 files.sync(descriptor)
             finally:
                 files.close(descriptor)
+        run_jobs(pool, checks.rest(), listener.advance)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepmark.errors import CheckpointMismatch
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.finish import config_path, finish
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor, ImportOptions
 from stepmark.interchange.model_outline import read_config
 from stepmark.interchange.neuron_names import HeadLayout
 from stepmark.interchange.neuron_stages import Stage, model_of
+from stepmark.interchange.resharding import slice_of
 from stepmark.interchange.source_files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 _IN_STATE = "lora_config"
+_ROWS = ("o_proj", "down_proj")
+_ADAPTER = re.compile(r"(?P<module>[^.]+)\.lora_(?P<side>[AB])\.weight(?:_(?:qkv|[qkv]))?\Z")
 _MEMBERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -49,7 +54,7 @@ def finish_adapter(
 ) -> ForeignCheckpoint:
     """Completes an adapter. Raises CheckpointMismatch where parts of it are in no file."""
     if options.config is not None or found.files:
-        _reshard(stages, heads_config(options, found), heads)
+        _reshard(stages, heads_config(options, found), heads, found)
     found.kind += " LoRA adapter"
     found.model = {_peft_name(name): tensor for name, tensor in model_of(stages, heads).items()}
     if not all(name.startswith(PREFIX) for name in found.model):
@@ -60,27 +65,72 @@ def finish_adapter(
     return finish(found, ImportOptions(), None)
 
 
-def _reshard(stages: Sequence[Stage], config: Mapping[str, Any] | None, heads: HeadLayout | None) -> None:
+def _reshard(
+    stages: Sequence[Stage], config: Mapping[str, Any] | None, heads: HeadLayout | None, found: ForeignCheckpoint
+) -> None:
     """Where every rank's file has the gathered adapter, takes each rank's part of it.
 
     Raises CheckpointMismatch where key/value heads are replicated: half of the queries' part was not saved.
     """
-    width = _attention_width(config)
+    sizes = _whole_sizes(config)
     for stage in stages:
-        name = next((name for name in stage.shapes() if name.endswith("o_proj.lora_A.weight")), None)
-        if width is None or name is None or stage.shapes()[name][1] != width or len(stage.tensors[name]) == 1:
+        cut = {name: dim for name in stage.shapes() if (dim := _cut_dim(name)) is not None}
+        sample = next(
+            (name for name in cut if len(stage.tensors[name]) > 1 and _is_whole(stage, name, cut, sizes)), None
+        )
+        if sample is None:
             continue
         if heads is not None and heads.copies > 1:
-            first = stage.tensors[name][0]
             raise CheckpointMismatch(
-                f"{first.where if isinstance(first, ForeignTensor) else first.path}: the adapter was gathered when it "
-                f"was saved (merge_sharded_lora), and with {heads.copies} replicas of key/value heads a part of lora_B "
-                "of q_proj is in no file; save it again with merge_sharded_lora=False"
+                f"{found_path(stage, sample)}: the adapter was gathered when it was saved (merge_sharded_lora), and "
+                f"with {heads.copies} replicas of key/value heads a part of lora_B of q_proj is in no file; save it "
+                "again with merge_sharded_lora=False"
             )
-        raise CheckpointMismatch(
-            f"{found_path(stage, name)}: the adapter was gathered when it was saved (merge_sharded_lora), which cannot "
-            "be imported; save it again with merge_sharded_lora=False"
+        for name, dim in cut.items():
+            stage.tensors[name] = [_part(stage, name, dim, rank) for rank in range(len(stage.tensors[name]))]
+        found.assumed.append(
+            "the adapter was gathered when it was saved (merge_sharded_lora): every file has all of it"
         )
+
+
+def _cut_dim(name: str) -> int | None:
+    """Along which dim a tensor of an adapter is cut over ranks; None where each has all of it."""
+    match = _ADAPTER.search(name)
+    if match is None:
+        return None
+    if match["module"] in _ROWS:
+        return 1 if match["side"] == "A" else None
+    return 0 if match["side"] == "B" else None
+
+
+def _whole_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
+    """The size of a module's cut dim in the whole model, as far as the config says it."""
+    width, inner = _attention_width(config), (config or {}).get("intermediate_size")
+    found = {"o_proj": width, "q_proj": width, "down_proj": inner, "gate_proj": inner, "up_proj": inner}
+    if type(inner) is int:
+        found["gate_up_proj"] = 2 * inner
+    return {module: size for module, size in found.items() if type(size) is int}
+
+
+def _is_whole(stage: Stage, name: str, cut: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
+    """Whether a rank's tensor is as large as the whole one; weight_q of a fused module is that of q_proj."""
+    match = _ADAPTER.search(name)
+    assert match is not None
+    module = "q_proj" if name.endswith("weight_q") else match["module"]
+    return stage.shapes()[name][cut[name]] == sizes.get(module)
+
+
+def _part(stage: Stage, name: str, dim: int, rank: int) -> ForeignTensor:
+    """A rank's part of a whole tensor; those of fused modules are in the order of the ranks. The first rank's file,
+    which should have the same, is compared."""
+    own, first, count = stage.tensors[name][rank], stage.tensors[name][0], len(stage.tensors[name])
+    if not isinstance(own, ForeignTensor) or not isinstance(first, ForeignTensor):
+        raise CheckpointDamaged(f"{found_path(stage, name)}: not every rank has its file")
+    size, remainder = divmod(own.shape[dim], count)
+    if remainder:
+        raise CheckpointMismatch(f"{own.where} is {list(own.shape)}, which {count} ranks do not divide")
+    part, again = (slice_of(tensor, dim, rank * size, size) for tensor in (own, first))
+    return replace(part, replicas=again.pieces if rank else ())
 
 
 def _peft_name(name: str) -> str:

@@ -68,7 +68,7 @@ def add_optimizer(
         dps = [contents[place] for place in sorted(files, key=lambda place: place.dp) if place.tp == rank]
         path = next(path for place, path in files.items() if place.tp == rank)
         full = any(place.dp < 0 for place in files)
-        found = _zero_states(dps, names, path, full, only_first, lost) if zero else _whole_states(dps[0], names, path)
+        found = zero_states(dps, names, path, full, only_first, lost) if zero else _whole_states(dps[0], names, path)
         for name, state in found.items():
             for key, value in state.items():
                 states.setdefault(name, {}).setdefault(key, []).append(value)
@@ -151,9 +151,10 @@ def _whole_states(value: dict[str, Any], names: Mapping[int, str], where: Path) 
     return states
 
 
-def _zero_states(
+def zero_states(
     dps: list[dict[str, Any]], names: Mapping[int, str], where: Path, full: bool, only_first: bool, lost: list[str]
 ) -> dict[str, dict[str, Any]]:
+    """States by name that ZeRO-1 cut over the data parallel ranks, whose contents are `dps`; `names` are by number."""
     shapes = _shapes(dps[0], where, True)
     states: dict[str, dict[str, Any]] = {}
     for number, name in names.items():

@@ -15,6 +15,7 @@ from stepmark.interchange.formats import (
     optimum_neuron,
     optimum_neuron_lora,
     plain,
+    torch_xla_zero,
     transformers_trainer,
 )
 
@@ -23,6 +24,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     optimum_neuron_lora,
     optimum_neuron,
     neuronx_distributed,
+    torch_xla_zero,
     transformers_trainer,
     dcp,
     hf_sharded,

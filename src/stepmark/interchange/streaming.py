@@ -14,9 +14,10 @@ from stepmark.checkpoint.save.plan import PlannedFile, SavePlan
 from stepmark.filesystem import files
 from stepmark.interchange.array_reader import ArrayReader
 from stepmark.interchange.foreign import ForeignTensor
+from stepmark.interchange.verification import RecordChecks
 from stepmark.interchange.writers import Advance, run_jobs
 
-WINDOW = 8 * CHECKSUM_BLOCK  # bytes of a tensor that a thread assembles at a time
+WINDOW = 4 * CHECKSUM_BLOCK  # bytes of a tensor that a thread assembles at a time
 # file index -> tensor name -> number of the tensor's checksum block -> checksum
 Checksums = dict[int, dict[str, dict[int, str]]]
 Find = Callable[[str, str], ForeignTensor]  # group, name
@@ -49,9 +50,9 @@ def _numel(tensor: ForeignTensor) -> int:
 
 
 def write_tensor_files(
-    folder: Path, plan: SavePlan, find: Find, pool: ThreadPoolExecutor, advance: Advance
+    folder: Path, plan: SavePlan, find: Find, checks: RecordChecks, pool: ThreadPoolExecutor, advance: Advance
 ) -> Checksums:
-    """Writes and syncs the data of all planned files; returns the checksums of their blocks."""
+    """Writes the data of all planned files, and verifies the source; returns the checksums of their blocks."""
     checksums: Checksums = {}
     with ArrayReader() as reader:
         for index, file in enumerate(plan.files):
@@ -60,18 +61,25 @@ def write_tensor_files(
             descriptor = files.open_for_writing(path)
             try:
                 found: dict[str, dict[int, str]] = {}
-                run_jobs(pool, _jobs_of(reader, file, descriptor, find, found), advance)
+                run_jobs(pool, _jobs_of(reader, file, descriptor, find, checks, found), advance)
                 checksums[index] = found
             finally:
                 files.close(descriptor)
+        run_jobs(pool, checks.rest(), advance)
     return checksums
 
 
 def _jobs_of(
-    reader: ArrayReader, file: PlannedFile, descriptor: int, find: Find, found: dict[str, dict[int, str]]
+    reader: ArrayReader,
+    file: PlannedFile,
+    descriptor: int,
+    find: Find,
+    checks: RecordChecks,
+    found: dict[str, dict[int, str]],
 ) -> Iterator[Callable[[], int]]:
     for stored in file.tensors:
         tensor = find(file.group, stored.name)
+        yield from checks.jobs_of(tensor)
         target = StreamTarget(descriptor, file.header_size + stored.begin, stored.begin)
         numbers = found.setdefault(stored.name, {})
         for begin, end in windows(tensor, stored.begin):
@@ -95,12 +103,17 @@ def _write_window(
 
 
 def write_tensors(
-    descriptor: int, places: Sequence[tuple[ForeignTensor, int]], pool: ThreadPoolExecutor, advance: Advance
+    descriptor: int,
+    places: Sequence[tuple[ForeignTensor, int]],
+    checks: RecordChecks,
+    pool: ThreadPoolExecutor,
+    advance: Advance,
 ) -> None:
-    """Writes tensors to their places in an open file, without checksums."""
+    """Writes tensors to their places in an open file, without checksums, and verifies what they are read from."""
 
     def jobs(reader: ArrayReader) -> Iterator[Callable[[], int]]:
         for tensor, at in places:
+            yield from checks.jobs_of(tensor)
             for begin, end in windows(tensor, 0):
                 yield partial(_copy_window, reader, tensor, descriptor, at, begin, end)
 

@@ -18,6 +18,7 @@ from stepmark.filesystem.error_advice import with_advice
 
 REPORTS = "STEPMARK_REPORTS"
 OUTPUT_CLOSED = "nobody reads standard output any more"
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for ")  # gloo's words
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
@@ -36,13 +37,14 @@ class FailureReport:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> FailureReport:
-        from stepmark.errors import CheckpointMismatch, DataError, MetricsError, PeerFailed, StepmarkError, UsageError
+        from stepmark.errors import PeerFailed, StepmarkError
 
         known = isinstance(error, StepmarkError)
         text = str(error).strip()
         lost = isinstance(error, RuntimeError) and not known and any(sign in text for sign in PEER_LOST)
         message = text if known else f"{type(error).__name__}: {text}" if text else type(error).__name__
-        message = describe_lost_peer(text) if lost else with_advice(message, error)
+        late = isinstance(error, RuntimeError) and not known and _TIMED_OUT.search(text) is not None
+        message = describe_lost_peer(text) if lost or late else with_advice(message, error)
         if isinstance(error, KeyboardInterrupt):
             message = "interrupted"
         return cls(
@@ -52,7 +54,7 @@ class FailureReport:
             exit_code=getattr(error, "exit_code", 1),
             secondary=isinstance(error, PeerFailed) or lost,
             time=time.time(),
-            permanent=isinstance(error, (UsageError, DataError, MetricsError, CheckpointMismatch, KeyboardInterrupt)),
+            permanent=is_permanent(error),
         )
 
     @classmethod
@@ -68,8 +70,23 @@ class FailureReport:
         temporary.rename(target)
 
 
+def is_permanent(error: BaseException) -> bool:
+    """Whether the same call would fail in the same way."""
+    from stepmark.errors import CheckpointMismatch, DataError, MetricsError, UsageError
+
+    return isinstance(error, (UsageError, DataError, MetricsError, CheckpointMismatch, KeyboardInterrupt))
+
+
 def describe_lost_peer(text: str) -> str:
-    """gloo's message about a lost connection without its place in gloo's source, and what it means."""
+    """gloo's message about another rank without its place in gloo's source, and what it means: the connection is lost,
+    or has been silent for the time limit of collectives, which also counts time in which the job was suspended."""
+    late = _TIMED_OUT.search(text)
+    if late is not None:
+        return (
+            f"a collective has waited for another rank for {int(late[1]) / 1000:g} s, the limit: that rank hangs, or "
+            "the job was suspended for longer than that in the middle of the collective; start the run again to resume "
+            "from its last checkpoint"
+        )
     plain = re.sub(r"\[\S*/(\S+?)\.cc:\d+\]\s*", "", " ".join(text.split()))
     return (
         f"the connection to another rank is lost: {plain}; that rank has ended, or its machine or network has failed: "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stepmark.errors import UsageError
-from stepmark.launch.failure_report import REPORTS, FailureReport
+from stepmark.launch.failure_report import REPORTS, FailureReport, is_permanent
 from stepmark.launch.step_board import StepPlace
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds
@@ -25,6 +25,11 @@ def check_restarts(max_restarts: int) -> None:
             "max_restarts: ranks are started again by `stepmark train … --nproc N`; add --nproc (1 for a single "
             "process), or use the launcher's own restarts, such as torchrun --max-restarts"
         )
+
+
+def may_be_restarted(max_restarts: int, error: BaseException) -> bool:
+    """Whether the supervisor of this rank decides if the run has failed with the error, or is started again."""
+    return max_restarts > 0 and REPORTS in os.environ and not is_permanent(error)
 
 
 @dataclass

@@ -69,6 +69,8 @@ def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> 
         _listener = _Listener()
     listener, subscriber = _listener, (heard, in_main_thread)
     assert listener is not None
+    if not outermost:  # a signal that came before is the outer block's, in both threads
+        listener.flush()
     listener.subscribers.append(subscriber)
     try:
         if outermost:

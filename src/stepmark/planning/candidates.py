@@ -6,22 +6,22 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 
 
-def neighbours(args: TrainingArguments, ranks: int) -> list[TrainingArguments]:
+def neighbours(args: TrainingFields, ranks: int) -> list[TrainingFields]:
     """The recipe's own settings first, then those that differ from it in one thing."""
     return _different([args, *_one_change(args, ranks)])
 
 
-def smaller(args: TrainingArguments, ranks: int) -> list[TrainingArguments]:
+def smaller(args: TrainingFields, ranks: int) -> list[TrainingFields]:
     """Settings that need ever less memory: everything that saves some, with more and more ranks that share a model."""
     least: dict[str, Any] = {"gradient_checkpointing": True, **_one_row(args)}
     sizes = [size for size in _powers(ranks) if size >= args.tensor_parallel_size]
     return _different([_changed(args, ranks, **least, tensor_parallel_size=size, zero_1=True) for size in sizes])
 
 
-def _one_change(args: TrainingArguments, ranks: int) -> Iterator[TrainingArguments]:
+def _one_change(args: TrainingFields, ranks: int) -> Iterator[TrainingFields]:
     size = args.tensor_parallel_size
     if size < ranks:
         yield _changed(args, ranks, zero_1=not args.zero_1)
@@ -36,7 +36,7 @@ def _one_change(args: TrainingArguments, ranks: int) -> Iterator[TrainingArgumen
         yield _changed(args, ranks, **_one_row(args))
 
 
-def _one_row(args: TrainingArguments) -> dict[str, Any]:
+def _one_row(args: TrainingFields) -> dict[str, Any]:
     """One row a micro-batch, and as many more micro-batches."""
     rows = args.per_device_train_batch_size
     return {
@@ -45,7 +45,7 @@ def _one_row(args: TrainingArguments) -> dict[str, Any]:
     }
 
 
-def _changed(args: TrainingArguments, ranks: int, **changes: Any) -> TrainingArguments:
+def _changed(args: TrainingFields, ranks: int, **changes: Any) -> TrainingFields:
     """With the same number of samples in a step, as near as accumulation allows: fewer data parallel ranks have more
     micro-batches each."""
     size = changes.get("tensor_parallel_size", args.tensor_parallel_size)
@@ -58,7 +58,7 @@ def _changed(args: TrainingArguments, ranks: int, **changes: Any) -> TrainingArg
     return dataclasses.replace(args, **{**changes, "gradient_accumulation_steps": micro_batches})
 
 
-def _different(found: list[TrainingArguments]) -> list[TrainingArguments]:
+def _different(found: list[TrainingFields]) -> list[TrainingFields]:
     return [args for index, args in enumerate(found) if args not in found[:index]]
 
 

@@ -69,7 +69,7 @@ def _check_block_size(config: Any, block_size: int) -> None:
 
 
 def _device(recipe: Recipe, notes: list[str]) -> str:
-    wish = recipe.training.device
+    wish = recipe.training.device_name
     if wish != "auto":
         return wish
     found = choose_device("auto")

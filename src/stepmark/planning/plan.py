@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepmark.config.recipe import Recipe
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.planning.candidates import neighbours, smaller
 from stepmark.planning.depth import trace_deep
@@ -34,7 +34,7 @@ class RankMemory:
         impossible: Why these settings cannot be used; None if they can.
     """
 
-    args: TrainingArguments
+    args: TrainingFields
     peak_of: str = ""
     usage: dict[str, int] | None = None
     checkpointed: float = 0.0
@@ -138,7 +138,7 @@ def make_plan(
     )
 
 
-def check_mesh(args: TrainingArguments, ranks: int) -> None:
+def check_mesh(args: TrainingFields, ranks: int) -> None:
     """Raises UsageError where the ranks do not make the mesh of the arguments, or one that cannot be planned."""
     if ranks < 1:
         raise UsageError(f"--nproc: must be at least 1, but is {ranks}")
@@ -164,7 +164,7 @@ def _count(config: Any) -> tuple[str, int, int]:
 
 
 def _until_one_fits(
-    config: Any, tried: Sequence[TrainingArguments], ranks: int, length: RunLength, device: str, device_memory: int
+    config: Any, tried: Sequence[TrainingFields], ranks: int, length: RunLength, device: str, device_memory: int
 ) -> list[RankMemory]:
     found: list[RankMemory] = []
     for settings in tried:
@@ -174,7 +174,7 @@ def _until_one_fits(
     return found
 
 
-def _measure(config: Any, args: TrainingArguments, ranks: int, length: RunLength, device: str) -> RankMemory:
+def _measure(config: Any, args: TrainingFields, ranks: int, length: RunLength, device: str) -> RankMemory:
     if args.sequence_parallel and length.block_size % args.tensor_parallel_size:
         reason = f"block_size {length.block_size} is not a multiple of tensor_parallel_size {args.tensor_parallel_size}"
         return RankMemory(args, impossible=f"sequence_parallel: {reason}")

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
@@ -62,7 +62,7 @@ class StepSetup:
     """
 
     config: Any
-    args: TrainingArguments
+    args: TrainingFields
     ranks: int
     length: int
     device: PlannedDevice
@@ -193,7 +193,7 @@ def _batch(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _autocast(args: TrainingArguments) -> torch.dtype | None:
+def _autocast(args: TrainingFields) -> torch.dtype | None:
     return torch.bfloat16 if args.bf16 else None
 
 

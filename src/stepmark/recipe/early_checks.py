@@ -15,7 +15,7 @@ from stepmark.trainer.existing_run import check_named_checkpoint, check_no_earli
 def check_early(recipe: Recipe) -> None:
     """Raises StepmarkError for files and folders that are missing, or in the way of the run."""
     args, data = recipe.training, recipe.data
-    check_device_name(args.device)
+    check_device_name(args.device_name)
     resume = args.resume_from_checkpoint
     check_no_earlier_run(Path(args.output_dir), args, resumes=bool(resume))
     if isinstance(resume, str):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stepmark.config.recipe import ModelArguments
-from stepmark.config.training_arguments import parse_options
+from stepmark.config.training_fields import parse_options
 from stepmark.data.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
 from stepmark.recipe.hub import work_offline_without_hub
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
@@ -51,7 +51,7 @@ def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None,
     args = recipe.training
     quiet_libraries()
     prepare_environment()
-    if choose_device(args.device) != "xla":
+    if choose_device(args.device_name) != "xla":
         leave_out_torch_xla()
     elif args.pipeline_parallel_size > 1:
         raise UsageError(NO_LAZY_PIPELINE)
@@ -59,7 +59,7 @@ def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None,
     _check_names(args)
     functions = _load_metrics(metrics, args)
     prepare_compile_cache(args.compile_cache)
-    context = start(args.device, args.join_timeout)
+    context = start(args.device_name, args.join_timeout)
     open_compile_cache(context.runtime, args.compile_cache, context.world)
     ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
     _say(context, f"device: {context.runtime.name}, {ranks}", args.log_format)
@@ -120,7 +120,7 @@ def build_trainer(
     )
 
 
-def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions | None:
+def _load_metrics(name: str | None, args: TrainingFields) -> MetricsFunctions | None:
     from stepmark.evaluation.metric_functions import load_metrics
 
     if name is None:
@@ -130,7 +130,7 @@ def _load_metrics(name: str | None, args: TrainingArguments) -> MetricsFunctions
     return load_metrics(name, "--metrics")
 
 
-def _model_factory(args: TrainingArguments, context: Context) -> Any:
+def _model_factory(args: TrainingFields, context: Context) -> Any:
     """Builds the model in shards, where several ranks hold it together; otherwise None."""
     from stepmark.parallel.loading.load import model_factory
     from stepmark.trainer.setup import make_mesh, sharding_options
@@ -149,7 +149,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
         return prepare(config, tokenizer, progress=lambda text: _say(context, text, recipe.training.log_format))
 
 
-def _check_names(args: TrainingArguments) -> None:
+def _check_names(args: TrainingFields) -> None:
     """Raises UsageError for an optimizer or schedule that does not exist, before anything is built."""
     from stepmark.training.optimizer import check_optimizer
     from stepmark.training.schedule import check_schedule
@@ -178,7 +178,7 @@ def _check_block_size(model: Any, dataset: Any) -> None:
         )
 
 
-def _last_line(args: TrainingArguments, step: int) -> str:
+def _last_line(args: TrainingFields, step: int) -> str:
     if extracting_graphs():
         return f"done: step {step}; nothing is saved"
     folder = args.output_dir

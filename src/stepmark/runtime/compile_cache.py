@@ -17,7 +17,7 @@ from stepmark.filesystem.cache_folder import GRAPHS, cache_root
 from stepmark.launch.world import World
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.hardware import neuron_device_present
-from stepmark.runtime.xla_environment import XLA_FOLDER
+from stepmark.runtime.xla_environment import XLA_FOLDER, extracting_graphs
 
 Setting = bool | str | None  # of the field: off, on in the default folder, a folder or URL; None: on where it helps
 
@@ -67,14 +67,14 @@ def switched_on(setting: Setting) -> Setting:
 
 def open_compile_cache(runtime: Runtime, setting: Setting, world: World) -> None:
     """Makes torch_xla keep this rank's compiled graphs; call it before the device has run anything. Does nothing on
-    eager devices, and on Neuron.
+    eager devices, on Neuron, and where graphs are only extracted: Neuron's tool compiles them.
 
     By default the cache is on, except on XLA's CPU client, which writes compiled graphs and cannot read them back.
 
     Raises:
         UsageError: The folder cannot be written to, or is a URL.
     """
-    if not runtime.lazy or setting is False or neuron_device_present():
+    if not runtime.lazy or setting is False or neuron_device_present() or extracting_graphs():
         return
     if isinstance(setting, str) and "://" in setting:
         raise UsageError(f"compile_cache: {setting} is a URL, which only Neuron's compiler supports; name a folder")

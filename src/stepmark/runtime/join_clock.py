@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from stepmark.errors import UsageError
 from stepmark.launch.process_exit import say
+from stepmark.launch.running_time import running_time
 
 JOIN_TIMEOUT = "STEPMARK_JOIN_TIMEOUT"
 DEFAULT_SECONDS = 600.0
@@ -48,22 +49,22 @@ def _same(text: str | None) -> str | None:
 
 
 class JoinClock:
-    """The time since this rank began to join."""
+    """The time since this rank began to join, without the time in which the job was suspended."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self._began = time.monotonic()
+        self._began = running_time()
         self._next_line = FIRST_LINE
 
     @property
     def left(self) -> float:
         """Seconds until the timeout."""
-        return self._began + self.timeout - time.monotonic()
+        return self._began + self.timeout - running_time()
 
     @property
     def due(self) -> bool:
         """Whether a line is due, or an error."""
-        return time.monotonic() - self._began > min(self._next_line, self.timeout)
+        return running_time() - self._began > min(self._next_line, self.timeout)
 
     def tick(self, describe: Callable[[], str | None]) -> None:
         """Waits a moment. If a line is due, it says what `describe` returns; None says nothing."""
@@ -71,7 +72,7 @@ class JoinClock:
         time.sleep(POLL_SECONDS)
 
     def _say_if_due(self, describe: Callable[[], str | None]) -> None:
-        passed = time.monotonic() - self._began
+        passed = running_time() - self._began
         if passed <= self._next_line:
             return
         self._next_line *= 2

@@ -47,10 +47,11 @@ def connect(
 
 def _choose_interface(world: World, roster: Roster) -> None:
     """Sets gloo's network interface to the one on the way to the other nodes, unless the user has set one."""
-    others = [peer for peer in roster.peers if peer.node != world.node]
+    own = roster.peers[world.rank]
+    others = [peer for peer in roster.peers if peer.node != world.node and not _on_one_machine(own, peer)]
     if not others or INTERFACE in os.environ:
         return
-    address = _own_address(roster.peers[world.rank], others)
+    address = _own_address(own, others)
     interface = interface_of(address) if address is not None else None
     if address is None or interface is None or is_loopback(address):
         raise LaunchError(
@@ -59,6 +60,12 @@ def _choose_interface(world: World, roster: Roster) -> None:
             f"{address or 'unknown'}; set {INTERFACE} to the interface that all nodes share"
         )
     os.environ[INTERFACE] = interface
+
+
+def _on_one_machine(*peers: Peer) -> bool:
+    """Whether ranks of different nodes are on one machine, as with several agents or containers: they reach the store
+    over loopback, or serve it."""
+    return all(peer.address is None or is_loopback(peer.address) for peer in peers)
 
 
 def _own_address(own: Peer, others: list[Peer]) -> str | None:

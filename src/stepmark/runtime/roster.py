@@ -85,7 +85,7 @@ class Meeting:
             return self._lead() if self._world.rank == 0 else self._follow()
         except RuntimeError as error:
             raise PeerFailed(
-                f"{self._world.here}: the connection to the ranks' store at {self._world.place} has broken while ranks "
+                f"{self._world.here}: the connection to the ranks' store {self._world.place} has broken while ranks "
                 f"were joining, so the process that serves it has ended; see its error ({_first_line(error)})"
             ) from error
 
@@ -116,7 +116,7 @@ class Meeting:
         if before["name"] != self._name:
             raise LaunchError(
                 f"{self._world.here}: process {before['process']} on {before['host']} has already joined as rank "
-                f"{self._world.rank} at {self._world.place}: two runs use the same address and port, or two processes "
+                f"{self._world.rank} {self._world.place}: two runs use the same address and port, or two processes "
                 "the same rank; set MASTER_PORT to another free port for each run"
             )
 

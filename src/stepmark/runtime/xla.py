@@ -168,6 +168,14 @@ def graph_counts() -> GraphCounts:
     return GraphCounts(compiled, nanoseconds / 1e9, *(metrics.counter_value(name) or 0 for name in names))
 
 
+def host_operations() -> dict[str, int]:
+    """How often each operation that torch_xla cannot put into a graph was run on the host, such as `aten::nonzero`.
+    Reads of single values are not among them."""
+    read = "aten::_local_scalar_dense"
+    names = (name for name in metrics.counter_names() if name.startswith("aten::") and name != read)
+    return {name: metrics.counter_value(name) or 0 for name in names}
+
+
 def pending_graph() -> str:
     """The operations that the next step boundary would run, as StableHLO text. Runs nothing."""
     return xm.get_stablehlo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -17,15 +18,18 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from stepmark.config.training_arguments import TrainingArguments
 from stepmark.trainer.results import evaluation_line
 from stepmark.trainer.setup import RunParts, count_epochs
 from stepmark.trainer.strategies import StrategyCallback
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.telemetry.prometheus import PrometheusFile
 from stepmark.trainer.telemetry.run_log import RunLog
+from stepmark.trainer.training_arguments import TrainingArguments
 
 Metrics = dict[str, float]
+
+logger = logging.getLogger("stepmark")
+_OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer, and made anew here
 
 
 class RunCallbacks:
@@ -141,7 +145,8 @@ class RunCallbacks:
         return self.state
 
     def restore_state(self, saved: TrainerState) -> None:
-        """Continues the history and the search for the best model of `saved`, and restores the callbacks' states."""
+        """Continues the history and the search for the best model of `saved`, and restores the callbacks' states: what
+        they have counted, and with `restore_callback_states_from_checkpoint` also what they were made with."""
         for name in ("log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(self.state, name, getattr(saved, name))
         states: Any = saved.stateful_callbacks  # plain values, once they were read from a file
@@ -150,8 +155,13 @@ class RunCallbacks:
         for callback in self._exportable():
             for values in left.get(type(callback).__name__, [])[:1]:
                 left[type(callback).__name__].pop(0)
+                if self.args.restore_callback_states_from_checkpoint:
+                    vars(callback).update(vars(type(callback)(**values.get("args", {}))))
                 for name, value in values["attributes"].items():
                     setattr(callback, name, value)
+        missing = sorted(name for name, states in left.items() if states and name not in _OWN_STATES)
+        if missing:
+            logger.warning("the checkpoint has the state of callbacks that this run lacks: %s", ", ".join(missing))
 
     def _exportable(self) -> list[Any]:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.checkpoint.format.manifest import MANIFEST
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointNotFound, UsageError
 from stepmark.interchange.hints import import_hint
 
 
-def check_no_earlier_run(folder: Path, args: TrainingArguments, *, resumes: bool) -> None:
+def check_no_earlier_run(folder: Path, args: TrainingFields, *, resumes: bool) -> None:
     """Raises UsageError where a new run would write into a folder with checkpoints of another."""
     existing = checkpoints(folder)
     if args.save_strategy != "no" and existing and not resumes:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.data.collate import Padding, PadTo
 from stepmark.data.loader import DataLoader
-from stepmark.data.stream_loader import StreamLoader, is_stream
+from stepmark.data.stream_loader import StreamLoader, check_readable_again, is_stream
 from stepmark.errors import UsageError
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.given_loader import GivenLoader, PlainBatches
@@ -26,7 +26,7 @@ TrainLoader = DataLoader | GivenLoader
 class LoaderFactory:
     """Makes loaders of this rank's part of the data, as the arguments say."""
 
-    args: TrainingArguments
+    args: TrainingFields
     model: nn.Module
     mesh: Mesh
     loss: MicroBatchLoss
@@ -40,6 +40,7 @@ class LoaderFactory:
 
     def train_batches(self, dataset: Any) -> Any:
         """The batches of training data: of a dataset with a length, or of one that can only be iterated."""
+        check_readable_again("train_dataset", dataset)
         if is_stream(dataset):
             return self._stream(dataset, self.args.per_device_train_batch_size)
         return PlainBatches(self.train_loader(dataset))
@@ -117,4 +118,18 @@ class LoaderFactory:
 
     @cached_property
     def _columns(self) -> ModelColumns | None:
-        return ModelColumns.of_model(self.model, self.loss.labels) if self.args.remove_unused_columns else None
+        if not self.args.remove_unused_columns:
+            return None
+        return ModelColumns.of_model(self.model, self.loss.labels, others_read=self._others_read_columns)
+
+    @property
+    def _others_read_columns(self) -> bool:
+        """Whether code of the user's gets a sample's columns, and not only the model."""
+        collator = self.data_collator
+        own_collator = collator is not None and not _of_transformers(collator) and self._padded is None
+        return own_collator or self.loss.override is not None
+
+
+def _of_transformers(collator: Any) -> bool:
+    module = getattr(collator, "__module__", None) or type(collator).__module__
+    return str(module).partition(".")[0] == "transformers"

@@ -25,6 +25,7 @@ CALLED = (
     "is_world_process_zero",
     "add_callback",
     "remove_callback",
+    "pop_callback",
 )
 
 _LOSS = "compute_loss"
@@ -104,11 +105,10 @@ INSTEAD = {
     "_push_from_checkpoint": _HUB,
     "_finish_current_push": _HUB,
     "hyperparameter_search": "train",
-    "call_model_init": "train",
+    "call_model_init": "nothing; pass model_init",
     "_hp_search_setup": "train",
     "_report_to_hp_search": "train",
     "_tune_save_checkpoint": "train",
-    "pop_callback": "remove_callback",
     "is_local_process_zero": "is_world_process_zero",
 }
 

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from stepmark.errors import CheckpointMismatch
+from stepmark.trainer.special_tokens import SPECIAL
 
-MAY_DIFFER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"}
+MAY_DIFFER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures", *SPECIAL}
 
 
 def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, data_seed: int) -> dict[str, Any]:
@@ -29,16 +30,24 @@ def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, d
 def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
     """Raises CheckpointMismatch, which names the first difference, where the identities differ."""
     for key, value in current.items():
-        before = saved.get(key)
-        if before == value:
-            continue
-        if isinstance(before, dict) and isinstance(value, dict):
-            name = next(name for name in sorted({*before, *value}) if before.get(name) != value.get(name))
-            key, before, value = f"{key}, {name}", before.get(name), value.get(name)
-        raise CheckpointMismatch(
-            f"{where} belongs to another run: its {key} was {_short(before)} and is now {_short(value)}; resume with "
-            "the same model, tokenizer, data and seeds, or start a new run in another output_dir"
-        )
+        difference = _difference(key, saved.get(key), value)
+        if difference is not None:
+            name, before, now = difference
+            raise CheckpointMismatch(
+                f"{where} belongs to another run: its {name} was {_short(before)} and is now {_short(now)}; resume "
+                "with the same model, tokenizer, data and seeds, or start a new run in another output_dir"
+            )
+
+
+def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any] | None:
+    """The first difference by name. Of configurations of transformers only what both have is compared, since another
+    version of it has other fields."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return None if before == now else (name, before, now)
+    of_transformers = "model_type" in before and "model_type" in now
+    keys = {*before} & {*now} if of_transformers else {*before, *now}
+    found = (_difference(f"{name}, {key}", before.get(key), now.get(key)) for key in sorted(keys - MAY_DIFFER))
+    return next((each for each in found if each is not None), None)
 
 
 def _model(model: nn.Module) -> dict[str, Any]:

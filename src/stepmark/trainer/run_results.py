@@ -9,6 +9,7 @@ from typing import Any
 
 from stepmark.errors import StepmarkError
 from stepmark.launch.process_exit import say
+from stepmark.launch.restarts import may_be_restarted
 from stepmark.launch.signals import HOW_TO_GO_ON, RunInterrupted
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.callbacks import RunCallbacks
@@ -69,5 +70,8 @@ def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
         if run_log.writes:
             say(f"interrupted by {error.reason}\n{HOW_TO_GO_ON}")
     elif callbacks.begun:  # otherwise the status of an earlier run stands
-        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        run_log.try_status(state, step, f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            run_log.try_status("interrupted", step, reason)
+        else:
+            run_log.failed(step, reason, final=not may_be_restarted(callbacks.args.max_restarts, error))

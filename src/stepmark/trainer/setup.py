@@ -14,7 +14,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.pipeline.staged_model import complete_size
@@ -40,7 +40,7 @@ class RunParts:
     """The parts of one run. `identity` is what a run that resumes it must have in common with it; `saved` is the module
     that checkpoints hold: the model, or its adapter."""
 
-    args: TrainingArguments
+    args: TrainingFields
     context: Context
     mesh: Mesh
     model: nn.Module
@@ -53,17 +53,17 @@ class RunParts:
     identity: dict[str, Any]
 
 
-def count_steps(args: TrainingArguments, loader: TrainLoader) -> int:
+def count_steps(args: TrainingFields, loader: TrainLoader) -> int:
     """Optimizer steps of the complete run."""
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * loader.steps_per_epoch)
 
 
-def count_epochs(args: TrainingArguments, loader: TrainLoader) -> int:
+def count_epochs(args: TrainingFields, loader: TrainLoader) -> int:
     """Epochs of the complete run, the last of which may be partial."""
     return max(1, -(-count_steps(args, loader) // loader.steps_per_epoch))
 
 
-def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -> Mesh:
+def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> Mesh:
     """Moves the model to the device, sharded as the arguments say unless it already is, with equal weights on all
     ranks. Returns its mesh. Collective."""
     applied = parallelized(model)
@@ -88,7 +88,7 @@ def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -
     return mesh
 
 
-def make_mesh(args: TrainingArguments, context: Context) -> Mesh:
+def make_mesh(args: TrainingFields, context: Context) -> Mesh:
     """The mesh that the arguments describe. Collective."""
     return Mesh.create(
         tensor_parallel_size=args.tensor_parallel_size,
@@ -97,7 +97,7 @@ def make_mesh(args: TrainingArguments, context: Context) -> Mesh:
     )
 
 
-def sharding_options(args: TrainingArguments) -> dict[str, Any]:
+def sharding_options(args: TrainingFields) -> dict[str, Any]:
     """The arguments of `parallelize`."""
     names = ("sequence_parallel", "parallelize_embedding", "pipeline_layers", "pipeline_chunks")
     return {name: getattr(args, name) for name in names}
@@ -111,7 +111,7 @@ def _tie_again(model: nn.Module) -> None:
         tie()
 
 
-def _check_sharding(applied: ParallelizedModel | None, args: TrainingArguments, context: Context) -> None:
+def _check_sharding(applied: ParallelizedModel | None, args: TrainingFields, context: Context) -> None:
     """Raises UsageError where the model is sharded differently from what the arguments say, or for another device."""
     if applied is None:
         return
@@ -133,7 +133,7 @@ def _check_sharding(applied: ParallelizedModel | None, args: TrainingArguments, 
 
 def step_optimizer(
     model: nn.Module,
-    args: TrainingArguments,
+    args: TrainingFields,
     mesh: Mesh,
     given: torch.optim.Optimizer | None = None,
 ) -> StepOptimizer:
@@ -166,13 +166,13 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
 
-def make_schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+def make_schedule(args: TrainingFields, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
     """The schedule that the arguments name."""
     warmup = warmup_length(args.warmup_steps, args.warmup_ratio, total_steps)
     return build_schedule(args.lr_scheduler_type, optimizer, total_steps, warmup, args.scheduler_options)
 
 
-def make_checkpointer(folder: Path, args: TrainingArguments, mesh: Mesh) -> Checkpointer:
+def make_checkpointer(folder: Path, args: TrainingFields, mesh: Mesh) -> Checkpointer:
     """A checkpointer with the retention that the arguments ask for."""
     keep: list[Retention] = []
     if args.save_total_limit is not None:
@@ -190,7 +190,7 @@ def make_checkpointer(folder: Path, args: TrainingArguments, mesh: Mesh) -> Chec
     )
 
 
-def check_start(folder: Path, model: nn.Module, args: TrainingArguments, context: Context, *, resumes: bool) -> None:
+def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> None:
     """Raises UsageError where the folder holds another run's checkpoints, StepmarkError where its disk has no room for
     one. Collective."""
     if args.save_strategy == "no":
@@ -201,7 +201,7 @@ def check_start(folder: Path, model: nn.Module, args: TrainingArguments, context
     check_room(folder, size.nbytes + 4 * states * size.elements, context.host)
 
 
-def reporters(args: TrainingArguments) -> list[type[TrainerCallback]]:
+def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:
     """transformers' callbacks for the `report_to` names."""
     from transformers.integrations import get_reporting_integration_callbacks
 

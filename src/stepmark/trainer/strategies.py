@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.trainer_callback import DefaultFlowCallback, TrainerControl, TrainerState
 
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 
 
 class StrategyCallback(DefaultFlowCallback):
@@ -47,7 +47,7 @@ def _every(strategy: str, step: int, interval: float) -> bool:
     return strategy == "steps" and step % int(interval) == 0
 
 
-def is_better(args: TrainingArguments, value: float, best: float | None) -> bool:
+def is_better(args: TrainingFields, value: float, best: float | None) -> bool:
     """Whether the metric for the best model improved; NaN is never better."""
     if math.isnan(value):
         return False

@@ -16,8 +16,9 @@ from transformers.trainer_utils import EvalPrediction
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.config.old_names import explains_keywords
-from stepmark.config.training_arguments import TrainingArguments, set_log_level
+from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.data.loader import DataLoader
+from stepmark.data.stream_loader import check_readable_again
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
@@ -36,8 +37,10 @@ from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.silent_ranks import watch_peers
 from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.model_export import write_model
+from stepmark.trainer.model_factory import model_of
 from stepmark.trainer.outputs import SavedFiles, prepare_output_folder, write_model_files
 from stepmark.trainer.overrides import check_overrides, overrides
+from stepmark.trainer.parameter_queries import ParameterQueries
 from stepmark.trainer.results import PredictionOutput, TrainOutput, metric_lines
 from stepmark.trainer.resume import TRAINER_STATE
 from stepmark.trainer.run_identity import identity
@@ -54,7 +57,9 @@ from stepmark.trainer.setup import (
     step_optimizer,
     tensors_of,
 )
+from stepmark.trainer.special_tokens import align_special_tokens
 from stepmark.trainer.telemetry.run_log import RunLog
+from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.trainer.transformers_arguments import converted
 from stepmark.training.loss import MicroBatchLoss
@@ -65,7 +70,7 @@ from stepmark.training.step import TrainStep
 
 
 @explains_keywords
-class Trainer:
+class Trainer(ParameterQueries):
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
     A subclass may override `compute_loss`, `get_train_dataloader`, `get_eval_dataloader`, `create_optimizer`,
@@ -85,6 +90,7 @@ class Trainer:
             `train`. The ranks take the batches of the latter in turn; a resumed run skips those that were taken.
         eval_dataset: The same for `evaluate`, or several by name.
         processing_class: The tokenizer; it is saved with the model.
+        model_init: Makes the model, instead of `model`, with `seed`: once here, and again for every further `train()`.
         compute_loss_func: `(outputs, labels, num_items_in_batch)` to a loss, instead of the model's own: a mean over
             the targets of the micro-batch, or a sum divided by `num_items_in_batch`, which is the number of targets of
             the micro-batch (in transformers: of the step). Both give the mean over the step's targets, for any
@@ -111,24 +117,26 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
-        args: TrainingArguments | None = None,
+        model: nn.Module | None = None,
+        args: TrainingFields | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
         processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        self.args = converted(args) or TrainingArguments()
+        self.args: TrainingArguments = converted(args)
         set_log_level(self.args)
         check_restarts(self.args.max_restarts)
+        model, self._factory = model_of(model, model_init, self.args.seed)
         model = without_wrapper(model)
         prepare_compile_cache(self.args.compile_cache)
-        self.context: Context = start(self.args.device, self.args.join_timeout)
+        self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
         self.mesh = prepare_model(model, self.args, self.context)
         self.model = model
@@ -216,6 +224,11 @@ class Trainer:
         """Adds a callback, an object or a class that is called without arguments."""
         if _is_called(callback):
             self._callbacks.handler.add_callback(callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Removes a callback, or the first one of a class, and returns it; None where there is none."""
+        removed: TrainerCallback | None = self._callbacks.handler.pop_callback(callback)
+        return removed
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Removes a callback, or the first one of a class."""
@@ -446,6 +459,9 @@ class Trainer:
         prepare_output_folder(folder, self.context.host)
         self._callbacks.reset()
         self._best_step = None
+        if self._factory is not None:
+            self._factory.begin_run(self.model, self.mesh)
+        align_special_tokens(self.model, self.processing_class)
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
             parts = self.make_parts()
             loop = TrainingLoop(
@@ -650,7 +666,10 @@ class Trainer:
         dataset = self.eval_dataset if given is None else given
         if dataset is None and overrides(self, Trainer, "get_eval_dataloader"):
             return [("eval", None)]
-        return evaluation_sets(dataset)
+        sets = evaluation_sets(dataset)
+        for _, each in sets if given is None else ():
+            check_readable_again("eval_dataset", each)
+        return sets
 
     def final_evaluation(self) -> dict[str, float]:
         """Returns the metrics of the model as it is at the end of training; evaluates it where that was not done yet.

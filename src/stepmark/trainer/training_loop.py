@@ -11,7 +11,7 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.data.batch import StepBatch
 from stepmark.data.prefetcher import DevicePrefetcher
-from stepmark.errors import UsageError
+from stepmark.errors import PeerLost, UsageError
 from stepmark.launch.process_exit import say
 from stepmark.launch.signals import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
@@ -358,7 +358,8 @@ class TrainingLoop:
                 yield
             except Exception as error:
                 if self._preemption.explains(error):
-                    reason = f"{self._preemption.signal_name}: another rank has ended; the last checkpoint stands"
+                    ended = str(error).partition(";")[0] if isinstance(error, PeerLost) else "another rank has ended"
+                    reason = f"{self._preemption.signal_name}: {ended}; the last checkpoint stands"
                     raise RunInterrupted(reason) from error
                 raise
 

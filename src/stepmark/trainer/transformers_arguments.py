@@ -9,36 +9,41 @@ from typing import Any
 import transformers
 
 from stepmark.config.coercion import field_names
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
+from stepmark.config.transformers_defaults import SWITCHES, is_done
 from stepmark.config.unknown_field_message import unknown_field
 from stepmark.errors import UsageError
-
-# What only the script itself reads.
-SCRIPT_ONLY = ("do_train", "do_eval", "do_predict")
+from stepmark.trainer.training_arguments import TrainingArguments
 
 
 def converted(args: Any) -> Any:
-    """Returns `args` as Stepmark's TrainingArguments where they are transformers', and anything else as it is.
+    """Returns `args` as Stepmark's TrainingArguments where they are transformers' or a recipe's, those by default for
+    None, and anything else as it is.
 
     Raises:
         UsageError: Fields that Stepmark lacks do not have their default value; all are named.
     """
+    if args is None:
+        return TrainingArguments()
+    if isinstance(args, TrainingFields):
+        return TrainingArguments.of(args)
     if not isinstance(args, transformers.TrainingArguments):
         return args
-    own = field_names(TrainingArguments)
+    own = [name for name in field_names(TrainingArguments) if name != "local_rank"]  # that is the launcher's
     values = {name: _plain(value) for name, value in _fields(args).items()}
     defaults = {name: _plain(value) for name, value in _fields(_default(args)).items()}
-    on_cpu = values.pop("use_cpu", False)
+    switched = {name: values.pop(name) for name in SWITCHES if name in values}
     lacking = [
         name
         for name, value in values.items()
-        if name in defaults and name not in (*own, *SCRIPT_ONLY) and value != defaults[name]
+        if name in defaults
+        and name not in (*own, "local_rank")
+        and value != defaults[name]
+        and not is_done(name, value)
     ]
     if lacking:
         raise UsageError("; ".join(unknown_field(name, own) for name in lacking))
-    return TrainingArguments(
-        **{name: value for name, value in values.items() if name in own}, device="cpu" if on_cpu else "auto"
-    )
+    return TrainingArguments(**{name: value for name, value in values.items() if name in own}, **switched)
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:

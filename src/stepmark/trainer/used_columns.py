@@ -17,27 +17,33 @@ from stepmark.training.model_labels import unwrapped
 ALWAYS = ("label", "label_ids", "shift_labels")
 
 logger = logging.getLogger("stepmark")
+_warned: set[tuple[str, str]] = set()
 
 
 class ModelColumns:
     """The columns of a sample that reach a model."""
 
-    def __init__(self, model: nn.Module, names: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, names: frozenset[str], *, others_read: bool) -> None:
         self._model = type(model).__name__
         self._names = names
+        self._others_read = others_read
         self._logged = False
 
     @classmethod
-    def of_model(cls, model: nn.Module, labels: LabelRule) -> ModelColumns | None:
+    def of_model(cls, model: nn.Module, labels: LabelRule, *, others_read: bool = False) -> ModelColumns | None:
         """The arguments of the model's forward, and the labels; None, for all, where it takes any argument. The models
-        of transformers take further arguments for their attention and loss only, which are not columns."""
+        of transformers take further arguments for their attention and loss only, which are not columns.
+
+        `others_read`: a loss or a collator of the user's might want the other columns, so leaving them out is a
+        warning.
+        """
         inner = unwrapped(model)
         parameters = inspect.signature(inner.forward).parameters.values()
         named = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         takes_any = len(named) < len(parameters)
         if takes_any and not (named and _of_transformers(inner)):
             return None
-        return cls(inner, frozenset((*named, *labels.names, *ALWAYS)))
+        return cls(inner, frozenset((*named, *labels.names, *ALWAYS)), others_read=others_read)
 
     def of(self, sample: Any) -> Any:
         """The sample, a mapping without the other columns, or anything else as it is.
@@ -56,8 +62,23 @@ class ModelColumns:
             )
         if not self._logged:
             self._logged = True
-            logger.info("columns that %s.forward does not take are ignored: %s", self._model, ignored)
+            self._log(ignored)
         return used
+
+    def _log(self, ignored: str) -> None:
+        """Once per process: each evaluation has a loader of its own."""
+        if (self._model, ignored) in _warned:
+            return
+        if self._others_read:
+            _warned.add((self._model, ignored))
+            logger.warning(
+                "columns that %s.forward does not take are left out, also for compute_loss and data_collator: %s; set "
+                "remove_unused_columns: false to keep them",
+                self._model,
+                ignored,
+            )
+        else:
+            logger.info("columns that %s.forward does not take are ignored: %s", self._model, ignored)
 
 
 def _of_transformers(model: nn.Module) -> bool:

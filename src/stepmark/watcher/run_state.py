@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.coordination.folder_claim import heartbeat_files
 from stepmark.checkpoint.coordination.heartbeat import STALE
 from stepmark.checkpoint.coordination.leases import Leases
+from stepmark.launch.running_time import running_time
 
 STATUS = "status.json"
+STARTING = 600.0  # seconds that ranks which are started again may take until the run is claimed
 ENDED = ("done", "failed", "interrupted")
+
+
+def _until_restarted(status: dict[str, Any]) -> float:
+    """Seconds in which a run whose ranks have failed may be started again; 0 for others."""
+    delay = status.get("restart_delay")
+    return delay + STARTING if isinstance(delay, (int, float)) else 0.0
 
 
 class RunState:
     """The state of a run, as its folder shows it; polled."""
 
     def __init__(self, run: Path, *, patience: float = STALE) -> None:
-        """`patience`: seconds without a heartbeat after which a run whose status is running counts as ended."""
+        """`patience`: seconds without a heartbeat, while this process is running, after which a run whose status is
+        running counts as ended."""
         self._run = run
         self._heartbeats = Leases(run)
         self._patience = patience
@@ -39,10 +47,11 @@ class RunState:
             return None
         if status.get("state") in ENDED:
             return str(status["state"])
-        self._silent_since = self._silent_since or time.monotonic()
-        if time.monotonic() - self._silent_since < self._patience:
+        patience = self._patience + _until_restarted(status)
+        self._silent_since = self._silent_since or running_time()
+        if running_time() - self._silent_since < patience:
             return None
-        return f"without a heartbeat for {self._patience:.0f} s"
+        return f"without a heartbeat for {patience:.0f} s"
 
     def _status(self) -> dict[str, Any] | None:
         try:

@@ -54,6 +54,12 @@ class Machine:
         os.close(self.release)
         os.waitpid(self.process, 0)
 
+    def suspend(self) -> None:
+        os.kill(self.process, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        os.kill(self.process, signal.SIGCONT)
+
     def kill(self) -> None:
         os.kill(self.process, signal.SIGKILL)
         os.waitpid(self.process, 0)
@@ -141,6 +147,22 @@ def test_a_dead_run_on_another_machine_is_watched_before_its_folder_is_taken(
         assert STALE <= time.monotonic() - begun < 10 * STALE
         assert len(heartbeat_files(tmp_path)) == 1
     assert "to see whether another run on" in caplog.text
+
+
+def test_a_run_that_was_suspended_together_with_its_observer_is_alive(tmp_path: Path) -> None:
+    """The observer wakes first, and has seen no heartbeat for longer than STALE."""
+    owner = claim_on(tmp_path, "one")
+    assert owner.wait() == "owner"
+    owner.suspend()
+    other = claim_on(tmp_path, "two")
+    with running(owner, other):
+        time.sleep(0.7)
+        other.suspend()
+        time.sleep(STALE)
+        other.wake()
+        time.sleep(0.3)
+        owner.wake()
+        assert other.wait().startswith("CheckpointBusy")
 
 
 def test_a_folder_that_was_given_back_is_free_at_once(tmp_path: Path) -> None:

@@ -235,7 +235,9 @@ def save_and_die(folder: Path, number: int, fail: Callable[[], None], patch: pyt
     return os.waitpid(process, 0)[1] == 0
 
 
-@pytest.mark.parametrize("attempt", [save_and_die, save_again], ids=["killed", "full"])
+@pytest.mark.parametrize(
+    "attempt", [pytest.param(save_and_die, id="killed"), pytest.param(save_again, id="full", marks=pytest.mark.prove)]
+)
 def test_saving_a_step_that_exists_never_endangers_it(
     saved: tuple[Path, dict[int, dict[str, Any]]],
     tmp_path: Path,

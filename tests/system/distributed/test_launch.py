@@ -199,6 +199,18 @@ def test_a_failing_rank_under_torchrun_reports_once_and_first(environment: dict[
     assert ours[0] < theirs[0]
 
 
+@pytest.mark.prove
+def test_a_rank_that_is_killed_is_named_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
+    """Its agent ends the other rank with SIGTERM, which may say so before it ends."""
+    environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="kill")
+    done = run(torchrun(recipe(tmp_path)), environment, tmp_path)
+    assert done.returncode == 1
+    reason = json.loads((tmp_path / "out" / "status.json").read_text())["reason"]
+    assert f"rank 1 on {socket.gethostname()} (last seen after step " in reason
+    assert "is gone: it was killed, or its machine" in reason
+    assert reason in done.stderr
+
+
 def test_a_missing_device_is_reported_once_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
     done = run(torchrun(recipe(tmp_path), "--device", "neuron"), environment, tmp_path)
     assert done.returncode == 1

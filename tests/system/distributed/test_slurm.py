@@ -29,6 +29,7 @@ SEVERAL_NODES, SINGLE_NODE = (ROOT / "examples/slurm" / name for name in ("sever
 ON_TWO = ("--nodes=2", "--ntasks-per-node=1")
 ON_ONE = ("--nodes=1", "--ntasks=1")
 STEPS = 300
+EXITED = re.compile(r"srun: error: \S+ tasks? \S+ (?:Exited with exit code (\d+)|(.+))$", re.MULTILINE)
 SAVED = re.compile(r"interrupted by \w+: stopped after step (\d+), checkpoint-\1 is saved")
 
 
@@ -45,6 +46,11 @@ def make_run(cluster: Cluster, folder: Path) -> SlurmRun:
     folder.mkdir(exist_ok=True)
     recipe = write_recipe(folder, logging_steps=1, max_steps=STEPS, save_strategy="steps", save_steps=20)
     return SlurmRun(cluster, folder, SEVERAL_NODES, [str(recipe)], STEPS)
+
+
+def exit_codes(run: SlurmRun) -> set[str]:
+    """How srun says that tasks have ended: exit codes, or the names of signals."""
+    return {code or text for code, text in EXITED.findall(run.log())}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +117,7 @@ def test_further_signals_change_nothing(run: SlurmRun, undisturbed: SlurmRun) ->
         run.cluster.signal(job)
     run.cluster.wait_for_restart(job, LONG)
     assert SAVED.search(run.log()), run.log()
+    assert exit_codes(run) == {"75"}, run.log()
     run.ends_like(undisturbed, job)
 
 
@@ -119,6 +126,7 @@ def test_a_killed_task_ends_the_job_and_the_next_one_continues(run: SlurmRun, un
     wait_until(lambda: any(run.out.glob("checkpoint-*")), LONG)
     os.kill(run.process_of(1), signal.SIGKILL)
     assert run.cluster.finish(job, LONG) == "FAILED"
+    assert re.search(r"error: rank 1 on \S+ \(last seen after step \d+, in .*\): is gone: it was killed", run.log())
     run.ends_like(undisturbed, run.submit(*ON_TWO))
 
 

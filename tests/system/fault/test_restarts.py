@@ -65,6 +65,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     ]
     assert run(tmp_path / "plain", "").returncode == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
+    assert "restart_delay" not in json.loads((tmp_path / "killed" / "out" / "status.json").read_text())
 
 
 @pytest.mark.prove
@@ -79,6 +80,10 @@ def test_a_batch_that_fails_each_time_is_named(tmp_path: Path) -> None:
     assert error.endswith(" of the training data (epoch 0)")
     status = json.loads((tmp_path / "out" / "status.json").read_text())
     assert (status["state"], "failed at step 2" in status["reason"]) == ("failed", True)
+    events = [event["event"] for event in read_lines(tmp_path / "out" / EVENTS)]
+    assert events.count("failed") == 1, "between the attempts the run has not failed"
+    attempts = read_attempts(read_history(tmp_path / "out"))
+    assert [(one.first, str(one.ended).partition(":")[0]) for one in attempts] == [(0, "failed"), (1, "failed")]
 
 
 @pytest.mark.parametrize("wrong", [{"dtype": "float16"}, pytest.param({"optim": "none such"}, marks=pytest.mark.prove)])

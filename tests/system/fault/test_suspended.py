@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from stepmark.trainer.telemetry.run_log import read_metrics
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status, saved_steps
 
@@ -40,6 +41,44 @@ def send_to_all(process: int, number: signal.Signals) -> None:
         os.kill(each, number)
 
 
+def write(folder: Path) -> Path:
+    return write_recipe(
+        folder, max_steps=4, save_steps=2, save_timeout=TIMEOUT, resume_from_checkpoint=True, logging_steps=1
+    )
+
+
+def train(recipe: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "stepmark", "train", str(recipe), *more]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(folder / "cache")}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_metrics(folder / "out") if "loss" in line}
+
+
+def run_suspended(folder: Path, recipe: Path, nproc: int, phase: str, **variables: str) -> tuple[int, str]:
+    """A run whose processes sleep when one has come to the phase: its exit code and what it printed."""
+    notes = folder / "notes"
+    notes.mkdir()
+    rank = [sys.executable, str(SCRIPT), phase, str(notes), "train", str(recipe)]
+    command = rank if nproc == 1 else [sys.executable, "-c", SUPERVISE, *rank]
+    given = {**environment(folder), **variables}
+    with subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True) as job:
+        until = time.monotonic() + 120
+        while not any(notes.iterdir()):
+            assert job.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        send_to_all(job.pid, signal.SIGSTOP)
+        time.sleep(ASLEEP)
+        send_to_all(job.pid, signal.SIGCONT)
+        errors = job.communicate(timeout=180)[1]
+    return job.returncode, errors
+
+
 @pytest.mark.parametrize(
     ("nproc", "phase"),
     [
@@ -53,28 +92,31 @@ def send_to_all(process: int, number: signal.Signals) -> None:
     ],
 )
 def test_a_suspended_job_goes_on(tmp_path: Path, nproc: int, phase: str) -> None:
-    recipe = write_recipe(
-        tmp_path, max_steps=4, save_steps=2, save_timeout=TIMEOUT, resume_from_checkpoint=True, logging_steps=1
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
+    recipe = write(tmp_path)
     if phase == "looking":
-        first = [sys.executable, "-m", "stepmark", "train", str(recipe), "--max_steps", "2"]
-        subprocess.run(first, env=environment, check=True, capture_output=True, timeout=180)
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    rank = [sys.executable, str(SCRIPT), phase, str(notes), "train", str(recipe)]
-    command = rank if nproc == 1 else [sys.executable, "-c", SUPERVISE, *rank]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as job:
-        until = time.monotonic() + 120
-        while not any(notes.iterdir()):
-            assert job.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        send_to_all(job.pid, signal.SIGSTOP)
-        time.sleep(ASLEEP)
-        send_to_all(job.pid, signal.SIGCONT)
-        errors = job.communicate(timeout=180)[1]
-    assert job.returncode == 0, errors
+        subprocess.run(
+            train(recipe, "--max_steps", "2"), env=environment(tmp_path), check=True, capture_output=True, timeout=180
+        )
+    code, errors = run_suspended(tmp_path, recipe, nproc, phase)
+    assert code == 0, errors
     assert "save_timeout" not in errors
     assert read_status(tmp_path / "out")["state"] == "done"
     assert 4 in saved_steps(tmp_path / "out")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("phase", ["step", "planning", "writing"])
+def test_a_suspension_beyond_the_limit_of_collectives_loses_nothing(tmp_path: Path, phase: str) -> None:
+    """torch ends a collective after two hours, with the time asleep; shortened here to less than the suspension."""
+    recipe = write(tmp_path)
+    code, errors = run_suspended(tmp_path, recipe, 2, phase, COLLECTIVE_SECONDS="4")
+    assert code in (0, 1), errors
+    if code:
+        (error,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert "suspended" in error
+        subprocess.run(train(recipe, "--nproc", "2"), env=environment(tmp_path), check=True, timeout=180)
+    assert read_status(tmp_path / "out")["state"] == "done"
+    (tmp_path / "plain").mkdir()
+    plain = train(write(tmp_path / "plain"), "--nproc", "2")
+    subprocess.run(plain, env=environment(tmp_path), check=True, timeout=180)
+    assert losses(tmp_path) == losses(tmp_path / "plain")

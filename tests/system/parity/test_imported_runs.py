@@ -71,7 +71,7 @@ class Ours(Sequential, stepmark.Trainer):  # type: ignore[misc]
     pass
 
 
-def theirs(kind: str, folder: str) -> None:
+def theirs(kind: str, folder: str, resume: str | None = None) -> None:
     """Twenty steps of transformers' own Trainer, in a process without torch_xla, which it would train on."""
 
     class Theirs(Sequential, transformers.Trainer):  # type: ignore[misc]
@@ -81,9 +81,18 @@ def theirs(kind: str, folder: str) -> None:
         folder, max_steps=20, save_steps=10, learning_rate=1e-2, use_cpu=True, **SETTINGS
     )
     trainer = Theirs(model_of(kind), arguments, train_dataset=samples())
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     (Path(folder) / "losses.json").write_text(json.dumps(losses))
+
+
+def run_theirs(*arguments: str | None) -> None:
+    """Calls `theirs` in a process of its own."""
+    program = (
+        "import sys; sys.modules['torch_xla'] = None\n"
+        f"from tests.system.parity.test_imported_runs import theirs\ntheirs(*{arguments!r})"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=600)
 
 
 def continued(model: Any, folder: Path, data: list[Any], **settings: Any) -> list[float]:
@@ -100,14 +109,27 @@ def continued(model: Any, folder: Path, data: list[Any], **settings: Any) -> lis
 @pytest.mark.prove
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
 def test_transformers_run_goes_on(kind: str, tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.modules['torch_xla'] = None\n"
-        f"from tests.system.parity.test_imported_runs import theirs\ntheirs({kind!r}, {str(tmp_path / 'theirs')!r})"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=600)
+    run_theirs(kind, str(tmp_path / "theirs"))
     assert run(["import", str(tmp_path / "theirs" / "checkpoint-10"), str(tmp_path / "ours" / "checkpoint-10")]) == 0
     losses = continued(model_of(kind), tmp_path / "ours", samples(), max_steps=20, save_steps=10, learning_rate=1e-2)
     expected = json.loads((tmp_path / "theirs" / "losses.json").read_bytes())[10:]
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_transformers_goes_on_from_ours(kind: str, tmp_path: Path) -> None:
+    ours, out = tmp_path / "ours", tmp_path / "theirs" / "checkpoint-10"
+    arguments = stepmark.TrainingArguments(
+        str(ours), device="cpu", **{**SETTINGS, "max_steps": 20, "save_steps": 10, "learning_rate": 1e-2}
+    )
+    Ours(model_of(kind), arguments, train_dataset=samples()).train()
+    logs = [json.loads(line) for line in (ours / "metrics.jsonl").read_text().splitlines()]
+    expected = [log["loss"] for log in logs if "loss" in log]
+    assert run(["export", str(ours / "checkpoint-10"), str(out), "--to", "hf-trainer"]) == 0
+    run_theirs(kind, str(tmp_path / "theirs"), str(out))
+    losses = json.loads((tmp_path / "theirs" / "losses.json").read_bytes())
+    assert len(losses) == 20  # the log of the first ten came along
     assert losses == pytest.approx(expected, abs=1e-5)
 
 

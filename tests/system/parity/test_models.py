@@ -30,9 +30,9 @@ def losses(name: str, device: str, folder: str) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from stepmark import TrainingArguments
     from stepmark.config.data_arguments import DataArguments
     from stepmark.config.recipe import ModelArguments, Recipe
+    from stepmark.config.training_fields import TrainingFields
     from stepmark.recipe.train import train
     from stepmark.trainer.telemetry.run_log import read_metrics
 
@@ -41,7 +41,7 @@ def losses(name: str, device: str, folder: str) -> dict[str, Any]:
     data.write_text(Path(__file__).read_text())
     train(
         Recipe(
-            TrainingArguments(output_dir=f"{folder}/{device}", device=device, disable_tqdm=True, **options),
+            TrainingFields(output_dir=f"{folder}/{device}", device=device, disable_tqdm=True, **options),
             ModelArguments(config_name=name, config_overrides=MODELS[name], tokenizer_name="bytes"),
             DataArguments(train_file=str(data), block_size=32),
         )

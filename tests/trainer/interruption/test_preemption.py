@@ -19,10 +19,13 @@ from typing import Any, cast
 import pytest
 
 from stepmark.checkpoint import SaveHandle
+from stepmark.errors import DataError
 from stepmark.launch import process_exit
+from stepmark.launch.failure_report import REPORTS
 from stepmark.launch.signals import listening
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
+from stepmark.trainer.interruption import outside_training
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
 from stepmark.trainer.run_results import record_end
 from stepmark.trainer.telemetry.progress import ProgressDisplay
@@ -190,11 +193,71 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("stepmark.trainer.telemetry.run_log.replace_json", full)
-    callbacks: Any = SimpleNamespace(run_log=journal, state=SimpleNamespace(global_step=3), begun=True)
+    callbacks: Any = SimpleNamespace(
+        run_log=journal, state=SimpleNamespace(global_step=3), begun=True, args=SimpleNamespace(max_restarts=0)
+    )
     for error in (RunInterrupted("SIGTERM: saved"), ValueError("x")):
         record_end(callbacks, error)
     with pytest.raises(OSError, match="No space"):
         journal.status("done", 3)
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "supervised", "error", "state"),
+    [
+        (2, True, ValueError("x"), "running"),
+        (2, True, DataError("x"), "failed"),
+        (2, False, ValueError("x"), "failed"),
+        (0, True, ValueError("x"), "failed"),
+    ],
+)
+def test_a_run_that_may_be_started_again_has_not_failed_yet(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_restarts: int,
+    supervised: bool,
+    error: Exception,
+    state: str,
+) -> None:
+    monkeypatch.delenv(REPORTS, raising=False)
+    if supervised:
+        monkeypatch.setenv(REPORTS, str(tmp_path))
+    callbacks: Any = SimpleNamespace(
+        run_log=RunLog(tmp_path, writes=True),
+        state=SimpleNamespace(global_step=3),
+        begun=True,
+        args=SimpleNamespace(max_restarts=max_restarts),
+    )
+    record_end(callbacks, error)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["step"], status["reason"]) == (state, 3, f"{type(error).__name__}: x")
+
+
+def test_what_a_thread_records_that_ends_the_process_is_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread is just about to write that the run has begun."""
+    recorded: list[Any] = []
+
+    def keep(what: str, record: Any, is_done: Any) -> Any:
+        recorded.append(record)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(outside_training, "ending_at_signals", keep)
+    with outside_training.ending_outside_training(tmp_path):
+        pass
+    child = os.fork()
+    if not child:
+        for write in (
+            lambda: recorded[0]("SIGTERM: not training"),
+            lambda: RunLog(tmp_path, writes=True).status("running", 0),
+        ):
+            thread = threading.Thread(target=write, daemon=True)
+            thread.start()
+            thread.join(0.5)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "interrupted"
 
 
 WAITING = """

@@ -33,6 +33,7 @@ from stepmark.checkpoint.coordination.heartbeat import STALE, Heartbeat, Heartbe
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, recover
 from stepmark.errors import CheckpointBusy
 from stepmark.filesystem import files
+from stepmark.launch.running_time import running_time
 from stepmark.runtime.xla_environment import extracting_graphs
 
 _POLL = 0.5  # seconds between two looks at the heartbeats of other runs
@@ -155,12 +156,12 @@ def held_by_another(folder: Path, *, watch: float = 0.0) -> bool:
     A run on another machine counts as alive, unless it is watched for `watch` seconds in which its heartbeats do not
     change.
     """
-    monitor, until = HeartbeatMonitor(), time.monotonic() + watch
+    monitor, until = HeartbeatMonitor(), running_time() + watch
     while True:
         states = [monitor.state(path) for path in heartbeat_files(folder) if not is_here(path)]
         if True in states or None not in states:
             return True in states
-        if time.monotonic() >= until:
+        if running_time() >= until:
             return watch == 0.0
         time.sleep(min(_POLL, watch))
 
@@ -185,7 +186,7 @@ def _term_of(path: Path) -> int | None:
 
 def _wait_for_death(folder: Path, owner: str | None, monitor: HeartbeatMonitor) -> list[Path]:
     """The claims of other runs, all of which are dead. Raises CheckpointBusy as soon as one is seen to be alive."""
-    began, reported = time.monotonic(), -_REPORT
+    began, reported = running_time(), -_REPORT
     while True:
         claims, undecided = [], None
         for claim in _claims(folder / COORDINATION, owner):
@@ -199,7 +200,7 @@ def _wait_for_death(folder: Path, owner: str | None, monitor: HeartbeatMonitor) 
             undecided = claim if None in states else undecided
         if undecided is None:
             return claims
-        waited = time.monotonic() - began
+        waited = running_time() - began
         if waited - reported >= _REPORT:
             reported = waited
             left = max(1.0, STALE - waited)

@@ -5,9 +5,9 @@ Process ids are meaningless on another machine, and a file alone does not show t
 - on the same machine (same boot id) and the same mounted file system, the kernel's lock on the file says at once
   whether the process still exists. Two containers of a machine that each mount a file system for themselves may not see
   each other's locks, so there only a lock that is held says something;
-- else a process is alive if the file's time changes, and dead if it has not changed for STALE seconds of the observer's
-  monotonic time. What the time is does not matter: some file systems take it from the clock of the machine that
-  touches the file, which may be wrong.
+- else a process is alive if the file's time changes, and dead if it has not changed for STALE seconds in which the
+  observer was running: a cluster that is suspended as a whole wakes as one. What the time is does not matter: some file
+  systems take it from the clock of the machine that touches the file, which may be wrong.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import logging
 import os
 import socket
 import threading
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stepmark.filesystem import files
 from stepmark.filesystem.locks import try_lock, unlock
+from stepmark.launch.running_time import running_time
 
 BEAT = 5.0  # seconds between two heartbeats
 STALE = 60.0  # seconds without one, after which a process on another machine is considered dead
@@ -109,8 +109,8 @@ class _Sighting:
 class HeartbeatMonitor:
     """Judges heartbeat files of other processes, and remembers what it saw when.
 
-    Times in files are compared with earlier times of the same file only, and durations are those of this process's
-    monotonic clock: clocks of two machines are never compared.
+    Times in files are compared with earlier times of the same file only, and durations are those in which this process
+    was running: clocks of two machines are never compared.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class HeartbeatMonitor:
         except (FileNotFoundError, NotADirectoryError):
             self._seen.pop(path, None)
             return False
-        now = time.monotonic()
+        now = running_time()
         seen = self._seen.setdefault(path, _Sighting(time_of_file, now))
         if seen.time != time_of_file:
             self._seen[path] = _Sighting(time_of_file, now, changed=True)

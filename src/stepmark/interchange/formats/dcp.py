@@ -113,11 +113,13 @@ def optimizer_of(store: DcpStore, found: ForeignCheckpoint, outline: ModelOutlin
 
 
 def _listed_groups(groups: dict[str, dict[str, Any]], where: Path) -> list[dict[str, Any]]:
-    """The groups with their parameters; flattened ones, which have the settings of each parameter, put together."""
-    if all(key.isdigit() for key in groups):
+    """The groups with their parameters; flattened ones, which have the settings of each parameter, put together. A
+    store may have both forms: numbered groups are the saving program's own."""
+    numbered = [key for key in groups if key.isdigit()]
+    if len(numbered) == len(groups) or any("params" in groups[key] for key in numbered):
         return [
             {key: plain(value, str(where)) for key, value in groups[number].items()}
-            for number in sorted(groups, key=int)
+            for number in sorted(numbered, key=int)
         ]
     together: dict[str, dict[str, Any]] = {}
     for name, settings in groups.items():

@@ -19,10 +19,10 @@ from stepmark.interchange.stored_array import StoredArray
 from stepmark.interchange.torch_file import read_torch_file
 from stepmark.interchange.torch_optimizer import array_shape, split_state_dict, state_shape, whole_optimizer
 
-_MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
+MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "opt")
-_STEPS = ("step", "global_step", "iteration", "iter")
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+STEPS = ("step", "global_step", "iteration", "iter")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _MAGIC = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
 
@@ -35,9 +35,7 @@ def _file_of(source: Path) -> Path | None:
     if source.is_file():
         with source.open("rb") as file:
             return source if source.suffix == ".safetensors" or file.read(4) in _MAGIC else None
-    found = (
-        [path for path in source.iterdir() if path.suffix in _SUFFIXES and path.is_file()] if source.is_dir() else []
-    )
+    found = [path for path in source.iterdir() if path.suffix in SUFFIXES and path.is_file()] if source.is_dir() else []
     return found[0] if len(found) == 1 else None
 
 
@@ -46,8 +44,8 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     path = _file_of(folder)
     assert path is not None
     found = ForeignCheckpoint("plain state dict", folder, {}, files=files_beside(path.parent))
-    value = _value_of(path, found)
-    key, state = _model_in(value, path)
+    value = value_of(path, found)
+    key, state = model_in(value, path)
     tensors = {clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()}
     found.model = renamed(without_prefix(tensors), options.names)
     outline = outline_for(found.files, options, len(found.model))
@@ -58,11 +56,12 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         states, groups = split_state_dict(optimizer, str(path))
         names = _names(states, groups, found, outline.parameters if outline else None, path)
         found.optimizer = whole_optimizer(states, groups, names, path)
-    found.step = next((value[name] for name in _STEPS if key and type(value.get(name)) is int), None)
+    found.step = next((value[name] for name in STEPS if key and type(value.get(name)) is int), None)
     return finish(found, options, outline)
 
 
-def _value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
+def value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
+    """The dict in a file, which may be nested; adds the file's records."""
     if path.suffix == ".safetensors":
         return dict(read_safetensors(path)[0])
     file = read_torch_file(path)
@@ -72,10 +71,10 @@ def _value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
     return file.value
 
 
-def _model_in(value: dict[str, Any], path: Path) -> tuple[str, dict[str, StoredArray]]:
+def model_in(value: dict[str, Any], path: Path) -> tuple[str, dict[str, StoredArray]]:
     """The key of the model in the file, "" if the file is the model, and its tensors; nested dicts are joined with
     dots."""
-    for key in _MODELS:
+    for key in MODELS:
         if isinstance(value.get(key), dict):
             return key, _flat(value[key], path)
     return "", _flat(value, path)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.process_exit import say
 from stepmark.launch.world import World
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.telemetry.run_log import STATUS, RunLog
+from stepmark.trainer.telemetry.run_log import STATUS, RunLog, keep_others_from_writing
 
 logger = logging.getLogger("stepmark")
 
@@ -30,6 +31,8 @@ def ending_outside_training(folder: Path) -> Iterator[None]:
 
     def record(reason: str) -> None:
         say(f"interrupted by {reason}")
+        if threading.current_thread() is not threading.main_thread():  # the process ends after this
+            keep_others_from_writing()
         with contextlib.suppress(OSError):
             record_interruption(folder, reason, began)
 

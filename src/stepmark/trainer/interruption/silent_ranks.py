@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from stepmark.errors import PeerLost
+from stepmark.launch.restarts import may_be_restarted
 from stepmark.runtime.liveness import PeerWatch
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.callbacks import RunCallbacks
@@ -10,6 +12,7 @@ from stepmark.trainer.callbacks import RunCallbacks
 def watch_peers(mesh: Mesh, callbacks: RunCallbacks, timeout: float) -> PeerWatch:
     """Inside the block, a rank without a heartbeat for `timeout` seconds ends the run as a failed one."""
     context, stage = mesh.context, stage_text(mesh)
+    final = not may_be_restarted(callbacks.args.max_restarts, PeerLost())
     return PeerWatch(
         context.store,
         context.host.rank,
@@ -17,7 +20,7 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks, timeout: float) -> PeerWatc
         timeout,
         setting="save_timeout",
         progress=lambda: f"after step {callbacks.state.global_step}{stage}",
-        ending=lambda reason: callbacks.run_log.try_status("failed", callbacks.state.global_step, reason),
+        ending=lambda reason: callbacks.run_log.failed(callbacks.state.global_step, reason, final=final),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from stepmark.config.training_arguments import TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.sharding.layout import layout_of
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.peak_flops import device_model
@@ -31,7 +31,7 @@ def banner(parts: RunParts, step: int) -> list[str]:
     ]
 
 
-def too_short(args: TrainingArguments, total_steps: int) -> list[str]:
+def too_short(args: TrainingFields, total_steps: int) -> list[str]:
     """A line for each setting by which a run of this length logs or evaluates nothing."""
     lines = []
     if args.logging_strategy == "steps" and args.logging_steps > total_steps and not args.logging_first_step:
@@ -65,7 +65,7 @@ def _parameters(model: nn.Module) -> str:
     return f"{count(total)} parameters{frozen}"
 
 
-def _precision(args: TrainingArguments) -> str:
+def _precision(args: TrainingFields) -> str:
     return "bfloat16 autocast" if args.bf16 else args.dtype
 
 

@@ -21,6 +21,17 @@ logger = logging.getLogger("stepmark")
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 STATUS = "status.json"
+PATIENCE = 5.0  # seconds
+RESTART_DELAY = "restart_delay"  # in the status of a run whose ranks are about to be started again
+
+
+_lock = threading.RLock()  # of all logs: a thread that ends the process writes the status as well, by its own log
+
+
+def keep_others_from_writing() -> None:
+    """For a thread that is about to end the process: what it writes is the last word. The main thread, which may be
+    about to write that the run has begun, waits for the end; one that hangs in a file system is not waited for."""
+    _lock.acquire(timeout=PATIENCE)
 
 
 class RunLog:
@@ -29,7 +40,6 @@ class RunLog:
     def __init__(self, folder: Path, *, writes: bool) -> None:
         self._folder = folder
         self.writes = writes
-        self._lock = threading.RLock()  # a thread that ends the process writes the status as well
         self._end: tuple[str, str | None] | None = None  # the state and reason that were recorded last
         self._stopping: str | None = None
         self._details: dict[str, Any] | None = None  # of status.json; None where this process has no more to say
@@ -56,7 +66,7 @@ class RunLog:
     def _append(self, name: str, values: dict[str, Any]) -> None:
         if not self.writes:
             return
-        with self._lock:
+        with _lock:
             append_line(self._folder / name, {**values, "time": time.time()})
 
     def attempts(self) -> int:
@@ -67,16 +77,18 @@ class RunLog:
         """Writes status.json. `state` is running, done, interrupted or failed; all but the first are events too."""
         if not self.writes:
             return
-        with self._lock:
+        with _lock:
             if state == "running" and self._stopping is not None:
                 state, reason = "interrupted", self._stopping
             elif state != "running" and self._end != (state, reason):
                 self._end = (state, reason)
                 self.event(state, step, reason=reason)
             self._last = (state, step, reason)
-            details = self._earlier_details() if self._details is None else self._details
+            details = self.earlier_details() if self._details is None else self._details
+            if state != "running":
+                details = {name: details[name] for name in details if name != RESTART_DELAY}
             if state != "running" and "eta_seconds" in details:
-                details = {**details, "eta_seconds": None}
+                details["eta_seconds"] = None
             content = {"state": state, "step": step, "time": time.time(), "reason": reason, **details}
             replace_json(self._folder / STATUS, content)
             if self.prometheus is not None:
@@ -92,7 +104,7 @@ class RunLog:
         if self._last is not None and self._last[0] == "running":
             self.try_status(*self._last)
 
-    def _earlier_details(self) -> dict[str, Any]:
+    def earlier_details(self) -> dict[str, Any]:
         """What the process that trained has written; another one may record how it ended."""
         try:
             earlier = json.loads((self._folder / STATUS).read_bytes())
@@ -113,9 +125,14 @@ class RunLog:
         end the process before it has stopped by itself."""
         self._stopping, end = reason, self._end
         self.event("stopping", step, reason=reason)
-        with self._lock:
+        with _lock:
             if self._end == end:  # otherwise this was written so slowly that the run has ended in the meantime
                 self.try_status("running", step)
+
+    def failed(self, step: int, reason: str, *, final: bool = True) -> None:
+        """Records that training has failed. Not `final`: another process decides whether the run has failed with it, or
+        is started again; until then it is running, for watchers too."""
+        self.try_status("failed" if final or self._stopping is not None else "running", step, reason)
 
     def results(self, split: str, values: dict[str, Any], *, combined: bool = True) -> None:
         """Writes `<split>_results.json`, and with `combined` adds the same values to all_results.json, as transformers

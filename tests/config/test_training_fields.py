@@ -1,4 +1,4 @@
-"""TrainingArguments: ranges, contradictions, and what follows from what."""
+"""TrainingFields: ranges, contradictions, and what follows from what."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.config.training_arguments import TrainingArguments, parse_options
+from stepmark.config.training_fields import TrainingFields, parse_options
 from stepmark.errors import UsageError
 
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4}
@@ -60,7 +60,7 @@ EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 )
 def test_out_of_range(field: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"^{field}: ") as caught:
-        TrainingArguments(**{field: value})
+        TrainingFields(**{field: value})
     assert "\n" not in str(caught.value)
 
 
@@ -85,7 +85,7 @@ def test_out_of_range(field: str, value: Any) -> None:
 )
 def test_contradictions(fields: dict[str, Any], names: tuple[str, ...]) -> None:
     with pytest.raises(UsageError) as caught:
-        TrainingArguments(**fields)
+        TrainingFields(**fields)
     assert all(name in str(caught.value) for name in names), caught.value
 
 
@@ -100,35 +100,35 @@ def test_contradictions(fields: dict[str, Any], names: tuple[str, ...]) -> None:
     ],
 )
 def test_the_best_can_be_loaded(fields: dict[str, Any]) -> None:
-    args = TrainingArguments(load_best_model_at_end=True, **fields)
+    args = TrainingFields(load_best_model_at_end=True, **fields)
     assert (args.metric_for_best_model, args.greater_is_better) == ("loss", False)
     assert args.best_metric_key == "eval_loss"
 
 
 def test_what_follows_from_other_fields() -> None:
-    assert TrainingArguments(eval_strategy="steps", logging_steps=7).eval_steps == 7
-    assert TrainingArguments().metric_for_best_model is None
-    assert TrainingArguments().best_metric_key is None
+    assert TrainingFields(eval_strategy="steps", logging_steps=7).eval_steps == 7
+    assert TrainingFields().metric_for_best_model is None
+    assert TrainingFields().best_metric_key is None
     for name, greater in (("accuracy", True), ("eval_accuracy", True), ("eval_my_loss", False)):
-        args = TrainingArguments(metric_for_best_model=name)
+        args = TrainingFields(metric_for_best_model=name)
         assert args.greater_is_better is greater
         assert args.best_metric_key == f"eval_{name.removeprefix('eval_')}"
-    plateau = TrainingArguments(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch")
+    plateau = TrainingFields(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch")
     assert plateau.best_metric_key == "eval_loss"
 
 
 def test_values_are_converted() -> None:
-    args = TrainingArguments(learning_rate="1e-3", max_steps=5.0, logging_steps=1)  # type: ignore[arg-type]
+    args = TrainingFields(learning_rate="1e-3", max_steps=5.0, logging_steps=1)  # type: ignore[arg-type]
     assert (args.learning_rate, args.max_steps, args.logging_steps) == (1e-3, 5, 1.0)
     with pytest.raises(UsageError, match="max_steps: should be a whole number"):
-        TrainingArguments(max_steps="5")  # type: ignore[arg-type]
+        TrainingFields(max_steps="5")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("given", "names"), [("none", []), (None, []), ("tensorboard", ["tensorboard"]), (["none"], []), ([], [])]
 )
 def test_reporters(given: Any, names: list[str]) -> None:
-    assert TrainingArguments(report_to=given).reporters == names
+    assert TrainingFields(report_to=given).reporters == names
 
 
 def test_options_as_text() -> None:
@@ -147,12 +147,12 @@ def test_options_as_text() -> None:
 def test_output_dir_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert TrainingArguments(output_dir="a/../b").output_dir == str(tmp_path / "b")
-    assert TrainingArguments(output_dir="~/c").output_dir == str(tmp_path / "home" / "c")
+    assert TrainingFields(output_dir="a/../b").output_dir == str(tmp_path / "b")
+    assert TrainingFields(output_dir="~/c").output_dir == str(tmp_path / "home" / "c")
 
 
 def test_plain_views() -> None:
-    args = TrainingArguments(lr_scheduler_kwargs={"num_cycles": 2})
+    args = TrainingFields(lr_scheduler_kwargs={"num_cycles": 2})
     assert json.loads(args.to_json_string())["lr_scheduler_kwargs"] == {"num_cycles": 2}
     assert args.to_dict()["learning_rate"] == 5e-5
     assert all(isinstance(value, (bool, int, float, str)) for value in args.to_sanitized_dict().values())
@@ -181,4 +181,4 @@ def test_plain_views() -> None:
 )
 def test_mesh_fields_that_say_nothing_are_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        TrainingArguments(**fields)
+        TrainingFields(**fields)

@@ -22,7 +22,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 
 @dataclass
-class TrainingArguments(metaclass=AcceptingDefaults):
+class TrainingFields(metaclass=AcceptingDefaults):
     """The training fields of a recipe, with the names, meanings and defaults of transformers' TrainingArguments.
 
     Steps are optimizer steps. `logging_steps`, `eval_steps` and `save_steps` below 1 are fractions of all steps. The
@@ -139,8 +139,9 @@ class TrainingArguments(metaclass=AcceptingDefaults):
     compile_cache: str | None = None  # or true, or false
 
     def __post_init__(self) -> None:
-        own = {name: getattr(self, name) for name in field_names(TrainingArguments)}  # not those of a subclass
-        for name, value in convert_all(TrainingArguments, own).items():
+        given = self._values()
+        own = {name: given[name] for name in field_names(TrainingFields)}  # not those of a subclass
+        for name, value in convert_all(TrainingFields, own).items():
             setattr(self, name, value)
         for name in BOOL_TOO:
             setattr(self, name, _bool_or_path(getattr(self, name)))
@@ -164,6 +165,11 @@ class TrainingArguments(metaclass=AcceptingDefaults):
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def device_name(self) -> str:
+        """`device` as it was given: `auto`, or a type of devices."""
+        return self.device
 
     def _follows_metric(self) -> bool:
         return self.load_best_model_at_end or self.save_strategy == "best" or self.lr_scheduler_type in METRIC_SCHEDULES
@@ -236,7 +242,7 @@ def _parse_object(field: str, text: str) -> dict[str, Any]:
         raise UsageError(f"{field}: is not a valid JSON object: {error}") from error
 
 
-def _check_ranges(args: TrainingArguments) -> None:
+def _check_ranges(args: TrainingFields) -> None:
     at_least = {
         "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 1,
@@ -291,7 +297,7 @@ def _check_ranges(args: TrainingArguments) -> None:
             raise UsageError(f"{name}: {getattr(args, name)!r} is unknown; choose one of {', '.join(accepted)}")
 
 
-def _check_agreement(args: TrainingArguments) -> None:
+def _check_agreement(args: TrainingFields) -> None:
     if args.max_steps == -1 and args.num_train_epochs <= 0:
         raise UsageError(
             f"num_train_epochs: should be above 0 where max_steps does not give the length of the run, and is "
@@ -332,7 +338,7 @@ def _check_agreement(args: TrainingArguments) -> None:
         _check_best_is_saved(args)
 
 
-def _check_pipeline(args: TrainingArguments) -> None:
+def _check_pipeline(args: TrainingFields) -> None:
     ranks, chunks, interleaved = args.pipeline_parallel_size, args.pipeline_chunks, "interleaved"
     if ranks == 1:
         for name, default in (("pipeline_schedule", "1f1b"), ("pipeline_layers", None), ("pipeline_chunks", 1)):
@@ -370,7 +376,7 @@ def _check_pipeline(args: TrainingArguments) -> None:
         )
 
 
-def _check_best_is_saved(args: TrainingArguments) -> None:
+def _check_best_is_saved(args: TrainingFields) -> None:
     if args.save_strategy != args.eval_strategy:
         raise UsageError(
             f"load_best_model_at_end: every evaluated model has to be saved, but save_strategy is {args.save_strategy} "
@@ -389,7 +395,7 @@ def _is_multiple(value: float, of: float) -> bool:
     return (value < 1) == (of < 1) and abs(value / of - round(value / of)) < 1e-9
 
 
-def set_log_level(args: TrainingArguments) -> None:
+def set_log_level(args: TrainingFields) -> None:
     """Applies `log_level` to the loggers of Stepmark and transformers; `passive` leaves both as they are."""
     if args.log_level != "passive":
         for name in ("stepmark", "transformers"):

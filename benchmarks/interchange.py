@@ -1,0 +1,205 @@
+"""Speed and peak memory of `stepmark import` and `export` beside `cp` of the same bytes, and `dcp.load` of the store.
+
+    .venv/bin/python benchmarks/interchange.py --gigabytes 8 --folder /a/disk
+
+Made-up states of a Llama and its AdamW: as a folder of transformers' Trainer, and as neuronx-distributed's shards of 8
+tensor parallel ranks with ZeRO-1. Command and cp run in turn, round after round, each from a source that is not in the
+page cache, and each until its bytes are on the disk (cp is followed by `sync` of its files; cp without that is printed
+as well). The command's time is that of its process, start and all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, INNER, VOCABULARY, HEADS, RANKS = 1024, 2816, 32000, 16, 8
+COMMAND = (sys.executable, "-m", "stepmark")
+BARS = {"speed": 0.8, "megabytes": 512}
+
+
+def config(layers: int) -> dict[str, object]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "num_hidden_layers": layers,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+    }
+
+
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """All parameters, in the model's order."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        found |= {f"{prefix}.self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+        found |= {f"{prefix}.mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        found[f"{prefix}.mlp.down_proj.weight"] = (HIDDEN, INNER)
+        found |= {f"{prefix}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+    return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+
+
+def make_trainer_folder(folder: Path, gigabytes: float) -> None:
+    """Weights, moments and the rest as transformers' Trainer saves them."""
+    layer = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
+    layers = max(1, round((gigabytes * 1e9 / 12 - 2 * VOCABULARY * HIDDEN) / layer))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config(layers)))
+    found = shapes(layers)
+    save_file({name: torch.rand(shape) for name, shape in found.items()}, folder / "model.safetensors")
+    groups = [[n for n in found if "norm" not in n], [n for n in found if "norm" in n]]
+    order = [name for group in groups for name in group]
+    state = {
+        number: {"step": torch.tensor(10.0), **{key: torch.rand(found[name]) for key in ("exp_avg", "exp_avg_sq")}}
+        for number, name in enumerate(order)
+    }
+    listed = [
+        {"lr": 0.01, "params": list(range(start, start + len(group)))}
+        for start, group in zip((0, len(groups[0])), groups, strict=True)
+    ]
+    torch.save({"state": state, "param_groups": listed}, folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 10, "epoch": 0.5}))
+
+
+def drop_cache(folder: Path) -> None:
+    """Writes the files out and drops them from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def timed(source: Path, out: Path, action: Callable[[], int]) -> tuple[float, int]:
+    """Seconds, and peak memory of a child process in MB."""
+    shutil.rmtree(out, ignore_errors=True)
+    drop_cache(source)
+    begin = time.perf_counter()
+    peak = action()
+    return time.perf_counter() - begin, peak
+
+
+def child(*command: str) -> int:
+    """Runs a command; its peak memory in MB."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert process.stderr is not None
+    assert os.waitstatus_to_exitcode(status) == 0, process.stderr.read().decode()[-2000:]
+    return usage.ru_maxrss // 1024
+
+
+def copied(source: Path, out: Path) -> float:
+    """Seconds of cp and of writing its files out; the second is returned in full."""
+    seconds, _ = timed(source, out, lambda: child("cp", "-r", str(source), str(out)))
+    begin = time.perf_counter()
+    for path in out.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    return seconds + time.perf_counter() - begin
+
+
+def measure(name: str, source: Path, folder: Path, rounds: int, *command: str) -> Path:
+    """Runs a command and cp in turn, and prints medians of the ratios within a round; returns what it wrote."""
+    out, copy = folder / "out", folder / "copy"
+    size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+    ratios, times, peaks = [], [], []
+    for number in range(rounds):
+        call = [*COMMAND, command[0], str(source), str(out), *command[1:]]
+        pair: dict[str, float] = {}
+        for what in ("own", "cp") if number % 2 else ("cp", "own"):
+            if what == "own":
+                pair["own"], peak = timed(source, out, partial(child, *call))
+                peaks.append(peak)
+            else:
+                pair["cp"] = copied(source, copy)
+        shutil.rmtree(copy)
+        ratios.append(pair["cp"] / pair["own"])
+        times.append(pair["own"])
+    speed, peak = statistics.median(ratios), max(peaks)
+    held = speed >= BARS["speed"] and peak <= BARS["megabytes"]
+    print(
+        f"{name}: {size / 1e9:.2f} GB in {statistics.median(times):.1f} s, {speed:.2f} of cp's speed "
+        f"({min(ratios):.2f} to {max(ratios):.2f}; bar 0.8), {peak} MB (bar 512){'' if held else '  MISSED'}",
+        flush=True,
+    )
+    kept = folder / name.replace(" ", "-")
+    out.rename(kept)
+    return kept
+
+
+LOAD = """
+import sys, time, warnings
+import torch
+import torch.distributed.checkpoint as dcp
+warnings.simplefilter("ignore")
+found = dcp.FileSystemReader(sys.argv[1]).read_metadata().state_dict_metadata
+state = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in found.items() if hasattr(m, "size")}
+begin = time.perf_counter()
+dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
+print(time.perf_counter() - begin)
+"""
+SAVE = LOAD + "dcp.save(state, checkpoint_id=sys.argv[2], no_dist=True)\n"
+
+
+def load_with_torch(source: Path) -> float:
+    """Seconds of `dcp.load` of a store's tensors into memory, from a cold cache."""
+    drop_cache(source)
+    return float(subprocess.run([sys.executable, "-c", LOAD, str(source)], capture_output=True, check=True).stdout)
+
+
+def save_with_torch(source: Path, out: Path) -> None:
+    """The same state as torch's own writer saves it."""
+    subprocess.run([sys.executable, "-c", SAVE, str(source), str(out)], capture_output=True, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=8)
+    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dcp", action="store_true", help="also dcp.load of our store beside torch's own")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as made:
+        folder = Path(made)
+        source = folder / "source"
+        make_trainer_folder(source, given.gigabytes)
+        own = measure("import from transformers", source, folder, given.rounds, "import")
+        measure("export to transformers", own, folder, given.rounds, "export", "--to", "hf-trainer")
+        shutil.rmtree(folder / "export-to-transformers")
+        shutil.rmtree(source)
+        options = ("--to", "nxd", "--tp", str(RANKS), "--dp", "2")
+        shards = measure("export to neuronx-distributed", own, folder, given.rounds, "export", *options)
+        measure("import from neuronx-distributed", shards, folder, given.rounds, "import")
+        shutil.rmtree(folder / "import-from-neuronx-distributed")
+        shutil.rmtree(shards)
+        store = measure("export to dcp", own, folder, given.rounds, "export", "--to", "dcp")
+        measure("import from dcp", store, folder, given.rounds, "import")
+        if given.dcp:
+            save_with_torch(store, folder / "theirs")
+            ratios = [load_with_torch(folder / "theirs") / load_with_torch(store) for _ in range(given.rounds)]
+            print(f"dcp.load of ours beside theirs: {statistics.median(ratios):.2f} of the speed ({ratios})")
+
+
+if __name__ == "__main__":
+    main()

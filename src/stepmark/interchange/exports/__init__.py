@@ -1,0 +1,1 @@
+"""Checkpoints written for other tools, one module a format."""

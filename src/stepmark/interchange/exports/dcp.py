@@ -1,0 +1,172 @@
+"""Folders of torch.distributed.checkpoint, which `dcp.load` reads into any state that has these names.
+
+`model.NAME` and `optimizer.state.NAME.KEY` have Hugging Face's names. The settings of parameter groups are there twice,
+by number, as `get_optimizer_state_dict` gives them, and by name, as with `flatten_optimizer_state_dict`: a reader asks
+for those that its own state has. Tensors are cut into chunks of rows, so that a rank reads little more than it needs.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
+from stepmark.checkpoint.sections import MASTER
+from stepmark.interchange.exported import ExportOptions, ExportPlan, optimizer_of
+from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
+from stepmark.interchange.formats import torchtitan
+from stepmark.interchange.formats.dcp_store import METADATA
+from stepmark.interchange.output_files import ArchivesFile, DataFile, OutputFile, copied_files
+from stepmark.interchange.resharding import rows_of
+from stepmark.interchange.torch_writer import Reshaped, TorchArchive
+from stepmark.sharding.layout import Shape
+
+CHUNK = 64 << 20  # bytes of a tensor in one record, unless a row has more
+FILE = 2 << 30  # bytes of a file, at most about so many
+_MASTERS = (
+    "the weights are in the model's own type; the fp32 master weights are the states optimizer.state.NAME.master, "
+    "which no torch optimizer asks for"
+)
+
+Path = tuple[str | int, ...]
+
+
+@dataclass
+class _Writer:
+    """Records, with all that the metadata says about them."""
+
+    files: list[ArchivesFile] = field(default_factory=lambda: [ArchivesFile("__0_0.distcp")])
+    described: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    places: dict[Any, Any] = field(default_factory=dict)
+    _known: dict[int, tuple[str, list[Any]]] = field(default_factory=dict)  # tensors written, with their records
+
+    def add(self, path: Path, value: Any) -> None:
+        """A tensor, or a plain value, at the end of a path of keys."""
+        name = ".".join(map(str, path))
+        self.paths[name] = path
+        if isinstance(value, ForeignTensor | Reshaped):
+            self._add_tensor(name, value)
+        else:
+            self._add_value(name, value)
+
+    def _add_tensor(self, name: str, value: ForeignTensor | Reshaped) -> None:
+        import torch
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+        from torch.distributed.checkpoint.metadata import TensorProperties as Properties
+
+        if id(value) in self._known:
+            self._add_name(name, *self._known[id(value)])
+            return
+        tensor, shape = (value, value.shape) if isinstance(value, ForeignTensor) else (value.tensor, value.shape)
+        chunks, records = [], []
+        for number, (start, rows, part) in enumerate(_chunks(tensor, shape)):
+            sizes = (rows, *shape[1:]) if shape else ()
+            offsets = torch.Size((start, *(0 for _ in shape[1:])) if shape else ())
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(sizes)))
+            records.append(MetadataIndex(name, offsets, number))
+            self._place(records[-1], TorchArchive(Reshaped(part, sizes)))
+        self._known[id(value)] = name, records
+        properties = Properties(dtype=torch_dtype(tensor.dtype))
+        self.described[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+
+    def _add_name(self, name: str, other: str, records: list[Any]) -> None:
+        """Another name of a tensor that is there already: the same records, not a copy."""
+        self.described[name] = self.described[other]
+        self.places |= {replace(index, fqn=name): self.places[index] for index in records}
+
+    def _add_value(self, name: str, value: Any) -> None:
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+        self.described[name] = BytesStorageMetadata()
+        self._place(MetadataIndex(name), TorchArchive(value))
+
+    def _place(self, index: Any, archive: TorchArchive) -> None:
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        if self.files[-1].length and self.files[-1].length + archive.size > FILE:
+            self.files.append(ArchivesFile(f"__0_{len(self.files)}.distcp"))
+        file = self.files[-1]
+        self.places[index] = _StorageInfo(file.name, file.add(archive), archive.size)
+
+    def metadata(self) -> OutputFile:
+        """The file that says what there is."""
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        made = Metadata(self.described, self.paths, self.places)
+        return DataFile(METADATA, pickle.dumps(made, protocol=4))
+
+
+def _chunks(tensor: ForeignTensor, shape: Shape) -> Iterator[tuple[int, int, ForeignTensor]]:
+    """First row, rows and part of each chunk; `shape` is what the tensor is stored as, whose rows may be in groups."""
+    if not shape or not math.prod(shape):
+        yield 0, shape[0] if shape else 0, tensor
+        return
+    group = shape[0] // tensor.shape[0]  # rows of the stored shape in one of the tensor's
+    row = math.prod(tensor.shape[1:]) * item_size(tensor.dtype)
+    count = max(1, CHUNK // row)
+    for start in range(0, tensor.shape[0], count):
+        length = min(count, tensor.shape[0] - start)
+        yield start * group, length * group, rows_of(tensor, start, length)
+
+
+def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
+    """The files of the folder."""
+    optimizer = optimizer_of(source)
+    writer = _Writer()
+    if options.titan:
+        titan = torchtitan.exported(source)
+        for path, value in _titan_values(source, titan):
+            writer.add(path, value)
+    else:
+        for path, value in _values(source):
+            writer.add(path, value)
+    found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source)])
+    if any(MASTER in state for state in optimizer.states.values()):
+        found.notes.append(_MASTERS)
+    if options.titan:
+        found.notes.append("torchtitan: leave the data loader out with checkpoint.exclude_from_loading = dataloader")
+    return found
+
+
+def _values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
+    """What there is, with the keys on the way to it."""
+    optimizer = optimizer_of(source)
+    for name, tensor in source.model.items():
+        yield ("model", name), tensor
+    for name, stored in source.tied.items():
+        if stored in source.model:
+            yield ("model", name), source.model[stored]
+    for name, state in optimizer.states.items():
+        for key, value in state.items():
+            yield ("optimizer", "state", name, key), value
+    for number, group in enumerate(optimizer.groups):
+        for key, value in group.items():
+            yield ("optimizer", "param_groups", number, key), value
+            for name in group["params"] if key != "params" else ():
+                yield ("optimizer", "param_groups", name, key), value
+    for key, value in (source.schedule or {}).items():
+        yield ("scheduler", key), value
+    yield ("step",), source.step or 0
+
+
+def _titan_values(source: ForeignCheckpoint, titan: torchtitan.Titan) -> Iterator[tuple[Path, Any]]:
+    """The same, as torchtitan's trainer has it."""
+    optimizer = optimizer_of(source)
+    for name in source.model:
+        yield (titan.names[name],), titan.model[name]
+    for name, state in titan.states.items():
+        for key, value in state.items():
+            yield ("optimizer", f"state.{titan.names[name]}.{key}"), value
+    for group in optimizer.groups:
+        for name in group["params"]:
+            for key, value in group.items():
+                if key != "params":
+                    yield ("optimizer", f"param_groups.{titan.names[name]}.{key}"), value
+    for key, value in (source.schedule or {}).items():
+        yield ("lr_scheduler", key), value
+    yield ("train_state", "step"), source.step or 0
+    yield ("train_state", "ntokens_seen"), int((source.trainer_state or {}).get("num_input_tokens_seen") or 0)

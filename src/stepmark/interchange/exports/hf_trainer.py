@@ -1,0 +1,103 @@
+"""Folders that transformers' Trainer resumes from: `trainer.train(resume_from_checkpoint="OUT")`."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from typing import Any
+
+from stepmark.checkpoint.sections import MASTER
+from stepmark.interchange.exported import (
+    ExportOptions,
+    ExportPlan,
+    in_order,
+    optimizer_of,
+    outline_for,
+    weights_in_full_precision,
+)
+from stepmark.interchange.finish import CONFIG
+from stepmark.interchange.foreign import ForeignCheckpoint
+from stepmark.interchange.imported_state import trainer_state_bytes
+from stepmark.interchange.model_outline import ModelOutline, read_config
+from stepmark.interchange.output_files import DataFile, OutputFile, copied_files, model_files, torch_file
+
+_MASTERS = (
+    "the weights are written in fp32, from the master weights; load the model in fp32 (with bf16=True for autocast), "
+    "since transformers keeps no master weights"
+)
+
+_CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
+
+
+def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
+    """The files of a `checkpoint-N` folder."""
+    optimizer_of(source)
+    outline = outline_for(source, options)
+    weights, masters = weights_in_full_precision(source)
+    found = ExportPlan(model_files(weights), notes=[_MASTERS] if masters else [])
+    found.files += copied_files(source, without=(CONFIG,))
+    found.files.append(_config(source, masters))
+    found.files.append(torch_file("optimizer.pt", numbered(source, outline)))
+    if source.schedule is not None:
+        found.files.append(torch_file("scheduler.pt", dict(source.schedule)))
+    else:
+        found.lost.append("scheduler.pt: the checkpoint has no schedule of a run; transformers begins its own anew")
+    found.files += [DataFile("rng_state.pth", _random_states(source)), _trainer_state(source)]
+    groups = len(optimizer_of(source).groups)
+    if groups != 2:
+        found.notes.append(
+            f"the optimizer has {groups} group{'s' if groups > 1 else ''} of parameters, and Trainer makes two; give "
+            "it your optimizer (optimizers=)"
+        )
+    return found
+
+
+def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]:
+    """The optimizer's state dict as torch has it: parameters are numbered in the order of the model, group by group."""
+    optimizer = optimizer_of(source)
+    groups: list[dict[str, Any]] = []
+    state: dict[int, dict[str, Any]] = {}
+    number = 0
+    for group in optimizer.groups:
+        names = in_order(group["params"], outline.parameters, source)
+        groups.append({**group, "params": list(range(number, number + len(names)))})
+        for name in names:
+            if name in optimizer.states:
+                state[number] = {key: value for key, value in optimizer.states[name].items() if key != MASTER}
+            number += 1
+    return {"state": state, "param_groups": groups}
+
+
+def _config(source: ForeignCheckpoint, masters: bool) -> OutputFile:
+    """The config; with the weights' type, where that has changed."""
+    config = read_config(source.files[CONFIG])
+    for key in ("dtype", "torch_dtype"):
+        if masters and key in config:
+            config[key] = "float32"
+    return DataFile(CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _trainer_state(source: ForeignCheckpoint) -> OutputFile:
+    """trainer_state.json; transformers asks for the state of its control when it saves next."""
+    state = json.loads(trainer_state_bytes(source))
+    state["stateful_callbacks"]["TrainerControl"] = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
+    return DataFile("trainer_state.json", (json.dumps(state, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _random_states(source: ForeignCheckpoint) -> bytes:
+    """States of generators, made from the step: Stepmark draws random numbers from seed and step and has none."""
+    import numpy as np
+    import torch
+
+    step = source.step or 0
+    states = {
+        "python": random.Random(step).getstate(),
+        "numpy": np.random.RandomState(step % (1 << 32)).get_state(),
+        "cpu": torch.Generator().manual_seed(step).get_state(),
+        "cuda": torch.tensor([step, 0]).view(torch.uint8),  # seed and position
+        "xla": step,
+    }
+    buffer = io.BytesIO()
+    torch.save(states, buffer)
+    return buffer.getvalue()

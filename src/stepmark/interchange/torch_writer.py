@@ -1,0 +1,215 @@
+"""Writes files of `torch.save` with tensors that are streamed from other files: memory does not grow with them.
+
+The archive is planned first: the pickle is made, and every record gets its place. Then the tensors are written, in any
+order and from several threads, and at last the records' headers, with checksums, and the directory.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
+from stepmark.errors import CheckpointMismatch
+from stepmark.filesystem import files
+from stepmark.interchange.array_reader import ArrayReader
+from stepmark.interchange.foreign import ForeignTensor
+from stepmark.interchange.stored_array import row_major_strides
+from stepmark.interchange.streaming import windows
+from stepmark.interchange.verification import RecordChecks
+from stepmark.sharding.layout import Shape
+
+_ALIGNMENT = 64  # bytes: where torch lets a record's data begin
+_LARGE = 0xFFFFFFFF  # sizes and positions from here on need zip64's fields
+_MANY = 0xFFFF
+_ELSEWHERE = 0xFFFFFFFF  # stands for a number that is in such a field
+_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """A tensor that is stored under another shape of as many elements."""
+
+    tensor: ForeignTensor
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class _Storage:
+    kind: Any
+    key: str
+    numel: int
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a nested value as torch.save does; collects the tensors in it, which stay where they are."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[ForeignTensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is _Storage:
+            return ("storage", obj.kind, obj.key, "cpu", obj.numel)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ForeignTensor):
+            return self._reduced(obj, obj.shape)
+        if isinstance(obj, Reshaped):
+            return self._reduced(obj.tensor, obj.shape)
+        return NotImplemented
+
+    def _reduced(self, tensor: ForeignTensor, shape: Shape) -> Any:
+        import torch
+
+        dtype, numel = torch_dtype(tensor.dtype), math.prod(shape)
+        key = str(len(self.tensors))
+        self.tensors.append(tensor)
+        kind = torch.storage._dtype_to_storage_type_map().get(dtype)
+        view: tuple[Any, ...] = (0, tuple(shape), row_major_strides(shape), False, OrderedDict())
+        if kind is not None:
+            storage = _Storage(getattr(torch, kind), key, numel)
+            return torch._utils._rebuild_tensor_v2, (storage, *view)
+        storage = _Storage(torch.UntypedStorage, key, numel * item_size(tensor.dtype))
+        return torch._utils._rebuild_tensor_v3, (storage, *view, dtype)
+
+
+@dataclass
+class _Record:
+    """A record: `begin` is where its header begins, `start` its data, counted from the archive's first byte."""
+
+    name: bytes
+    size: int
+    begin: int
+    start: int
+    data: bytes | None = None
+    tensor: ForeignTensor | None = None
+    crc: int = 0
+
+
+@dataclass
+class TorchArchive:
+    """The file of `torch.save(value)`, where ForeignTensors stand for tensors.
+
+    `size` are its bytes. Raises CheckpointMismatch where the value holds something that is neither plain nor a tensor.
+    """
+
+    value: Any
+    _records: list[_Record] = field(default_factory=list)
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        pickled = io.BytesIO()
+        pickler = _Pickler(pickled)
+        try:
+            pickler.dump(self.value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise CheckpointMismatch(f"a value cannot be stored in a file of torch.save: {error}") from error
+        self._add("data.pkl", data=pickled.getvalue())
+        self._add("byteorder", data=b"little")
+        for number, tensor in enumerate(pickler.tensors):
+            self._add(f"data/{number}", tensor=tensor)
+        self._add("version", data=b"3\n")
+        self.size += len(self._directory())
+
+    def _add(self, name: str, data: bytes | None = None, tensor: ForeignTensor | None = None) -> None:
+        encoded = f"archive/{name}".encode()
+        size = len(data) if data is not None else 0
+        if tensor is not None:
+            size = math.prod(tensor.shape) * item_size(tensor.dtype)
+        begin = self.size
+        start = begin + _LOCAL.size + len(encoded) + len(_large_sizes(size)) + 4
+        start = -(-start // _ALIGNMENT) * _ALIGNMENT
+        self._records.append(_Record(encoded, size, begin, start, data, tensor))
+        self.size = start + size
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(record.size for record in self._records if record.tensor is not None)
+
+    def jobs(
+        self, reader: ArrayReader, checks: RecordChecks, descriptor: int, base: int = 0
+    ) -> Iterator[Callable[[], int]]:
+        """The jobs that write the tensors into an open file in which the archive begins at byte `base`, and those that
+        verify what they are read from; each returns the bytes that it wrote."""
+        for record in self._records:
+            if record.tensor is not None:
+                yield from checks.jobs_of(record.tensor)
+                yield partial(_write_tensor, record, record.tensor, reader, descriptor, base)
+
+    def finish(self, descriptor: int, base: int = 0) -> None:
+        """Writes everything else, after all jobs are done."""
+        for record in self._records:
+            if record.data is not None:
+                record.crc = zlib.crc32(record.data)
+                files.write_at(descriptor, memoryview(record.data), base + record.start)
+            files.write_at(descriptor, memoryview(_local_header(record)), base + record.begin)
+        directory = self._directory()
+        files.write_at(descriptor, memoryview(directory), base + self.size - len(directory))
+
+    def _directory(self) -> bytes:
+        """The central directory, and what follows it."""
+        entries = b"".join(_central_header(record) for record in self._records)
+        begin = self._records[-1].start + self._records[-1].size
+        count, size = len(self._records), len(entries)
+        large = b""
+        if begin >= _LARGE or count >= _MANY or size >= _LARGE:
+            end = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, begin)
+            large = end + struct.pack("<4sLQL", b"PK\x06\x07", 0, begin + size, 1)
+        short = min(count, _MANY)
+        last = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, short, short, _short(size), _short(begin), 0)
+        return entries + large + last
+
+
+def _write_tensor(record: _Record, tensor: ForeignTensor, reader: ArrayReader, descriptor: int, base: int) -> int:
+    item, crc = item_size(tensor.dtype), 0
+    for begin, end in windows(tensor, 0):
+        data = reader.window(tensor, begin // item, end // item)
+        crc = zlib.crc32(data, crc)
+        files.write_at(descriptor, data, base + record.start + begin)
+    record.crc = crc
+    return record.size
+
+
+def _short(number: int) -> int:
+    return number if number < _LARGE else _ELSEWHERE
+
+
+def _large_sizes(size: int) -> bytes:
+    """The extra field of a record whose size needs 64 bits; empty for all others."""
+    return struct.pack("<2H2Q", 1, 16, size, size) if size >= _LARGE else b""
+
+
+def _local_header(record: _Record) -> bytes:
+    large, short = _large_sizes(record.size), _short(record.size)
+    room = record.start - record.begin - _LOCAL.size - len(record.name) - len(large)
+    extra = large + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
+    version = 45 if large else 0
+    header = _LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra))
+    return header + record.name + extra
+
+
+def _central_header(record: _Record) -> bytes:
+    sizes, extra = _large_sizes(record.size)[4:], b""
+    place = struct.pack("<Q", record.begin) if record.begin >= _LARGE else b""
+    if sizes or place:
+        extra = struct.pack("<2H", 1, len(sizes) + len(place)) + sizes + place
+    version, short = 45 if extra else 0, _short(record.size)
+    # fmt: off
+    header = _CENTRAL.pack(
+        b"PK\x01\x02", version, version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra), 0, 0, 0, 0,
+        _short(record.begin),
+    )
+    # fmt: on
+    return header + record.name + extra

@@ -1,0 +1,82 @@
+"""`model_init`: a function that makes the model, the same one for each run of a Trainer."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import set_seed
+
+from stepmark.errors import UsageError
+from stepmark.runtime.mesh import Mesh
+
+
+class ModelFactory:
+    """Makes a Trainer's model with `model_init`, seeded as transformers does: every call gives the same weights.
+
+    Random numbers outside of it go on as if it had not been called.
+
+    Args:
+        make: `model_init() -> nn.Module`; it may have one parameter, a trial of a hyperparameter search, which is None.
+        seed: `seed` of the arguments.
+    """
+
+    def __init__(self, make: Callable[..., nn.Module], seed: int) -> None:
+        self._make = make
+        self._seed = seed
+        self._runs = 0
+
+    def first(self) -> nn.Module:
+        """A new model. Raises UsageError where the function returns something else."""
+        arguments = [None] if inspect.signature(self._make).parameters else []
+        with _generators_kept():
+            set_seed(self._seed)
+            made = self._make(*arguments)
+        if not isinstance(made, nn.Module):
+            raise UsageError(f"model_init: should return an nn.Module, and returned a {type(made).__name__}")
+        return made
+
+    def begin_run(self, model: nn.Module, mesh: Mesh) -> None:
+        """Gives `model` its first weights again, unless it has not been trained yet.
+
+        Raises:
+            UsageError: The model is sharded, so that it cannot be made anew.
+        """
+        self._runs += 1
+        if self._runs == 1:
+            return
+        if mesh.tensor_parallel.size > 1:
+            raise UsageError("model_init: with tensor_parallel_size, train() can be called once; make a new Trainer")
+        with torch.no_grad():
+            model.load_state_dict(self.first().state_dict())
+
+
+def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, seed: int) -> tuple[Any, Any]:
+    """The model that a Trainer was given or has to make, and the factory in the second case.
+
+    Raises:
+        UsageError: Both or neither was given.
+    """
+    if (model is None) == (make is None):
+        raise UsageError("model, model_init: a Trainer needs one of them; pass a model, or a function that makes it")
+    if make is None:
+        return model, None
+    factory = ModelFactory(make, seed)
+    return factory.first(), factory
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

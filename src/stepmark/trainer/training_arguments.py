@@ -1,0 +1,197 @@
+"""The arguments of a Trainer, with what scripts for transformers' Trainer read from theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from stepmark.config.coercion import field_names
+from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
+from stepmark.errors import UsageError
+from stepmark.launch.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+ALONE = -1  # `local_rank` of a run of one rank
+
+
+@dataclass(repr=False)
+class TrainingArguments(TrainingFields):
+    """The training fields of a recipe (`TrainingFields`), and what scripts for transformers read besides.
+
+    Args:
+        do_train: Whether the script is to train. Like the next two, it is for the script alone. Default: false.
+        do_eval: Whether the script is to evaluate. Default: whether there is an `eval_strategy`.
+        do_predict: Whether the script is to predict. Default: false.
+        local_rank: This rank's number on its machine; -1 for a run of one rank. The launcher's is the default, and any
+            other value but -1 is an error.
+        restore_callback_states_from_checkpoint: Whether callbacks in a resumed run get back what they were made with,
+            such as a patience, besides what they have counted. Default: false.
+
+    Raises:
+        UsageError: As `TrainingFields`.
+    """
+
+    do_train: bool = False
+    do_eval: bool = False
+    do_predict: bool = False
+    local_rank: int = ALONE
+    restore_callback_states_from_checkpoint: bool = False
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        for kind in cls.__mro__[: cls.__mro__.index(TrainingArguments)]:
+            if isinstance(vars(kind).get("device"), str):  # a default, which the constructor has already
+                kind.device = TrainingArguments.device  # type: ignore[attr-defined]
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            self.output_dir = TrainingFields.output_dir
+        super().__post_init__()
+        self.lr_scheduler_kwargs, self.report_to = self.scheduler_options or None, self.reporters
+        self.do_eval = self.do_eval or self.eval_strategy != "no"
+        world = World.from_environment()
+        launched = world.local_rank if world.size > 1 else ALONE
+        if self.local_rank not in (ALONE, launched, world.local_rank):
+            raise UsageError(f"local_rank: is {self.local_rank}, but the launcher says {launched}; leave it out")
+        self.local_rank = launched
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
+
+    @classmethod
+    def of(cls, fields: TrainingFields) -> TrainingArguments:
+        """The arguments with these fields, or the given ones where they are arguments."""
+        if isinstance(fields, TrainingArguments):
+            return fields
+        return cls(**{name: getattr(fields, name) for name in field_names(TrainingFields)})
+
+    # The device, which transformers gives as an object. Given and kept is its name.
+
+    @property  # type: ignore[misc, override]
+    def device(self) -> torch.device:
+        """The device of this rank.
+
+        Raises:
+            DeviceError: There is no such device.
+        """
+        import torch
+
+        from stepmark.runtime.device import choose_device
+
+        kind = choose_device(self.device_name)
+        return torch.device(kind) if kind in ("cpu", "xla") else torch.device(kind, max(self.local_rank, 0))
+
+    @device.setter
+    def device(self, value: Any) -> None:
+        self._device_name = value if isinstance(value, str) else getattr(value, "type", value)
+
+    @property
+    def device_name(self) -> str:
+        return self._device_name
+
+    @property
+    def n_gpu(self) -> int:
+        """The GPUs of this process: 1, or 0 on other devices."""
+        return int(self.device.type == "cuda")
+
+    # This process among the ranks
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, of which `tensor_parallel_size` hold one replica of the model together."""
+        return World.from_environment().size
+
+    @property
+    def process_index(self) -> int:
+        """This rank."""
+        return World.from_environment().rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank's number on its machine, from 0."""
+        return World.from_environment().local_rank
+
+    @property
+    def parallel_mode(self) -> Any:
+        """transformers' ParallelMode: NOT_PARALLEL for one rank, otherwise DISTRIBUTED."""
+        from transformers.training_args import ParallelMode
+
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this is rank 0, which writes what a script writes itself."""
+        return self.process_index == 0
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Inside the block, the other ranks wait until rank 0 has left it, or the first rank of their machine.
+        Collective: every rank enters it.
+
+        Args:
+            local: Whether the first rank of each machine goes first, instead of rank 0 alone.
+            desc: What is done, for the error where the first rank fails.
+
+        Raises:
+            UsageError: On the waiting ranks, the block has failed on the first one.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        from stepmark.runtime.context import start
+
+        host = start(self.device_name, self.join_timeout).host
+        first = self.should_log if local else self.should_save
+        failed: BaseException | None = None
+        if first:
+            try:
+                yield
+            except BaseException as error:
+                failed = error
+        failures = host.all_gather(None if failed is None else f"rank {self.process_index}: {failed}")
+        if failed is not None:
+            raise failed
+        if not first:
+            said = next((each for each in failures if each is not None), None)
+            if said is not None:
+                raise UsageError(f"main_process_first: {desc} has failed on {said}")
+            yield
+
+    # Numbers
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of a rank's micro-batch: `per_device_train_batch_size`."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of a rank's batch in evaluations: `per_device_eval_batch_size`."""
+        return self.per_device_eval_batch_size
+
+    def get_process_log_level(self) -> int:
+        """The level of Python's logging for this rank: that of `log_level`, and WARNING on the ranks that do not log.
+        `passive` is the level that transformers has."""
+        import logging
+
+        if not self.should_log:
+            return logging.WARNING
+        if self.log_level == LOG_LEVELS[-1]:
+            from transformers.utils import logging as transformers_logging
+
+            return int(transformers_logging.get_verbosity())
+        return int(getattr(logging, self.log_level.upper()))
+
+    def _values(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "device"}
+        return {**values, "device": self.device_name}

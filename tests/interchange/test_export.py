@@ -1,0 +1,372 @@
+"""Checkpoints written for other tools: their own code reads them, and every value comes back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stepmark.cli.main import run
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
+from stepmark.interchange import torch_writer
+from stepmark.interchange.array_reader import ArrayReader
+from stepmark.interchange.export_checkpoint import export_checkpoint
+from stepmark.interchange.exported import ExportOptions
+from stepmark.interchange.foreign import ForeignTensor, ImportOptions
+from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.output_files import torch_file
+from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.stored_array import StoredArray
+from stepmark.interchange.verification import RecordChecks
+from tests.support import foreign_checkpoints
+from tests.support.foreign_checkpoints import STEP, Truth, truth
+from tests.support.ranks import Ranks
+
+SILENT = ImportListener(lambda size: None, lambda size: None)
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoints"
+ADAMW = {
+    "weight_decay": 0.1,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of ours with the values of the truth."""
+    monkeypatch.setattr(foreign_checkpoints, "GROUP", {**foreign_checkpoints.GROUP, **ADAMW})
+    return imported(foreign_checkpoints.trainer_folder(tmp_path / "source", truth()), tmp_path / "own")
+
+
+def imported(source: Path, out: Path) -> Path:
+    write_checkpoint(open_foreign(source, ImportOptions()), out, SILENT)
+    return out
+
+
+def values(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint of ours that is in one piece."""
+    found = load_file(folder / "model.safetensors")
+    return found | {f"optimizer/{k}": v for k, v in load_file(folder / "optimizer" / "optimizer.safetensors").items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("dcp", {}),
+        ("dcp", {"titan": True}),
+        ("hf-trainer", {}),
+        ("optimum-neuron", {"tp": 2}),
+        ("optimum-neuron", {"tp": 4, "pp": 2}),
+        ("nxd", {}),
+        ("nxd", {"tp": 2, "pp": 2, "dp": 3}),
+        ("nxd", {"tp": 8, "dp": 2}),
+    ],
+)
+def test_what_goes_out_comes_back(own: Path, form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Out, and in again through the importer."""
+    export_checkpoint(own, tmp_path / "out", form, ExportOptions(**options))
+    back = imported(tmp_path / "out", tmp_path / "back")
+    assert same(values(back), values(own))
+    mine, again = (json.loads((folder / "state.json").read_text())["sections"] for folder in (own, back))
+    assert again["run"]["value"]["step"] == STEP
+    assert again["run"]["value"]["schedule"] == {"step": STEP}
+    if "titan" not in options:  # which has no groups: two with the same settings are one
+        assert again["optimizer"]["members"] == mine["optimizer"]["members"]
+        assert again["optimizer"]["groups"]["0"] == mine["optimizer"]["groups"]["0"]
+
+
+def earlier(kind: str, tmp_path: Path) -> Path:
+    """A copy of a checkpoint that a run of ours has saved: reading leaves a note beside it."""
+    return Path(shutil.copytree(FIXTURES / kind / "checkpoint-3", tmp_path / kind / "checkpoint-3"))
+
+
+@pytest.mark.parametrize("source", ["one_rank", "tensor_parallel", "zero_1", "bf16"])
+@pytest.mark.parametrize("form", ["dcp", "hf-trainer"])
+def test_any_mesh_goes_out(source: str, form: str, tmp_path: Path) -> None:
+    """Shards, also those that ZeRO-1 cut out of flattened states, in the order that the model has them."""
+    expected = load_file(FIXTURES / source / "truth.safetensors")
+    done = export_checkpoint(earlier(source, tmp_path), tmp_path / "out", form, ExportOptions())
+    found = values(imported(tmp_path / "out", tmp_path / "back"))
+    masters = source == "bf16" and form == "hf-trainer"
+    names = {name for name in expected if not (masters and name.endswith("/master"))}
+    for name in names:
+        part, rest = name.split("/", 1)
+        own = found.pop(rest)
+        truth_of = f"optimizer/optimizer/{rest}/master" if masters and part == "model" else name
+        assert torch.equal(own, expected[truth_of]), name
+    assert not found
+    assert bool(done.notes) == (source == "bf16")
+
+
+# torch.distributed.checkpoint
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_sharded_state_loads_the_store(own: Path, nproc: int, flat: bool, ranks: Ranks, tmp_path: Path) -> None:
+    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions())
+    program = "tests.support.exported_programs:sharded_load"
+    assert ranks.run(program, str(tmp_path / "out"), flat, nproc=nproc).check() == [[]] * nproc
+
+
+def test_titan_state_loads_the_store(own: Path, tmp_path: Path) -> None:
+    """The same names and bytes as torchtitan's own for this model, written from its description."""
+    import torch.distributed.checkpoint as dcp
+
+    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions(titan=True))
+    theirs = foreign_checkpoints.titan_folder(tmp_path / "theirs", truth())
+    weights = {
+        name: torch.zeros(described.size)
+        for name, described in dcp.FileSystemReader(theirs).read_metadata().state_dict_metadata.items()
+        if hasattr(described, "size")
+    }
+    expected = {name: tensor.clone() for name, tensor in weights.items()}
+    for folder, state in ((theirs, expected), (tmp_path / "out", weights)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert same(weights, expected)
+    assert len(weights) == 4 * len(truth().model)
+
+
+def test_chunks_of_rows(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors are cut, and stores have several files."""
+    from stepmark.interchange.exports import dcp
+
+    monkeypatch.setattr(dcp, "CHUNK", 600)
+    monkeypatch.setattr(dcp, "FILE", 50_000)
+    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions())
+    assert len(list((tmp_path / "out").glob("__0_*.distcp"))) > 3
+    assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
+
+
+# transformers' Trainer
+
+
+def test_torch_loads_what_trainer_does(own: Path, tmp_path: Path) -> None:
+    """What Trainer calls on its files: load_state_dict of AdamW and LambdaLR, and the generators."""
+    import random
+
+    import numpy as np
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainerState, get_scheduler
+    from transformers.trainer_pt_utils import safe_globals
+
+    out = tmp_path / "checkpoint-3"
+    export_checkpoint(own, out, "hf-trainer", ExportOptions())
+    expected = truth()
+    config: Any = LlamaConfig.from_pretrained(out)
+    with torch.device("meta"):
+        order = [name for name, _ in LlamaForCausalLM(config).named_parameters()]
+    parameters = {name: torch.nn.Parameter(expected.model[name].clone()) for name in order}
+    groups = [[parameters[name] for name in names] for names in foreign_checkpoints.grouped(order)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.5)
+    optimizer.load_state_dict(torch.load(out / "optimizer.pt", weights_only=True))
+    for name, moments in expected.moments.items():
+        assert all(torch.equal(optimizer.state[parameters[name]][key], value) for key, value in moments.items())
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
+    schedule = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=9)
+    schedule.load_state_dict(torch.load(out / "scheduler.pt", weights_only=True))
+    assert schedule.last_epoch == STEP
+    assert TrainerState.load_from_json(str(out / "trainer_state.json")).global_step == STEP
+    with safe_globals():
+        states = torch.load(out / "rng_state.pth", weights_only=True)
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["cpu"])
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+    assert same(load_file(out / "model.safetensors"), expected.model)
+
+
+def test_master_weights_go_into_the_model(tmp_path: Path) -> None:
+    folder = earlier("bf16", tmp_path)
+    export_checkpoint(folder, tmp_path / "out", "hf-trainer", ExportOptions())
+    truths = load_file(FIXTURES / "bf16" / "truth.safetensors")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(tensor, truths[f"optimizer/optimizer/{name}/master"]) for name, tensor in weights.items())
+    state = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"]
+    assert all(set(values) == {"step", "exp_avg", "exp_avg_sq"} for values in state.values())
+    assert "bfloat16" not in (tmp_path / "out" / "config.json").read_text()
+
+
+# Neuron
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(4, 3), (4, 2), (8, 1)])
+def test_ranks_of_neuronx_distributed(own: Path, tp: int, dp: int, tmp_path: Path) -> None:
+    """File by file what neuronx-distributed writes for this mesh."""
+    theirs = foreign_checkpoints.nxd_folder(tmp_path / "theirs", truth(), tp=tp, dp=dp)
+    export_checkpoint(own, tmp_path / "out", "nxd", ExportOptions(tp=tp, dp=dp))
+    ours = tmp_path / "out" / f"step_{STEP}"
+    names = sorted(str(path.relative_to(theirs)) for path in theirs.glob("*/*.pt"))
+    assert names == sorted(str(path.relative_to(ours)) for path in ours.glob("*/*.pt"))
+    for name in names:
+        same_nested(*(torch.load(folder / name, weights_only=True) for folder in (theirs, ours)))
+
+
+def same_nested(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert set(one) == set(other)
+        for key in one:
+            same_nested(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            same_nested(*pair)
+    else:
+        assert one == other
+
+
+def test_tied_embeddings_for_optimum_neuron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files have both names, the metadata one."""
+    drawn = truth()
+    monkeypatch.setattr(foreign_checkpoints, "CONFIG", {**foreign_checkpoints.CONFIG, "tie_word_embeddings": True})
+    without = [
+        {name: v for name, v in part.items() if name != "lm_head.weight"} for part in (drawn.model, drawn.moments)
+    ]
+    tied = Truth(*without)  # type: ignore[arg-type]
+    own = imported(foreign_checkpoints.trainer_folder(tmp_path / "source", tied), tmp_path / "own")
+    export_checkpoint(own, tmp_path / "out", "optimum-neuron", ExportOptions(tp=2))
+    state = torch.load(tmp_path / "out/shards/model/dp_rank_00_tp_rank_01_pp_rank_00.pt", weights_only=True)
+    assert torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
+    assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
+    with pytest.raises(CheckpointMismatch, match="tied"):
+        export_checkpoint(own, tmp_path / "more", "nxd", ExportOptions(tp=2))
+
+
+# Files of torch.save
+
+
+def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fields for large sizes and positions, where small ones count as large."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from stepmark.interchange.output_files import Streams
+
+    data = torch.arange(3000, dtype=torch.bfloat16)
+    (tmp_path / "data").write_bytes(data.view(torch.uint8).numpy().tobytes())
+    tensor = ForeignTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "BF16", (30, 100)))
+    value = {"a": tensor, "b": [1, (2.5, None)], "c": tensor}
+    for large in (0xFFFFFFFF, 1000):
+        monkeypatch.setattr(torch_writer, "_LARGE", large)
+        path = tmp_path / f"{large}.pt"
+        with ThreadPoolExecutor(2) as pool, ArrayReader() as reader:
+            torch_file(path.name, value).write(path, Streams(reader, RecordChecks([]), pool, lambda size: None))
+        found = torch.load(path, weights_only=True)
+        assert torch.equal(found["a"], data.view(30, 100))
+        assert found["b"] == [1, (2.5, None)]
+        assert found["a"].data_ptr() == found["c"].data_ptr()
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+
+
+# Bad input: one error, and nothing is written
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".stepmark")  # where leases are
+
+
+def refused(source: Path, out: Path, kind: type[Exception], match: str, form: str = "dcp", **options: Any) -> None:
+    before = entries(out.parent)
+    with pytest.raises(kind, match=match) as error:
+        export_checkpoint(source, out, form, ExportOptions(**options))
+    assert "\n" not in str(error.value)
+    assert entries(out.parent) == before
+
+
+@pytest.mark.parametrize("form", ["dcp", "hf-trainer", "optimum-neuron", "nxd"])
+def test_model_alone_is_not_exported(form: str, tmp_path: Path) -> None:
+    refused(earlier("model_only", tmp_path), tmp_path / "out", CheckpointMismatch, "no optimizer", form)
+
+
+def test_corrupted_value(own: Path, tmp_path: Path) -> None:
+    path = own / "optimizer" / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    refused(own, tmp_path / "out", CheckpointDamaged, "optimizer.safetensors: tensor .* does not match its checksum")
+
+
+def test_out_that_exists(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    refused(own, tmp_path / "out", UsageError, "exists and is not an empty folder")
+    refused(own, tmp_path / "checkpoint-4", UsageError, "of another step")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tp": 3}, "--tp 3 does not divide the 8 query"),
+        ({"tp": 16}, "--tp 16 does not divide"),
+        ({"tp": 2, "pp": 3}, "--pp 3 does not divide .* 2 layers"),
+    ],
+)
+def test_mesh_that_does_not_divide(own: Path, options: dict[str, int], match: str, tmp_path: Path) -> None:
+    refused(own, tmp_path / "out", UsageError, match, "nxd", **options)
+    refused(own, tmp_path / "out", UsageError, match, "optimum-neuron", **options)
+
+
+def test_models_that_neuron_tools_do_not_have(tmp_path: Path) -> None:
+    folder = earlier("one_rank", tmp_path)
+    refused(folder, tmp_path / "out", CheckpointMismatch, "GPT2LMHeadModel", "optimum-neuron", tp=2)
+    refused(folder, tmp_path / "out", CheckpointMismatch, "in no Llama of torchtitan|heads", titan=True)
+
+
+def test_optimizer_that_is_no_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = truth()
+    moments = {name: {"momentum_buffer": m["exp_avg"]} for name, m in drawn.moments.items()}
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", Truth(drawn.model, moments))
+    own = imported(source, tmp_path / "own")
+    refused(own, tmp_path / "out", CheckpointMismatch, "not that of an Adam", "nxd", tp=2)
+    export_checkpoint(own, tmp_path / "out", "hf-trainer", ExportOptions())
+    assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
+
+
+def test_disk_that_fails_midway(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepmark.interchange import output_files
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(output_files.TorchArchive, "finish", fail)
+    refused(own, tmp_path / "out", CheckpointError, "cannot be written: No space left", "hf-trainer")
+
+
+def test_command(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copytree(own, tmp_path / "run" / "checkpoint-3")
+    assert run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "nxd", "--tp", "2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["step"], said["to"]) == (3, "nxd")
+    assert said["notes"]
+    for more in (["--to", "dcp", "--tp", "2"], ["--to", "nxd", "--titan"], ["--to", "nxd", "--tp", "0"]):
+        assert run(["export", str(own), str(tmp_path / "more"), *more]) == UsageError.exit_code
+    source = str(tmp_path / "source")
+    assert run(["export", source, str(tmp_path / "more"), "--to", "dcp"]) == UsageError.exit_code
+    assert "stepmark import" in capsys.readouterr().err
+    assert not (tmp_path / "more").exists()

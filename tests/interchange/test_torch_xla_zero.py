@@ -1,0 +1,86 @@
+"""Files of torch_xla's ZeroRedundancyOptimizer, one a rank: every state comes along, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
+from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.recognition import open_foreign
+from tests.support.foreign_checkpoints import STEP, torch_xla_folder, truth
+
+SILENT = ImportListener(lambda size: None, lambda size: None)
+
+
+def take(source: Path, out: Path, **options: Any) -> ForeignCheckpoint:
+    found = open_foreign(source, ImportOptions(**options))
+    write_checkpoint(found, out, SILENT)
+    return found
+
+
+@pytest.mark.parametrize("form", ["in the files", "state dict", "hugging face"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_state_comes_along(ranks: int, form: str, tmp_path: Path) -> None:
+    found = take(torch_xla_folder(tmp_path / "source", truth(), ranks=ranks, form=form), tmp_path / "out")
+    assert (found.kind, found.mesh) == ("torch_xla ZeRO-1", {"dp": ranks})
+    expected = truth()
+    model = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(model[name], tensor) for name, tensor in expected.model.items())
+    states = load_file(tmp_path / "out" / "optimizer" / "optimizer.safetensors")
+    for name, moments in expected.moments.items():
+        assert all(torch.equal(states[f"{name}/{key}"], value) for key, value in moments.items()), name
+    assert json.loads((tmp_path / "out" / "manifest.json").read_bytes())["step"] == STEP  # or as the states count
+
+
+def test_missing_rank(tmp_path: Path) -> None:
+    source = torch_xla_folder(tmp_path / "source", truth(), ranks=3, form="state dict")
+    (source / "optimizer_2.pt").unlink()
+    refused(source, CheckpointDamaged, "data parallel rank's file is missing", tmp_path)
+    (source / "optimizer_0.pt").unlink()
+    refused(source, CheckpointDamaged, "file of rank 0 is missing", tmp_path)
+
+
+def test_no_model_beside_the_files(tmp_path: Path) -> None:
+    source = torch_xla_folder(tmp_path / "source", truth(), ranks=2, form="state dict")
+    (source / "model.pt").unlink()
+    refused(source, CheckpointMismatch, "no files that may be the model's", tmp_path)
+    take_model = torch_xla_folder(tmp_path / "more", truth(), ranks=2, form="state dict")
+    (take_model / "optimizer_1.pt").write_bytes(b"PK\x03\x04 base_state shape_info")
+    refused(take_model, CheckpointDamaged, "optimizer_1.pt", tmp_path)
+
+
+def refused(source: Path, kind: type[CheckpointError], match: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=match):
+        take(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.xla
+def test_what_torch_xla_itself_saves(tmp_path: Path) -> None:
+    """Its own state dict, with tensors that lie on the device."""
+    from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 5).to("xla")
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, pin_layout=False)
+    model(torch.ones(2, 3, device="xla")).sum().backward()
+    optimizer.step()
+    source = tmp_path / "source"
+    source.mkdir()
+    torch.save(optimizer.state_dict(), source / "optimizer-0.pt")
+    torch.save(model.state_dict(), source / "model.pt")
+    take(source, tmp_path / "out")
+    states = load_file(tmp_path / "out" / "optimizer" / "optimizer.safetensors")
+    own = optimizer.base_optimizer.state_dict()["state"]
+    for number, name in enumerate(("weight", "bias")):
+        assert torch.equal(states[f"{name}/exp_avg"], own[number]["exp_avg"].cpu())
+        assert torch.equal(states[f"{name}/exp_avg_sq"], own[number]["exp_avg_sq"].cpu())
+    model_values = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(model_values["weight"], model.weight.detach().cpu())
