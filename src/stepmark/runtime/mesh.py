@@ -11,7 +11,7 @@ from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
-from stepmark.runtime.device_names import NO_LAZY_PIPELINE
+from stepmark.runtime.device import check_pipeline
 from stepmark.runtime.links import StageLinks
 from stepmark.runtime.rank_grid import RankGrid, group_of
 
@@ -80,8 +80,7 @@ class Mesh:
         """
         context = context or start(device)
         _check_sizes(context.world.size, tensor_parallel_size, pipeline_parallel_size)
-        if pipeline_parallel_size > 1 and context.runtime.lazy:
-            raise UsageError(NO_LAZY_PIPELINE)
+        check_pipeline(context.runtime.device.type, pipeline_parallel_size)
         data = context.world.size // (tensor_parallel_size * pipeline_parallel_size)
         inner = {DATA: data, TENSOR: tensor_parallel_size}
         grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
