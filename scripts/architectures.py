@@ -3,10 +3,10 @@
 Each architecture with a plan is built with a small random configuration and compared, at tensor_parallel_size 2, with
 itself on one rank: logits, loss, and the gradient of every parameter. The two ranks are threads of this process.
 
-    python scripts/architectures.py [--only MODEL_TYPE …] [--write]
+    python scripts/architectures.py [--only MODEL_TYPE …] [--write] [--pipeline]
 
-With --write the results go to docs/architectures.md, and the list that `parallelize` uses to
-src/stepmark/parallel/tensor/architectures.py.
+With --pipeline, pipeline stages are verified instead (pipeline_architectures.py). With --write the results go to
+docs/architectures.md, and the list that `parallelize` uses to src/stepmark/parallel/tensor/architectures.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from pipeline_architectures import verify
 from small_models import SMALL, small_model
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -248,9 +249,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=None)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--pipeline", action="store_true", help="verify pipeline stages")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    if arguments.pipeline:
+        verify(arguments.only, write=arguments.write)
+        return
     names = arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     without = [name for name in names if not has_plan(name)]
     results = []

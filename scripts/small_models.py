@@ -45,12 +45,13 @@ def small_model(model_type: str, more: Mapping[str, Any] | None = None) -> Any:
 def _known(config: Any, small: Mapping[str, Any]) -> dict[str, Any]:
     """The small values that this configuration has."""
     values = {name: value for name, value in small.items() if _has(config, name)}
-    values |= {name: 0.0 for name, value in vars(config).items() if "drop" in name and isinstance(value, float)}
+    noise = [name for name in vars(config) if "drop" in name or "jitter" in name]
+    values |= {name: 0.0 for name in noise if isinstance(getattr(config, name), float)}
     text = getattr(config, "text_config", None)
     if text is not None and text is not config:
         values["text_config"] = _known(text, small)
     if "layer_types" in vars(config) and config.layer_types is not None:
-        values["layer_types"] = list(config.layer_types[-2:])
+        values["layer_types"] = list(config.layer_types[-int(small["num_hidden_layers"]) :])
     return values
 
 

@@ -18,6 +18,7 @@ from stepmark.config.recipe_schema import accepted_types, recipe_schema
 from stepmark.config.starter_recipes import KINDS, starter_recipe
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
+from stepmark.parallel.pipeline.schedules import SCHEDULES
 from stepmark.runtime.device_names import DEVICES
 from tests.support.recipes import write_text
 
@@ -38,17 +39,24 @@ def test_examples_are_values_of_their_fields(name: str) -> None:
         assert value in CHOICES[name]
 
 
+NEEDED: dict[str, dict[str, Any]] = {
+    "save_strategy": {"eval_strategy": "steps"},
+    "pipeline_schedule": {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
+}
+
+
 def test_choices_are_those_that_are_checked() -> None:
     assert CHOICES["device"] == DEVICES
     assert CHOICES["log_level"] == training_fields.LOG_LEVELS
+    assert CHOICES["pipeline_schedule"] == training_fields.PIPELINE_SCHEDULES == SCHEDULES
     assert CHOICES["logging_strategy"] == CHOICES["eval_strategy"] == training_fields.STRATEGIES
     for name, choices in CHOICES.items():
         if name != "device":
-            needed = {"eval_strategy": "steps"} if name == "save_strategy" else {}
             for choice in choices:
-                training_fields.TrainingFields(**{**needed, name: choice})
+                chunks = {"pipeline_chunks": 2} if choice == "interleaved" else {}
+                training_fields.TrainingFields(**{**NEEDED.get(name, {}), **chunks, name: choice})
             with pytest.raises(UsageError, match=name):
-                training_fields.TrainingFields(**{**needed, name: "another"})
+                training_fields.TrainingFields(**{**NEEDED.get(name, {}), name: "another"})
 
 
 def test_help_has_a_line_for_every_field(capsys: pytest.CaptureFixture[str]) -> None:

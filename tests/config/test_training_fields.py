@@ -12,6 +12,7 @@ import pytest
 from stepmark.config.training_fields import TrainingFields, parse_options
 from stepmark.errors import UsageError
 
+PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 
 
@@ -163,6 +164,19 @@ def test_plain_views() -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: should be at least 1"),
         ({"sequence_parallel": True}, "sequence_parallel and tensor_parallel_size"),
         ({"parallelize_embedding": False}, "parallelize_embedding and tensor_parallel_size"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size: should be at least 1"),
+        ({"pipeline_schedule": "gpipe"}, "pipeline_schedule and pipeline_parallel_size"),
+        ({"pipeline_layers": [1, 1]}, "pipeline_layers and pipeline_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "gradient_accumulation_steps and pipeline_parallel_size: 1 micro-batches"),
+        ({**PIPELINE, "pipeline_schedule": "zero"}, "pipeline_schedule: 'zero' is unknown"),
+        ({**PIPELINE, "pipeline_chunks": 2}, "pipeline_schedule and pipeline_chunks"),
+        ({**PIPELINE, "pipeline_schedule": "interleaved"}, "pipeline_schedule and pipeline_chunks"),
+        (
+            {**PIPELINE, "pipeline_schedule": "interleaved", "pipeline_chunks": 2, "gradient_accumulation_steps": 3},
+            "the interleaved schedule needs a multiple of 2",
+        ),
+        ({**PIPELINE, "pipeline_layers": [1, 2, 3]}, "pipeline_layers: .* should have 2 numbers"),
+        ({**PIPELINE, "pipeline_layers": [1, "a"]}, "pipeline_layers: .* should have 2 numbers"),
     ],
 )
 def test_mesh_fields_that_say_nothing_are_refused(fields: dict[str, Any], told: str) -> None:

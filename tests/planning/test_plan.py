@@ -166,3 +166,9 @@ def test_models_that_read_their_tensors_are_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(GPT2LMHeadModel, "forward", reading)
     with pytest.raises(UsageError, match="GPT2Config: the model reads values of its tensors"):
         plan_recipe(recipe_in(tmp_path), 1)
+
+
+def test_a_pipeline_is_refused_before_data_are_read(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path, pipeline_parallel_size=2, gradient_accumulation_steps=2)
+    with pytest.raises(UsageError, match="plan does not know the memory of pipeline stages"):
+        plan_recipe(recipe, 2, count_data=True)

@@ -33,14 +33,16 @@ class StopAt(TrainerCallback):
 
 
 def make_trainer(options: dict[str, Any]) -> Trainer:
-    """`options`: kind (of model), eval_samples, stop_at (a step before the last), and TrainingArguments."""
+    """`options`: kind (of model), num_hidden_layers, eval_samples, stop_at (a step before the last), and
+    TrainingArguments."""
     options = dict(options)
     stop_at = options.pop("stop_at", None)
     kind, eval_samples = options.pop("kind", "llama"), options.pop("eval_samples", 7)
+    layers = options.pop("num_hidden_layers", 2)
     defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3}
     args = TrainingArguments(**{**defaults, "save_strategy": "no", "disable_tqdm": True, **options})
     return Trainer(
-        build(kind),
+        build(kind, num_hidden_layers=layers),
         args,
         train_dataset=Blocks(30),
         eval_dataset=Blocks(eval_samples, seed=1),
@@ -91,6 +93,29 @@ def given_parallelized(folder: str) -> list[str]:
         try:
             Trainer(model, args, train_dataset=Blocks(4)).train()
             found.append("trained")
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+class OwnPredictions(Trainer):
+    def prediction_step(self, *args: Any, **options: Any) -> Any:
+        return super().prediction_step(*args, **options)
+
+
+def refused_pipelines(options: dict[str, Any]) -> list[str]:
+    """The errors of Trainers that a pipeline cannot serve."""
+    interleaved = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
+    args = TrainingArguments(**options)
+    found = []
+    for make in (
+        lambda: make_trainer({**options, **interleaved}),
+        lambda: Trainer(build("llama"), args, compute_loss_func=lambda outputs, labels, **_: outputs.loss),
+        lambda: OwnPredictions(build("llama"), args),
+    ):
+        try:
+            make()
+            found.append("")
         except UsageError as error:
             found.append(str(error))
     return found

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.context import Context, start
@@ -19,21 +19,21 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
-    """`kind` is gpt2, llama or qwen3. Two layers, 4 heads (2 key/value heads), a vocabulary of 67, which is
+    """`kind` is gpt2, llama, qwen3 or gemma2. Two layers, 4 heads (2 key/value heads), a vocabulary of 67, which is
     prime."""
     if kind == "gpt2":
         drop = changes.pop("dropout", 0.0)
         drops = {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop}
         return GPT2Config(
-            n_layer=2, n_embd=32, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
-            **{**drops, **changes},
+            n_layer=changes.pop("num_hidden_layers", 2), n_embd=32, n_head=4, n_positions=LENGTH,
+            vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **{**drops, **changes},
         )  # fmt: skip
     changes.setdefault("num_key_value_heads", 2)
     if "dropout" in changes:
         changes["attention_dropout"] = changes.pop("dropout")
-    if kind == "qwen3":
+    if kind in ("qwen3", "gemma2"):
         changes.setdefault("head_dim", 8)
-    make = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
+    make = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma2": Gemma2Config}[kind]
     return make(**{**SHAPE, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, **changes})
 
 
@@ -64,7 +64,7 @@ def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
 
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
-    checkpointing, zero_1, smoothing, clip."""
+    checkpointing, zero_1, smoothing, clip, batch (samples of a step, 4 by default); pp, schedule, chunks, layers."""
     from stepmark.data.loader import DataLoader
     from stepmark.data.prefetcher import DevicePrefetcher
     from stepmark.training.loss import MicroBatchLoss
@@ -73,7 +73,8 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     from stepmark.training.step import TrainStep
 
     tp, accumulation = options.get("tp", 1), options.get("accumulation", 1)
-    mesh = Mesh.create(tensor_parallel_size=tp, context=context)
+    pp = options.get("pp", 1)
+    mesh = Mesh.create(tensor_parallel_size=tp, pipeline_parallel_size=pp, context=context)
     runtime, axis = mesh.runtime, mesh.data_parallel
     if options.get("bf16"):
         model.to(torch.bfloat16)
@@ -83,6 +84,8 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
         mesh,
         sequence_parallel=options.get("sequence", False),
         parallelize_embedding=options.get("embedding", True),
+        pipeline_layers=options.get("layers"),
+        pipeline_chunks=options.get("chunks", 1),
     )
     if options.get("checkpointing"):
         enable_gradient_checkpointing(model, runtime)
@@ -94,12 +97,16 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
         runtime,
         learning_rate=1e-3,
         sharded_over=mesh if options.get("zero_1") else None,
+        stages=context.host if pp > 1 else None,
     )
     clip = options.get("clip", 1.0)
-    step = TrainStep(model, optimizer, loss, mesh, accumulation=accumulation, max_grad_norm=clip)
+    schedule = options.get("schedule", "1f1b")
+    step = TrainStep(
+        model, optimizer, loss, mesh, accumulation=accumulation, max_grad_norm=clip, pipeline_schedule=schedule
+    )
     loader = DataLoader(
         Blocks(30),
-        4 // axis.size // accumulation,
+        options.get("batch", 4) // axis.size // accumulation,
         rank=axis.rank,
         world_size=axis.size,
         accumulation=accumulation,
@@ -112,6 +119,18 @@ def cases(device: str, options: list[dict[str, Any]]) -> list[list[list[float]]]
     """Several trainings, one after the other, in one launch."""
     context = start(device)
     return [train_on(context, each) for each in options]
+
+
+def embeddings(options: dict[str, Any]) -> dict[str, Any]:
+    """The embedding that this rank holds after `steps` steps, as a checksum, and its names; None where it has none."""
+    import xxhash
+
+    step, batches = training(start("cpu"), options, build(**options["model"]))
+    for number, batch in zip(range(options["steps"]), batches, strict=False):
+        step(number, batch)
+    held = {name: value for name, value in step.model.named_parameters() if "embed" in name or "wte" in name}
+    digests = {name: xxhash.xxh3_64_hexdigest(value.detach().numpy().tobytes()) for name, value in held.items()}
+    return {"held": digests, "shape": [list(value.shape) for value in held.values()]}
 
 
 def state_bytes(options: dict[str, Any]) -> int:

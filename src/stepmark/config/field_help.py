@@ -76,6 +76,10 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "tensor_parallel_size": FieldHelp("ranks that hold one replica of the model together", "4"),
         "sequence_parallel": FieldHelp("with tensor parallelism, shard activations along the sequence too", "true"),
         "parallelize_embedding": FieldHelp("with tensor parallelism, shard embedding, head and loss too", "false"),
+        "pipeline_parallel_size": FieldHelp("ranks that divide the layers among them as stages", "2"),
+        "pipeline_schedule": FieldHelp("order of the stages' passes: 1f1b, gpipe or interleaved", "interleaved"),
+        "pipeline_layers": FieldHelp("layers of each stage; unset: balanced by cost", "[9, 9, 9, 5]"),
+        "pipeline_chunks": FieldHelp("stages on each rank, for the interleaved schedule", "2"),
     },
     "output and logs": {
         "output_dir": FieldHelp("the run's folder, which all ranks have to see", "runs/first"),
@@ -119,6 +123,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "device": ("auto", "xla", "cuda", "neuron", "cpu"),
     "log_format": ("text", "json"),
+    "pipeline_schedule": ("gpipe", "1f1b", "interleaved"),
     "log_level": ("debug", "info", "warning", "error", "critical", "passive"),
 }
 

@@ -34,7 +34,7 @@ FIELDS = {
     "sequence_parallel_enabled": "use sequence_parallel",
     "disable_embedding_parallelization": "use parallelize_embedding, which is true by default",
     "parallelize_embeddings": "use parallelize_embedding",
-    "pipeline_parallel_num_microbatches": "leave it out: pipeline parallelism is not supported",
+    "pipeline_parallel_num_microbatches": "use gradient_accumulation_steps: its micro-batches go through the pipeline",
     "kv_size_multiplier": "leave it out: key and value heads are replicated where there are fewer than ranks",
     "fuse_qkv": "leave it out: projections stay as the model has them",
     "recompute_causal_mask": "leave it out: masks are chosen by the shape of the inputs",

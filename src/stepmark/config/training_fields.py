@@ -17,6 +17,7 @@ from stepmark.errors import UsageError
 
 STRATEGIES = ("no", "steps", "epoch")
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 
@@ -42,6 +43,13 @@ class TrainingFields(metaclass=AcceptingDefaults):
         sequence_parallel: Shards activations along the sequence too, between the layers' matrix products. Default:
             false.
         parallelize_embedding: Shards embedding, head and loss along the vocabulary too. Default: true.
+        pipeline_parallel_size: Ranks among which the layers are divided, each a stage of the model. The micro-batches
+            that go through them are those of `gradient_accumulation_steps`. Default: 1.
+        pipeline_schedule: In which order: `1f1b` (the default), `gpipe`, or `interleaved` with several stages on each
+            rank.
+        pipeline_layers: The number of layers of each stage. Default (None): so that all stages cost as much, the
+            embedding, the head and the loss counted.
+        pipeline_chunks: Stages on each rank, 2 or more with the interleaved schedule. Default: 1.
         async_save: Training continues while a checkpoint is written. A callback that defines `on_save` is called once
             the checkpoint is complete on disk, so that it may read it and add files to it; training waits for that.
             Default: true.
@@ -124,6 +132,10 @@ class TrainingFields(metaclass=AcceptingDefaults):
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     parallelize_embedding: bool = True
+    pipeline_parallel_size: int = 1
+    pipeline_schedule: str = "1f1b"
+    pipeline_layers: list[int] | None = None
+    pipeline_chunks: int = 1
     compile_cache: str | None = None  # or true, or false
 
     def __post_init__(self) -> None:
@@ -246,6 +258,8 @@ def _check_ranges(args: TrainingFields) -> None:
         "max_restarts": 0,
         "save_total_limit": 1,
         "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "pipeline_chunks": 1,
     }
     for name, least in at_least.items():
         value = getattr(args, name)
@@ -276,6 +290,7 @@ def _check_ranges(args: TrainingFields) -> None:
         "dtype": ("float32", "bfloat16"),
         "log_level": LOG_LEVELS,
         "log_format": ("text", "json"),
+        "pipeline_schedule": PIPELINE_SCHEDULES,
     }
     for name, accepted in choices.items():
         if getattr(args, name) not in accepted:
@@ -304,6 +319,7 @@ def _check_agreement(args: TrainingFields) -> None:
                 f"{name} and tensor_parallel_size: {name} applies to a model that several ranks hold together; set "
                 "tensor_parallel_size to 2 or more, or leave it out"
             )
+    _check_pipeline(args)
     if args.warmup_steps and args.warmup_ratio:
         raise UsageError("warmup_steps and warmup_ratio: both give the length of the warm-up; set one of them")
     if args.eval_strategy == "no":
@@ -320,6 +336,44 @@ def _check_agreement(args: TrainingFields) -> None:
             )
     if args.load_best_model_at_end and args.save_strategy != "best":
         _check_best_is_saved(args)
+
+
+def _check_pipeline(args: TrainingFields) -> None:
+    ranks, chunks, interleaved = args.pipeline_parallel_size, args.pipeline_chunks, "interleaved"
+    if ranks == 1:
+        for name, default in (("pipeline_schedule", "1f1b"), ("pipeline_layers", None), ("pipeline_chunks", 1)):
+            if getattr(args, name) != default:
+                raise UsageError(
+                    f"{name} and pipeline_parallel_size: {name} applies to a model that is cut into stages; set "
+                    "pipeline_parallel_size to 2 or more, or leave it out"
+                )
+        return
+    if (chunks > 1) != (args.pipeline_schedule == interleaved):
+        raise UsageError(
+            f"pipeline_schedule and pipeline_chunks: interleaved runs several stages on a rank, the other schedules "
+            f"one, but they are {args.pipeline_schedule} and {chunks}; set pipeline_chunks to 2 or more for "
+            "interleaved, and to 1 otherwise"
+        )
+    micro_batches = args.gradient_accumulation_steps
+    if micro_batches < ranks:
+        raise UsageError(
+            f"gradient_accumulation_steps and pipeline_parallel_size: {micro_batches} micro-batches are fewer than "
+            f"{ranks} pipeline ranks, some of which would always wait; set gradient_accumulation_steps to {ranks} or "
+            "more"
+        )
+    if args.pipeline_schedule == interleaved and micro_batches % ranks:
+        raise UsageError(
+            f"gradient_accumulation_steps and pipeline_parallel_size: the interleaved schedule needs a multiple of "
+            f"{ranks} micro-batches, and there are {micro_batches}; set it to {-(-micro_batches // ranks) * ranks}, or "
+            "pipeline_schedule to 1f1b"
+        )
+    sizes = args.pipeline_layers
+    whole = sizes is not None and all(isinstance(size, int) and size >= 1 for size in sizes)
+    if sizes is not None and (len(sizes) != ranks * chunks or not whole):
+        raise UsageError(
+            f"pipeline_layers: {list(sizes)} should have {ranks * chunks} numbers of 1 or more, one for each stage "
+            "(pipeline_parallel_size times pipeline_chunks)"
+        )
 
 
 def _check_best_is_saved(args: TrainingFields) -> None:

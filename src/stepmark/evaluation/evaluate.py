@@ -15,10 +15,12 @@ from stepmark.errors import DataError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import ComputeMetrics, summarize
 from stepmark.evaluation.restored_model import ModelReader
+from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import LossFunction, MicroBatchLoss
 from stepmark.training.model_wrappers import without_wrapper
+from stepmark.training.pipelined_micro_batches import PipelinedForward
 
 
 def evaluate(
@@ -81,6 +83,7 @@ def evaluate(
         torch.bfloat16 if bf16 else None,
         preprocess_logits_for_metrics,
         mesh.reporting_ranks,
+        stages=None if staged(model) is None else PipelinedForward(model, loss, mesh, torch.bfloat16 if bf16 else None),
     )
     padded = data_collator if isinstance(data_collator, PadTo) else None
     metrics: dict[str, float] = {}

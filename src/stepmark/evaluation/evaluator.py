@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.batch import MicroBatch, StepLoader
+from stepmark.data.batch import MicroBatch, StepBatch, StepLoader
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
@@ -23,7 +23,9 @@ from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
+from stepmark.training.pipelined_micro_batches import PipelinedForward
 
+BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
 
 HELD_BATCHES = 16  # losses that stay on the device before they are fetched, and batches of predictions per gather
@@ -62,6 +64,7 @@ class Evaluator:
             them; default None: all.
         prediction_step: `(inputs, loss_only, ignore_keys)` to the batch's mean loss, its predictions and labels, each
             None where there is none; default None: `predict_batch`.
+        stages: runs batches through a pipeline, if the model is cut into stages; default None.
     """
 
     model: nn.Module
@@ -72,6 +75,7 @@ class Evaluator:
     preprocess_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
     reporting: Sequence[int] | None = None
     prediction_step: PredictionStep | None = None
+    stages: PipelinedForward | None = None
 
     def __call__(
         self,
@@ -96,10 +100,7 @@ class Evaluator:
         sums = [0.0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, batches with a loss
         kept: list[tuple[Any, Any]] = []
         with evaluating(self.model), contextlib.closing(iter(DevicePrefetcher(loader, self.runtime))) as batches:
-            for batch in batches:
-                before_batch()
-                (micro_batch,) = batch.micro_batches
-                loss, logits, labels = self._forward(micro_batch, not gather, ignore_keys)
+            for micro_batch, (loss, logits, labels) in self._results(batches, before_batch, not gather, ignore_keys):
                 sums[1] += self.loss.count(self.model, micro_batch)
                 sums[2] += micro_batch.rows
                 sums[3] += 1
@@ -124,9 +125,28 @@ class Evaluator:
             labels=labels,
         )
 
-    def _forward(
-        self, micro_batch: MicroBatch, loss_only: bool, ignore_keys: Sequence[str] | None
-    ) -> tuple[Tensor | None, Any, Any]:
+    def _results(
+        self,
+        batches: Iterable[StepBatch],
+        before: Callable[[], Any],
+        loss_only: bool,
+        ignore_keys: Sequence[str] | None,
+    ) -> Iterator[tuple[MicroBatch, BatchResult]]:
+        """Every batch with what `_forward` returns; nothing on ranks without the last pipeline stage."""
+
+        def source() -> Iterator[MicroBatch]:
+            for batch in batches:
+                before()
+                yield batch.micro_batches[0]
+
+        if self.stages is None:
+            for each in source():
+                yield each, self._forward(each, loss_only, ignore_keys)
+            return
+        for each, result in self.stages(source(), lambda each: self._forward(each, loss_only, ignore_keys)):
+            yield each, (None, None, None) if result is None else result
+
+    def _forward(self, micro_batch: MicroBatch, loss_only: bool, ignore_keys: Sequence[str] | None) -> BatchResult:
         """The sum of the losses over the batch's targets (None where it has no labels), its predictions and labels."""
         inputs = micro_batch.inputs
         with torch.no_grad(), autocast(self.runtime, self.autocast_dtype), self._on_device(inputs):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.optim.protocols import ReducedGradients
-from stepmark.parallel.gradient_math import add_partial, squares
+from stepmark.parallel.gradient_math import add_ends, add_partial, squares
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -56,6 +56,8 @@ class DataParallelGradients:
         gradients = add_partial(found, self._replications, self._mesh)
         if self._mesh.data_parallel.size > 1:
             gradients, loss, tokens = self._mean(gradients, loss, tokens)
+        gradients = add_ends(gradients, self._replications, self._mesh)
+        (loss,) = self._mesh.pipeline.all_reduce([loss])  # that of the last stage; elsewhere it is 0
         return ReducedGradients(gradients, loss, tokens, self._norm(gradients))
 
     def _mean(
@@ -80,13 +82,13 @@ class DataParallelGradients:
     def _norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The 2-norm of the complete model's gradient: every element counts once, however many ranks hold it."""
         present = [gradient for gradient in gradients if gradient is not None]
-        if not present:
-            return torch.zeros(())
-        if self._mesh.tensor_parallel.size == 1:
-            return nn.utils.get_total_norm(present)
+        if self._mesh.tensor_parallel.size == self._mesh.pipeline.size == 1:
+            return nn.utils.get_total_norm(present) if present else torch.zeros(())
         pairs = zip(self._replications, gradients, strict=True)
-        counts = [replication.count for replication, gradient in pairs if gradient is not None]
-        (square,) = self._mesh.tensor_parallel.all_reduce([squares(present, counts)])
+        copies = [replication.copies for replication, gradient in pairs if gradient is not None]
+        square = squares(present, copies) if present else torch.zeros(1, device=self._mesh.runtime.device)
+        (square,) = self._mesh.tensor_parallel.all_reduce([square])
+        (square,) = self._mesh.pipeline.all_reduce([square])
         return square.reshape(()).sqrt()
 
     @torch.no_grad()

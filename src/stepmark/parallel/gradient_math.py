@@ -1,4 +1,5 @@
-"""Arithmetic on a step's gradients: completing partial ones over the tensor parallel axis, their norm, and clipping."""
+"""Arithmetic on a step's gradients: completing partial ones over the tensor parallel axis and between the ends of a
+pipeline, their norm, and clipping."""
 
 from __future__ import annotations
 
@@ -27,6 +28,20 @@ def add_partial(
         (flat,) = mesh.replicas(count).all_reduce([torch.cat([part.reshape(-1) for part in present])])
         for index, part, total in zip(indices, present, flat.split([p.numel() for p in present]), strict=True):
             complete[index] = total.view(part.shape)
+    return complete
+
+
+def add_ends(
+    gradients: Sequence[Tensor | None], replications: Sequence[Replication], mesh: Mesh
+) -> list[Tensor | None]:
+    """Sums the gradients of tables that both ends of a pipeline use. They are reduced over the data parallel ranks
+    before, and a sum of two is the same in either order: the copies stay equal bit for bit."""
+    complete = list(gradients)
+    if mesh.ends.size == 1:
+        return complete
+    for index, (gradient, replication) in enumerate(zip(gradients, replications, strict=True)):
+        if gradient is not None and replication.stages > 1:
+            (complete[index],) = mesh.ends.all_reduce([gradient])
     return complete
 
 

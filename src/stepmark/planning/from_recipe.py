@@ -8,7 +8,7 @@ from typing import Any
 from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.errors import UsageError
-from stepmark.planning.plan import Plan, make_plan
+from stepmark.planning.plan import Plan, check_mesh, make_plan
 from stepmark.planning.run_length import run_length
 from stepmark.recipe.model import build_config, build_tokenizer
 from stepmark.runtime.device import choose_device
@@ -25,6 +25,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     """
     quiet_libraries()
     check_optimizer(recipe.training.optim)
+    check_mesh(recipe.training, ranks)
     notes: list[str] = []
     tokenizer = _tokenizer(recipe, notes)
     config = _config(recipe, tokenizer)

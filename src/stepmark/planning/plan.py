@@ -114,7 +114,7 @@ def make_plan(
         UsageError: The recipe's own settings cannot be used on these ranks.
     """
     args = recipe.training
-    _check_mesh(args, ranks)
+    check_mesh(args, ranks)
     model_class, parameters, elements = _count(config)
     measured = [_measure(config, each, ranks, length, device) for each in neighbours(args, ranks)]
     if measured[0].impossible is not None:
@@ -138,9 +138,15 @@ def make_plan(
     )
 
 
-def _check_mesh(args: TrainingFields, ranks: int) -> None:
+def check_mesh(args: TrainingFields, ranks: int) -> None:
+    """Raises UsageError where the ranks do not make the mesh of the arguments, or one that cannot be planned."""
     if ranks < 1:
         raise UsageError(f"--nproc: must be at least 1, but is {ranks}")
+    if args.pipeline_parallel_size > 1:
+        raise UsageError(
+            "pipeline_parallel_size: plan does not know the memory of pipeline stages; plan with "
+            "pipeline_parallel_size 1, where every rank has all layers"
+        )
     if ranks % args.tensor_parallel_size:
         raise UsageError(
             f"tensor_parallel_size: {args.tensor_parallel_size} does not divide the {ranks} ranks; plan for a multiple "

@@ -15,7 +15,7 @@ from stepmark.errors import DataError, UsageError
 from stepmark.recipe.hub import work_offline_without_hub
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
-from stepmark.runtime.device import choose_device
+from stepmark.runtime.device import check_pipeline, choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
 from stepmark.trainer.telemetry.log_lines import message_line
 
@@ -50,7 +50,9 @@ def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None,
     args = recipe.training
     quiet_libraries()
     prepare_environment()
-    if choose_device(args.device_name) != "xla":
+    device = choose_device(args.device_name)
+    check_pipeline(device, args.pipeline_parallel_size)
+    if device != "xla":
         leave_out_torch_xla()
     unreachable = work_offline_without_hub(recipe)
     _check_names(args)
@@ -130,12 +132,11 @@ def _load_metrics(name: str | None, args: TrainingFields) -> MetricsFunctions | 
 def _model_factory(args: TrainingFields, context: Context) -> Any:
     """Builds the model in shards, where several ranks hold it together; otherwise None."""
     from stepmark.parallel.loading.load import model_factory
-    from stepmark.runtime.mesh import Mesh
+    from stepmark.trainer.setup import make_mesh, sharding_options
 
-    if args.tensor_parallel_size == 1:
+    if args.tensor_parallel_size == args.pipeline_parallel_size == 1:
         return None
-    mesh = Mesh.create(tensor_parallel_size=args.tensor_parallel_size, context=context)
-    return model_factory(mesh, args.sequence_parallel, args.parallelize_embedding)
+    return model_factory(make_mesh(args, context), **sharding_options(args))
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:

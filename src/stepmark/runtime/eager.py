@@ -44,6 +44,20 @@ class EagerRuntime:
     def current_seed(self) -> int:
         return torch.initial_seed() % 2**63
 
+    def generator_state(self) -> Tensor:
+        """The state of the generator of the device's random operations: bytes, on the host."""
+        if self.host_memory:
+            return torch.get_rng_state()
+        state: Tensor = torch.get_device_module(self.device).get_rng_state(self.device)
+        return state
+
+    def set_generator_state(self, state: Tensor) -> None:
+        """Continues from what `generator_state` returned."""
+        if self.host_memory:
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self.device).set_rng_state(state, self.device)
+
     def counters(self) -> GraphCounters | None:
         return None
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
+from stepmark.runtime.device import check_pipeline
+from stepmark.runtime.links import StageLinks
 from stepmark.runtime.rank_grid import RankGrid, group_of
 
-DATA, TENSOR = "dp", "tp"
+PIPELINE, DATA, TENSOR = "pp", "dp", "tp"
 
 
 class Mesh:
@@ -20,27 +23,49 @@ class Mesh:
 
     Attributes:
         context: The rank's process, device and host group.
-        grid: Which rank has which coordinates; the axes are "dp" (data parallel) and "tp" (tensor parallel), outermost
-            first: rank = dp * tensor_parallel_size + tp.
+        grid: Which rank has which coordinates; the axes are "pp" (pipeline, only where there is more than one stage),
+            "dp" (data parallel) and "tp" (tensor parallel), outermost first. So the ranks of a stage are neighbours,
+            and of these the ones that hold a layer together.
+        pipeline: Collectives among the ranks that hold different stages of the model and train on the same samples.
+        ends: Collectives between the first and the last rank of a pipeline; of size 1 elsewhere.
+        links: Point-to-point transfers along the pipeline; None without one.
         data_parallel: Collectives among the ranks that hold the same parameters and train on different samples.
         tensor_parallel: Collectives among the ranks that hold different slices of the parameters and train on the same
             samples.
     """
 
-    def __init__(self, context: Context, grid: RankGrid, axes: dict[str, Collectives]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        grid: RankGrid,
+        axes: dict[str, Collectives],
+        ends: Collectives | None = None,
+        links: StageLinks | None = None,
+    ) -> None:
         """`axes`: axis name to collectives, for every axis of the grid."""
         self.context = context
         self.grid = grid
         self.data_parallel = axes[DATA]
         self.tensor_parallel = axes[TENSOR]
+        self.pipeline = axes.get(PIPELINE, NoCollectives())
+        self.ends = ends or NoCollectives()
+        self.links = links
         self._replicas: dict[int, Collectives] = {grid.axes[TENSOR]: self.tensor_parallel}
 
     @classmethod
-    def create(cls, *, tensor_parallel_size: int = 1, device: str = "auto", context: Context | None = None) -> Mesh:
+    def create(
+        cls,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        device: str = "auto",
+        context: Context | None = None,
+    ) -> Mesh:
         """Joins the other ranks, unless that has happened, and lays them out over the axes. Collective.
 
         Args:
-            tensor_parallel_size: Size of the "tp" axis. The "dp" axis gets the remaining factor.
+            tensor_parallel_size: Size of the "tp" axis.
+            pipeline_parallel_size: Size of the "pp" axis. The "dp" axis gets the remaining factor.
             device: "auto", "xla", "cuda", "neuron" or "cpu"; ignored where `context` is given.
             context: What `start` returned, None to call it.
 
@@ -48,19 +73,25 @@ class Mesh:
             The mesh as seen from this rank.
 
         Raises:
-            UsageError: The number of ranks is not a multiple of `tensor_parallel_size`.
+            UsageError: The number of ranks is not a multiple of the product of both sizes, or a lazy device is to run
+                a pipeline.
             DeviceError: The device is missing.
             LaunchError: The ranks cannot find each other.
         """
         context = context or start(device)
-        size = context.world.size
-        if tensor_parallel_size < 1 or size % tensor_parallel_size:
-            raise UsageError(
-                f"tensor_parallel_size: {tensor_parallel_size} does not divide the {size} ranks; start a multiple of "
-                f"{max(tensor_parallel_size, 1)} ranks, or choose a divisor of {size}"
-            )
-        grid = RankGrid({DATA: size // tensor_parallel_size, TENSOR: tensor_parallel_size})
-        return cls(context, grid, {axis: _collectives(context, grid.groups(axis)) for axis in grid.axes})
+        _check_sizes(context.world.size, tensor_parallel_size, pipeline_parallel_size)
+        check_pipeline(context.runtime.device.type, pipeline_parallel_size)
+        data = context.world.size // (tensor_parallel_size * pipeline_parallel_size)
+        inner = {DATA: data, TENSOR: tensor_parallel_size}
+        grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
+        axes = {axis: _collectives(context, grid.groups(axis)) for axis in grid.axes}
+        if pipeline_parallel_size == 1:
+            return cls(context, grid, axes)
+        pipelines = grid.groups(PIPELINE)
+        ends = axes[PIPELINE]
+        if pipeline_parallel_size > 2:
+            ends = _collectives(context, [[ranks[0], ranks[-1]] for ranks in pipelines])
+        return cls(context, grid, axes, ends, _links(context, pipelines))
 
     @property
     def runtime(self) -> Runtime:
@@ -79,8 +110,10 @@ class Mesh:
 
     @property
     def reporting_ranks(self) -> list[int]:
-        """One rank for each data parallel coordinate, in its order: together they have seen every sample once."""
-        return self.grid.origin(TENSOR)
+        """One rank for each data parallel coordinate, in its order: together they have seen every sample once. In a
+        pipeline it is in the last stage, which computes the loss."""
+        last = self.pipeline.size - 1
+        return [rank for rank in self.grid.origin(TENSOR) if self.grid.coordinates(rank).get(PIPELINE, 0) == last]
 
     def replicas(self, count: int) -> Collectives:
         """Collectives among `count` neighbours on the tensor parallel axis that hold the same slice of some tensors.
@@ -92,12 +125,37 @@ class Mesh:
         return self._replicas[count]
 
 
+def _check_sizes(ranks: int, tensor: int, pipeline: int) -> None:
+    """Raises UsageError where the ranks cannot be laid out over axes of these sizes."""
+    for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
+        if size < 1 or ranks % size:
+            raise UsageError(
+                f"{name}: {size} does not divide the {ranks} ranks; start a multiple of {max(size, 1)} ranks, or "
+                f"choose a divisor of {ranks}"
+            )
+    if ranks % (tensor * pipeline):
+        raise UsageError(
+            f"tensor_parallel_size and pipeline_parallel_size: {tensor} times {pipeline} does not divide the {ranks} "
+            f"ranks; start a multiple of {tensor * pipeline} ranks, or lower one of them"
+        )
+
+
+def _links(context: Context, pipelines: Sequence[list[int]]) -> StageLinks:
+    """The links of this rank's pipeline; a first collective opens the connections of all its ranks."""
+    group = _process_group(group_of(context.world.rank, pipelines), pipelines, backend_for(context.runtime))
+    dist.all_reduce(torch.zeros(1, device=context.runtime.device), group=group)
+    return StageLinks(group, context.runtime.device)
+
+
 def _collectives(context: Context, groups: Sequence[list[int]]) -> Collectives:
-    """The collectives of this rank's group, of those into which `groups` divide all ranks."""
+    """The collectives of this rank's group; of size 1 for a rank that is in none of them."""
+    if not any(context.world.rank in group for group in groups):
+        _process_group(groups[0], groups, backend_for(context.runtime))  # all ranks take part in creating groups
+        return NoCollectives()
     own = group_of(context.world.rank, groups)
     if len(own) == 1:
         return NoCollectives()
-    runtime, everybody = context.runtime, len(groups) == 1
+    runtime, everybody = context.runtime, len(own) == context.world.size
     if getattr(runtime, "in_graph_collectives", False):
         position = own.index(context.world.rank)
         return GraphCollectives(runtime, position, len(own), None if everybody else list(groups))

@@ -74,21 +74,18 @@ def agree_on_weights(
     if all(len(group) == 1 for group in groups):
         return False
     checksums = host.all_gather([_checksum(value) for value in _on_host(module, runtime)])
-    if any(len(each) != len(checksums[0]) for each in checksums):
-        raise ValueError("the ranks built models of different structure")
-    different = [
-        index
-        for index in range(len(checksums[0]))
-        if any(len({checksums[rank][index] for rank in group}) > 1 for group in groups)
-    ]
-    tensors = list(_tensors(module))
-    for index in different:
-        for group in groups:
+    tensors, differ = list(_tensors(module)), False
+    for group in groups:
+        held = [checksums[rank] for rank in group]
+        if any(len(each) != len(held[0]) for each in held):
+            raise ValueError("the ranks built models of different structure")
+        for index in (index for index, found in enumerate(zip(*held, strict=True)) if len(set(found)) > 1):
+            differ = True
             own = runtime.to_host([tensors[index]])[0] if host.rank == group[0] else None
             value = host.broadcast(own, source=group[0])
             if host.rank in group:
                 _assign(tensors[index], value, runtime)
-    return bool(different)
+    return differ
 
 
 def _on_host(module: nn.Module, runtime: Runtime) -> Iterator[Tensor]:

@@ -1,4 +1,7 @@
-"""How a parameter's slices are replicated along the tensor parallel axis, and which gradients are summed."""
+"""How a parameter's slices are replicated along the tensor parallel axis and between pipeline stages.
+
+It decides which gradients are summed.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,17 @@ _ATTRIBUTE = "_stepmark_copies"
 class Replication:
     """`count` neighbours on the tensor parallel axis hold the same slice. `partial`: each of them has computed only a
     part of its gradient (from its own heads, or its part of the sequence), which is the sum of theirs; otherwise all of
-    them have the complete gradient, and the same."""
+    them have the complete gradient, and the same. `stages`: 2 for a table that the first pipeline stage uses as the
+    embedding and the last one as the head; its gradient is the sum of theirs."""
 
     count: int
     partial: bool = False
+    stages: int = 1
+
+    @property
+    def copies(self) -> int:
+        """The ranks of one data parallel coordinate that hold the same slice."""
+        return self.count * self.stages
 
 
 def annotate_replication(tensor: Tensor, replication: Replication) -> None:

@@ -78,6 +78,7 @@ class GivenLoader:
         if not hasattr(loader, "__iter__"):
             raise UsageError(f"a loader has to be iterable, and {type(loader).__name__} is not; return a DataLoader")
         sharded = _is_sharded(loader)
+        _check_samplers(loader, rank, world_size)
         self.given = loader
         self.dataset = getattr(loader, "dataset", None)
         self.layout = BatchLayout(getattr(loader, "batch_size", None) or 1, world_size, accumulation)
@@ -255,8 +256,23 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 def _is_sharded(loader: Any) -> bool:
     """Whether each rank's loader has its own batches, as with DistributedSampler."""
-    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    return any((getattr(sampler, "num_replicas", None) or 1) > 1 for sampler in samplers)
+    return any((getattr(sampler, "num_replicas", None) or 1) > 1 for sampler in _samplers(loader))
+
+
+def _samplers(loader: Any) -> tuple[Any, Any]:
+    return getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+
+
+def _check_samplers(loader: Any, rank: int, world_size: int) -> None:
+    """Raises UsageError where ranks that need the same batches would get different ones."""
+    for sampler in _samplers(loader):
+        parts, part = getattr(sampler, "num_replicas", None) or 1, getattr(sampler, "rank", rank)
+        if parts > 1 and (parts, part) != (world_size, rank):
+            raise UsageError(
+                f"{type(sampler).__name__}: gives part {part} of {parts}, but this is data parallel rank {rank} of "
+                f"{world_size}; ranks that share the model need the same batches: pass num_replicas={world_size} and "
+                f"rank={rank}, or leave the sampler out"
+            )
 
 
 def _length(loader: Any) -> int | None:

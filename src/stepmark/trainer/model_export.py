@@ -44,13 +44,14 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
 
     _on_first(host, folder, prepare)
     runtime.step_boundary()
-    if mesh.tensor_parallel.size > 1:
+    sharded = mesh.tensor_parallel.size > 1 or mesh.pipeline.size > 1
+    if sharded:
         with Checkpointer(staging, group=host, runtime=runtime, async_save=False, save_timeout=timeout) as checkpointer:
             checkpointer.save(0, {"model": model}, model_only=True)
 
     def finish() -> None:
         complete = staging / "complete"
-        if mesh.tensor_parallel.size > 1:
+        if sharded:
             consolidate(checkpoint_path(staging, 0), complete, "safetensors", 5 * 10**9, _SILENT)
         else:
             complete.mkdir()

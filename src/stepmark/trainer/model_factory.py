@@ -51,8 +51,11 @@ class ModelFactory:
         self._runs += 1
         if self._runs == 1:
             return
-        if mesh.tensor_parallel.size > 1:
-            raise UsageError("model_init: with tensor_parallel_size, train() can be called once; make a new Trainer")
+        for name, axis in (("tensor", mesh.tensor_parallel), ("pipeline", mesh.pipeline)):
+            if axis.size > 1:
+                raise UsageError(
+                    f"model_init: with {name}_parallel_size, train() can be called once; make a new Trainer"
+                )
         with torch.no_grad():
             model.load_state_dict(self.first().state_dict())
 

@@ -17,11 +17,11 @@ from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.parallel.tensor.parallelize import ParallelizedModel, parallelize, parallelized
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import agree_on_weights, fetch_module, place_module
-from stepmark.sharding.layout import layout_of
 from stepmark.trainer.existing_run import check_no_earlier_run
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
@@ -68,7 +68,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     ranks. Returns its mesh. Collective."""
     applied = parallelized(model)
     _check_sharding(applied, args, context)
-    mesh = applied.mesh if applied else Mesh.create(tensor_parallel_size=args.tensor_parallel_size, context=context)
+    mesh = applied.mesh if applied else make_mesh(args, context)
     runtime = mesh.runtime
     if applied is None:
         _tie_again(model)
@@ -83,10 +83,24 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     if agree_on_weights(model, runtime, context.host, groups) and context.host.rank == 0:
         logger.warning("the ranks had different weights; all use those of rank 0")
     if not applied:
-        options = {name: getattr(args, name) for name in ("sequence_parallel", "parallelize_embedding")}
-        parallelize(model, mesh, **options)
+        parallelize(model, mesh, **sharding_options(args))
     place_module(model, runtime)
     return mesh
+
+
+def make_mesh(args: TrainingFields, context: Context) -> Mesh:
+    """The mesh that the arguments describe. Collective."""
+    return Mesh.create(
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        context=context,
+    )
+
+
+def sharding_options(args: TrainingFields) -> dict[str, Any]:
+    """The arguments of `parallelize`."""
+    names = ("sequence_parallel", "parallelize_embedding", "pipeline_layers", "pipeline_chunks")
+    return {name: getattr(args, name) for name in names}
 
 
 def _tie_again(model: nn.Module) -> None:
@@ -106,6 +120,9 @@ def _check_sharding(applied: ParallelizedModel | None, args: TrainingFields, con
         raise UsageError(f"device: is {wanted}, but the model was made on {made}; make them equal")
     found = {
         "tensor_parallel_size": applied.mesh.tensor_parallel.size,
+        "pipeline_parallel_size": applied.mesh.pipeline.size,
+        "pipeline_layers": None if applied.pipeline_layers is None else list(applied.pipeline_layers),
+        "pipeline_chunks": applied.pipeline_chunks,
         "sequence_parallel": applied.sequence_parallel,
         "parallelize_embedding": applied.parallelize_embedding,
     }
@@ -140,6 +157,7 @@ def step_optimizer(
         epsilon=args.adam_epsilon,
         options=args.optimizer_options,
         sharded_over=mesh if args.zero_1 else None,
+        stages=mesh.context.host if mesh.pipeline.size > 1 else None,
     )
 
 
@@ -179,13 +197,8 @@ def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: C
         return
     check_no_earlier_run(folder, args, resumes=resumes)
     states = 0 if args.save_only_model else OPTIMIZER_STATES
-    check_room(folder, sum(_size(p) * (p.element_size() + 4 * states) for p in model.parameters()), context.host)
-
-
-def _size(parameter: nn.Parameter) -> int:
-    """Elements of the global parameter, of which this rank may hold a shard."""
-    layout = layout_of(parameter)
-    return parameter.numel() if layout is None else math.prod(layout.shape)
+    size = complete_size(model)
+    check_room(folder, size.nbytes + 4 * states * size.elements, context.host)
 
 
 def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:

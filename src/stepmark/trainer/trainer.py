@@ -24,8 +24,10 @@ from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import summarize
 from stepmark.launch.restarts import check_restarts
 from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
+from stepmark.runtime.device import check_pipeline, choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
@@ -64,6 +66,7 @@ from stepmark.trainer.transformers_arguments import converted
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_wrappers import without_wrapper
+from stepmark.training.pipelined_micro_batches import PipelinedForward
 from stepmark.training.step import TrainStep
 
 
@@ -133,6 +136,7 @@ class Trainer(ParameterQueries):
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
         model = without_wrapper(model)
+        check_pipeline(choose_device(self.args.device_name), self.args.pipeline_parallel_size)
         prepare_compile_cache(self.args.compile_cache)
         self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
@@ -141,6 +145,7 @@ class Trainer(ParameterQueries):
         self._saved = adapter_of(model) or model
         if isinstance(self._saved, Adapter) and self.mesh.tensor_parallel.size > 1:
             raise UsageError("tensor_parallel_size: an adapter of peft cannot be sharded; set it to 1")
+        self._check_pipeline(compute_loss_func)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -171,6 +176,7 @@ class Trainer(ParameterQueries):
             preprocess_logits_for_metrics,
             reporting=self.mesh.reporting_ranks,
             prediction_step=self._overridden_step if overrides(self, Trainer, "prediction_step") else None,
+            stages=self._pipelined_forward(),
         )
         self._callbacks = RunCallbacks(
             self.args,
@@ -182,6 +188,22 @@ class Trainer(ParameterQueries):
             log=lambda logs: self.log(logs),
         )
         self._callbacks.event("on_init_end")
+
+    def _check_pipeline(self, compute_loss_func: Any) -> None:
+        """Raises UsageError for what needs the complete model, where no rank has it."""
+        replaced = [name for name in ("compute_loss", "prediction_step") if overrides(self, Trainer, name)]
+        replaced += ["compute_loss_func"] if compute_loss_func is not None else []
+        if self.mesh.pipeline.size > 1 and replaced:
+            raise UsageError(
+                f"{replaced[0]} and pipeline_parallel_size: a loss or a prediction of your own needs the complete "
+                "model, and each rank has a stage of it; use the model's own, or set pipeline_parallel_size to 1"
+            )
+
+    def _pipelined_forward(self) -> PipelinedForward | None:
+        """Runs evaluations where the model is cut into stages."""
+        if staged(self.model) is None:
+            return None
+        return PipelinedForward(self.model, self.loss, self.mesh, self._autocast_dtype)
 
     # What callbacks see
 
@@ -359,6 +381,7 @@ class Trainer(ParameterQueries):
             self.loss,
             self.mesh,
             accumulation=self.args.gradient_accumulation_steps,
+            pipeline_schedule=self.args.pipeline_schedule,
             max_grad_norm=self.args.max_grad_norm,
             autocast=self._autocast_dtype,
             seed=self.args.seed,
@@ -460,7 +483,7 @@ class Trainer(ParameterQueries):
             own = parts.loader  # callbacks get a second loader, whose position is not that of the run
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else self.train_loader())
             try:
-                with loop.stopping_at_signals(), watch_peers(self.context, self._callbacks, self.args.save_timeout):
+                with loop.stopping_at_signals(), watch_peers(self.mesh, self._callbacks, self.args.save_timeout):
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
                     output = self._train(loop, parts, checkpointer, restored)
                 if save_model:

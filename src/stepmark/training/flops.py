@@ -8,12 +8,11 @@ are multiplied: an embedding used only for lookup is excluded, one tied to the h
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import nn
 
-from stepmark.sharding.layout import layout_of
+from stepmark.parallel.pipeline.staged_model import complete_size
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -38,20 +37,8 @@ def flops_per_token(model: nn.Module, length: int) -> float | None:
 
 
 def multiplied_parameters(model: nn.Module) -> int:
-    """Elements of the parameters used in matrix products, each counted once, over all shards."""
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    used = {
-        id(parameter)
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    return sum(_numel(parameter) for parameter in model.parameters() if id(parameter) not in looked_up - used)
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    layout = layout_of(parameter)
-    return parameter.numel() if layout is None else math.prod(layout.shape)
+    """Elements of the parameters used in matrix products, each counted once, over all shards and stages."""
+    return complete_size(model).multiplied
 
 
 def _number(config: Any, name: str) -> int | None:

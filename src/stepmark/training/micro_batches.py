@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,22 @@ class TokenCounts:
         return cls(total, divisor, each, zero)
 
 
+class MicroBatchSchedule(Protocol):
+    """Runs the forward and backward passes of a step."""
+
+    def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+        """Leaves the sums of the step's gradients in the reducer.
+
+        Args:
+            step: The step's number, from 0.
+            batch: This rank's micro-batches, on the device.
+            after_micro_batch: Called after each micro-batch but the last.
+
+        Returns:
+            This rank's mean loss over its target tokens, and their number: 0-dim float32 tensors on the device.
+        """
+
+
 class SequentialSchedule:
     """Runs the micro-batches one after the other, each forward and then backward, on ranks that hold the complete
     model, or a tensor parallel slice of every layer.
@@ -71,16 +87,7 @@ class SequentialSchedule:
         self._seed = seed
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
-        """Leaves the sums of the step's gradients in the reducer.
-
-        Args:
-            step: The step's number, from 0.
-            batch: This rank's micro-batches, on the device.
-            after_micro_batch: Called after each micro-batch but the last.
-
-        Returns:
-            This rank's mean loss over its target tokens, and their number: 0-dim float32 tensors on the device.
-        """
+        """See `MicroBatchSchedule`."""
         targets = [self._loss.count(self._model, micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._runtime)
         total, last = counts.zero, len(batch.micro_batches) - 1

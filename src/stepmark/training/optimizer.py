@@ -15,6 +15,7 @@ from stepmark.optim.wrapped import load_learning_rates, plain, take_empty_step
 from stepmark.parallel.data_parallel import DataParallelGradients
 from stepmark.parallel.zero.sharded_optimizer import MASTER, ShardedOptimizer
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Shard, layout_of
 
@@ -182,6 +183,7 @@ def build_optimizer(
     epsilon: float = 1e-8,
     options: Mapping[str, Any] | None = None,
     sharded_over: Mesh | None = None,
+    stages: HostGroup | None = None,
 ) -> StepOptimizer:
     """Creates an optimizer over the parameters that require gradients.
 
@@ -196,6 +198,8 @@ def build_optimizer(
         epsilon: Of AdamW.
         options: Further arguments of the optimizer: `momentum` and `nesterov` of SGD, `amsgrad` of AdamW.
         sharded_over: The mesh over whose data parallel ranks the state is sharded (ZeRO-1); None: not sharded.
+        stages: All ranks, where they hold different parameters: then they agree on the groups, and a rank may have an
+            empty one. None: all ranks have all groups.
 
     Returns:
         The optimizer for `TrainStep` and `Checkpointer`.
@@ -219,7 +223,10 @@ def build_optimizer(
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"optim_args: {name} does not accept {dict(options or {})}: {error}") from error
 
-    used = [group for group in groups if group["params"]]
+    present = [bool(group["params"]) for group in groups]
+    if stages is not None:
+        present = [any(found) for found in zip(*stages.all_gather(present), strict=True)]
+    used = [group for group, there in zip(groups, present, strict=True) if there]
     if sharded_over is not None:
         return ShardedOptimizer(used, make, sharded_over)
     return ParameterOptimizer(used, make, runtime, order=[key for key, _ in named_parameters])

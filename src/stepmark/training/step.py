@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from stepmark.data.batch import StepBatch
 from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradient_math import scale_to
+from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
+from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.micro_batches import SequentialSchedule
+from stepmark.training.micro_batches import MicroBatchSchedule, SequentialSchedule
+from stepmark.training.pipelined_micro_batches import PipelinedSchedule
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class TrainStep:
         loss: Computes a micro-batch's share of the step's loss.
         mesh: The mesh that the model is on.
         accumulation: Micro-batches per step and rank.
+        pipeline_schedule: The order of the passes where the model is cut into pipeline stages: `1f1b` (the default),
+            `gpipe`, or `interleaved` for a rank with several stages.
         max_grad_norm: 2-norm to which larger gradients are scaled; 0 or less: never.
         autocast: Type of matrix products, such as `torch.bfloat16`; None: that of the parameters.
         seed: Seed of dropout and other random numbers of the model.
@@ -69,6 +74,7 @@ class TrainStep:
         mesh: Mesh,
         *,
         accumulation: int = 1,
+        pipeline_schedule: str = ONE_F_ONE_B,
         max_grad_norm: float = 1.0,
         autocast: torch.dtype | None = None,
         seed: int = 42,
@@ -77,8 +83,23 @@ class TrainStep:
         self.optimizer = optimizer
         self._runtime = mesh.runtime
         self._gradients = optimizer.gradients(mesh, accumulation=accumulation)
-        self._schedule = SequentialSchedule(model, loss, self._gradients, mesh, autocast=autocast, seed=seed)
+        self._schedule = self._make_schedule(loss, mesh, pipeline_schedule, accumulation, autocast, seed)
         self._max_grad_norm = max_grad_norm
+
+    def _make_schedule(
+        self,
+        loss: MicroBatchLoss,
+        mesh: Mesh,
+        kind: str,
+        accumulation: int,
+        autocast: torch.dtype | None,
+        seed: int,
+    ) -> MicroBatchSchedule:
+        stages = staged(self.model)
+        if stages is None:
+            return SequentialSchedule(self.model, loss, self._gradients, mesh, autocast=autocast, seed=seed)
+        check_micro_batches(kind, accumulation, mesh.pipeline.size, len(stages.own))
+        return PipelinedSchedule(stages, loss, self._gradients, mesh, kind, autocast=autocast, seed=seed)
 
     def __call__(self, step: int, batch: StepBatch, hooks: StepHooks | None = None) -> StepStatistics:
         """Trains one step. Collective.

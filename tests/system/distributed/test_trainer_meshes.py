@@ -11,6 +11,8 @@ from tests.support.ranks import Ranks
 
 PROGRAM = "tests.support.mesh_programs:train"
 TENSOR_PARALLEL = {"tensor_parallel_size": 2}
+PIPELINE = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+INTERLEAVED = {**PIPELINE, **TENSOR_PARALLEL, "pipeline_schedule": "interleaved", "pipeline_chunks": 2}
 EVERYTHING = {**TENSOR_PARALLEL, "sequence_parallel": True, "zero_1": True, "per_device_train_batch_size": 2}
 
 
@@ -37,7 +39,9 @@ def same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("nproc", "mesh"), [(2, TENSOR_PARALLEL), (4, EVERYTHING)], ids=["tp2", "dp2 x tp2, sequence, ZeRO-1"]
+    ("nproc", "mesh"),
+    [(2, TENSOR_PARALLEL), (4, EVERYTHING), (2, PIPELINE)],
+    ids=["tp2", "dp2 x tp2, sequence, ZeRO-1", "pp2"],
 )
 def test_a_mesh_trains_like_one_rank(
     ranks: Ranks, tmp_path: Path, alone: dict[str, Any], nproc: int, mesh: dict[str, Any]
@@ -57,17 +61,18 @@ def test_a_lazy_mesh_trains_like_one_rank(ranks: Ranks, tmp_path: Path, alone: d
 
 
 def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path, alone: dict[str, Any]) -> None:
-    options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "device": "cpu"}
+    options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1, "device": "cpu"}
     options |= {"eval_strategy": "steps", "eval_steps": 3, "resume_from_checkpoint": True}
     last: dict[str, Any] = {}
     for steps, nproc, mesh in (
         (2, 2, TENSOR_PARALLEL),
         (4, 4, EVERYTHING),
+        (5, 4, {**PIPELINE, **TENSOR_PARALLEL}),
         (6, 2, {"per_device_train_batch_size": 2}),
     ):
         last = ranks.run(PROGRAM, {**options, **mesh, "stop_at": steps}, nproc=nproc).check()[0]
     same(last, alone, 1e-5)
-    assert last["resumed"] == [2, 4]
+    assert last["resumed"] == [2, 4, 5]
 
 
 def test_an_already_sharded_model_is_used_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
@@ -83,3 +88,22 @@ def test_ranks_that_do_not_divide_are_refused(ranks: Ranks, tmp_path: Path) -> N
     options = {"tensor_parallel_size": 3, "output_dir": str(tmp_path), "device": "cpu"}
     for message in ranks.run("tests.support.mesh_programs:refused", options, nproc=2).check():
         assert message.startswith("tensor_parallel_size: 3 does not divide the 2 ranks")
+
+
+@pytest.mark.prove
+def test_an_interleaved_pipeline_trains_like_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """Evaluations go through it in groups of batches, of which the last is smaller."""
+    options = {"num_hidden_layers": 4, "eval_strategy": "steps", "eval_steps": 3, "device": "cpu"}
+    options |= {"per_device_eval_batch_size": 2}
+    (whole,) = ranks.run(PROGRAM, {**options, "output_dir": str(tmp_path / "one")}).check()
+    for each in ranks.run(PROGRAM, {**options, **INTERLEAVED, "output_dir": str(tmp_path / "four")}, nproc=4).check():
+        same(each, whole, 1e-5)
+
+
+def test_what_a_pipeline_cannot_do_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    options = {**PIPELINE, "output_dir": str(tmp_path), "device": "cpu"}
+    for found in ranks.run("tests.support.mesh_programs:refused_pipelines", options, nproc=2).check():
+        deep, own_loss, overridden = found
+        assert deep.startswith("pipeline_parallel_size: 4 stages")
+        assert own_loss.startswith("compute_loss_func and pipeline_parallel_size")
+        assert overridden.startswith("prediction_step and pipeline_parallel_size")

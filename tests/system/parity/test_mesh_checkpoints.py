@@ -24,6 +24,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp4": (4, {"tp": 4, "sequence": True}),
     "dp2-tp2": (4, {"tp": 2}),
     "dp2-tp2-zero": (4, {"tp": 2, "zero_1": True, "sequence": True}),
+    "pp2": (2, {"pp": 2, "accumulation": 2}),
+    "pp2-tp2": (4, {"pp": 2, "tp": 2, "sequence": True, "accumulation": 2}),
+    "pp2-dp2-zero": (4, {"pp": 2, "zero_1": True, "accumulation": 2}),
 }
 
 
@@ -60,7 +63,9 @@ def test_sample(ranks: Ranks, tmp_path: Path) -> None:
     told = save(ranks, tmp_path, "dp2-tp2-zero", model)
     assert told["slices"] <= 4 * 3
     save(ranks, tmp_path, "dp1", model)
-    check_pairs(ranks, tmp_path, ["dp1", "dp2-tp2-zero"], ["dp1", "dp2-tp2-zero", "tp4"], model=model)
+    save(ranks, tmp_path, "pp2-tp2", model)
+    meshes = ["dp1", "dp2-tp2-zero", "pp2-tp2"]
+    check_pairs(ranks, tmp_path, meshes, ["dp1", "dp2-tp2-zero", "tp4", "pp2-dp2-zero"], model=model)
 
 
 @pytest.mark.prove
@@ -99,6 +104,7 @@ SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda prob
     [
         ("gpt2", "dp2-tp2-zero"),
         ("llama-one-kv-head", "tp4"),
+        pytest.param("gpt2", "pp2-tp2", marks=pytest.mark.prove),
         *(
             pytest.param(name, mesh, marks=pytest.mark.prove)
             for name in ("gpt2", "gpt2-untied", "llama", "llama-tied", "qwen3-tied")

@@ -13,7 +13,7 @@ tests/parallel/loading/test_transformers_contract.py, lists which names of trans
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,13 @@ def _source(names: list[str], layout: Layout, sources: Mapping[str, TensorSource
 
 @contextmanager
 def load_for_parallelism(
-    mesh: Mesh, *, sequence_parallel: bool = False, parallelize_embedding: bool = True, plan: Any = None
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool = False,
+    parallelize_embedding: bool = True,
+    plan: Any = None,
+    pipeline_layers: Sequence[int] | None = None,
+    pipeline_chunks: int = 1,
 ) -> Iterator[None]:
     """Context in which transformers models are created for this rank of the mesh: parallelized and on its device.
 
@@ -118,10 +124,12 @@ def load_for_parallelism(
     for the complete model, tensor by tensor. No rank ever holds the complete model.
 
     Args:
-        mesh: The mesh; its tensor parallel axis shards the model.
+        mesh: The mesh; its tensor parallel axis shards the model, and its pipeline cuts it into stages.
         sequence_parallel: As for `parallelize`. Default: False.
         parallelize_embedding: Whether embedding, output layer and loss are sharded along the vocabulary. Default: True.
         plan: A tensor parallel plan in place of the model's own. Default: None.
+        pipeline_layers: As for `parallelize`. Default: None.
+        pipeline_chunks: As for `parallelize`. Default: 1.
 
     Raises:
         CheckpointNotFound: The folder has no safetensors files.
@@ -129,18 +137,36 @@ def load_for_parallelism(
         CheckpointMismatch: The folder's tensors and the model's differ in names or shapes.
         UsageError: The model cannot be created or loaded in shards.
     """
-    with patched_constructors(model_factory(mesh, sequence_parallel, parallelize_embedding, plan)):
+    factory = model_factory(
+        mesh, sequence_parallel, parallelize_embedding, plan, pipeline_layers=pipeline_layers,
+        pipeline_chunks=pipeline_chunks,
+    )  # fmt: skip
+    with patched_constructors(factory):
         yield
 
 
 def model_factory(
-    mesh: Mesh, sequence_parallel: bool = False, parallelize_embedding: bool = True, plan: Any = None
+    mesh: Mesh,
+    sequence_parallel: bool = False,
+    parallelize_embedding: bool = True,
+    plan: Any = None,
+    *,
+    pipeline_layers: Sequence[int] | None = None,
+    pipeline_chunks: int = 1,
 ) -> ModelFactory:
     """The factory of models for a rank of the mesh; the arguments are those of `parallelize`."""
     from stepmark.parallel.tensor.parallelize import parallelize
 
-    options = {"sequence_parallel": sequence_parallel, "parallelize_embedding": parallelize_embedding, "plan": plan}
-    return ModelFactory(functools.partial(parallelize, mesh=mesh, **options), mesh.runtime)
+    shard = functools.partial(
+        parallelize,
+        mesh=mesh,
+        sequence_parallel=sequence_parallel,
+        parallelize_embedding=parallelize_embedding,
+        plan=plan,
+        pipeline_layers=pipeline_layers,
+        pipeline_chunks=pipeline_chunks,
+    )
+    return ModelFactory(shard, mesh.runtime)
 
 
 def load_model(factory: ModelFactory, folder: str | Path, *, model_class: Any = None, **options: Any) -> Any:

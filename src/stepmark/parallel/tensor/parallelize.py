@@ -1,8 +1,11 @@
-"""Makes a transformers model tensor parallel: shards its parameters, then inserts the collectives."""
+"""Makes a transformers model tensor parallel: shards its parameters, then inserts the collectives.
+
+On a mesh with a pipeline it is cut into stages afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -11,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
+from stepmark.parallel.pipeline.stage_plan import plan_stages
+from stepmark.parallel.pipeline.staged_model import cut_into_stages
 from stepmark.parallel.tensor.attention_heads import Heads, heads_of
 from stepmark.parallel.tensor.autograd_collectives import reduce_from
 from stepmark.parallel.tensor.dropout import RegionSeeds, has_dropout
@@ -43,6 +48,8 @@ class ParallelizedModel:
     mesh: Mesh
     sequence_parallel: bool
     parallelize_embedding: bool
+    pipeline_layers: tuple[int, ...] | None = None
+    pipeline_chunks: int = 1
 
 
 _applied: WeakKeyDictionary[nn.Module, ParallelizedModel] = WeakKeyDictionary()
@@ -60,13 +67,18 @@ def parallelize(
     sequence_parallel: bool = False,
     parallelize_embedding: bool = True,
     plan: Mapping[str, str] | None = None,
+    pipeline_layers: Sequence[int] | None = None,
+    pipeline_chunks: int = 1,
 ) -> Model:
-    """Shards a transformers model over the mesh's tensor parallel axis, in place.
+    """Shards a transformers model over the mesh's tensor parallel axis, and cuts it into stages along the pipeline, in
+    place.
 
     Every rank passes the same complete model, before it is moved to the device and before an optimizer is created.
     Parameters stay the same objects, so ties are preserved; afterwards each holds this rank's shard and is annotated
     with its layout, which the Checkpointer reads. While the model trains with labels, its outputs contain a loss and no
-    logits; otherwise the logits are complete. On a mesh whose "tp" axis has size 1 the model is returned unchanged.
+    logits; otherwise the logits are complete. On a mesh with a pipeline each rank keeps the modules of its own stages,
+    and `TrainStep` or `Trainer` runs them; the model cannot be called. On a mesh that has neither the model is returned
+    unchanged.
 
     Args:
         model: A complete model, on the host or on the meta device.
@@ -75,22 +87,33 @@ def parallelize(
             of the axis size. Default False.
         parallelize_embedding: Shard embedding and head along the vocabulary, whatever the plan says. Default True.
         plan: Module name (with `*` for a layer's number) to style, instead of the model's own `tp_plan`.
+        pipeline_layers: The number of layers of each stage. Default: so that all stages cost as much, the embedding,
+            the head and the loss counted.
+        pipeline_chunks: Stages of each rank, for the interleaved schedule; rank r has the stages r, r + ranks and so
+            on. Default 1.
 
     Returns:
         The model that was passed.
 
     Raises:
         UsageError: Before anything is changed: the model has no plan that was verified, the plan has unsupported
-            styles or misses a module with parameters among sharded ones, sizes are not divisible, or the model does not
-            support sequence parallelism.
+            styles or misses a module with parameters among sharded ones, sizes are not divisible, the model does not
+            support sequence parallelism, or it cannot be cut into stages.
     """
-    axis = mesh.tensor_parallel
-    if axis.size == 1:
+    tensor, pipeline = mesh.tensor_parallel.size > 1, mesh.pipeline.size > 1
+    if not tensor and not pipeline:
         return model
-    work = _Parallelization(model, mesh, plan_of(model, plan), parallelize_embedding, sequence_parallel)
-    work.shard_parameters()
-    work.wire()
-    _applied[model] = ParallelizedModel(mesh, sequence_parallel, parallelize_embedding)
+    if model in _applied:
+        raise UsageError("parallelize: the model is already sharded; pass a complete one")
+    stages = plan_stages(model, mesh.pipeline.size * pipeline_chunks, pipeline_layers) if pipeline else None
+    if tensor:
+        work = _Parallelization(model, mesh, plan_of(model, plan), parallelize_embedding, sequence_parallel)
+        work.shard_parameters()
+        work.wire()
+    if stages is not None:
+        cut_into_stages(model, stages, mesh)
+    sizes = None if pipeline_layers is None else tuple(pipeline_layers)
+    _applied[model] = ParallelizedModel(mesh, sequence_parallel, parallelize_embedding, sizes, pipeline_chunks)
     return model
 
 

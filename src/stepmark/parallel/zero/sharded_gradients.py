@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepmark.optim.protocols import ReducedGradients
-from stepmark.parallel.gradient_math import squares
+from stepmark.parallel.gradient_math import add_ends, squares
 from stepmark.parallel.zero.buckets import Bucket
 from stepmark.parallel.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 from stepmark.runtime.collectives import GroupCollectives
@@ -89,13 +89,19 @@ class ShardedGradients:
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         """This rank's shards of the mean gradients, one tensor per bucket. `loss` (0-dim) is this rank's mean over its
         `tokens` (0-dim float32)."""
-        shards = [shard.float() for shard in self._reduce_scatter(tokens)]
-        sums = squares(shards, [bucket.replication.count for bucket in self._buckets])
+        shards = self._add_ends([shard.float() for shard in self._reduce_scatter(tokens)])
+        sums = squares(shards, [bucket.replication.copies for bucket in self._buckets])
         (heads,) = self._axis.all_reduce([torch.cat([(loss.float() * tokens).reshape(1), tokens.reshape(1), sums])])
         (square,) = self._mesh.tensor_parallel.all_reduce([heads[2:]])
         total = heads[1]
+        (sums,) = self._mesh.pipeline.all_reduce([torch.cat([heads[:1], square])])  # only the last stage has a loss
         gradients: list[Tensor | None] = [shard.div_(total) for shard in shards]
-        return ReducedGradients(gradients, heads[0] / total, total, square.reshape(()).sqrt() / total)
+        return ReducedGradients(gradients, sums[0] / total, total, sums[1].sqrt() / total)
+
+    def _add_ends(self, shards: list[Tensor]) -> list[Tensor]:
+        """Sums the shards of tables that both ends of a pipeline use; they have buckets of their own, divided alike."""
+        found = add_ends(shards, [bucket.replication for bucket in self._buckets], self._mesh)
+        return [shard for shard in found if shard is not None]
 
     def last_backward(self, tokens: Tensor) -> None:
         """Announces the step's last backward pass: on an eager device each bucket is then sent as soon as its gradients

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from stepmark.errors import PeerLost
 from stepmark.launch.restarts import may_be_restarted
-from stepmark.runtime.context import Context
 from stepmark.runtime.liveness import PeerWatch
+from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.callbacks import RunCallbacks
 
 
-def watch_peers(context: Context, callbacks: RunCallbacks, timeout: float) -> PeerWatch:
+def watch_peers(mesh: Mesh, callbacks: RunCallbacks, timeout: float) -> PeerWatch:
     """Inside the block, a rank without a heartbeat for `timeout` seconds ends the run as a failed one."""
+    context, stage = mesh.context, stage_text(mesh)
     final = not may_be_restarted(callbacks.args.max_restarts, PeerLost())
     return PeerWatch(
         context.store,
@@ -18,6 +19,12 @@ def watch_peers(context: Context, callbacks: RunCallbacks, timeout: float) -> Pe
         context.host.size,
         timeout,
         setting="save_timeout",
-        progress=lambda: f"after step {callbacks.state.global_step}",
+        progress=lambda: f"after step {callbacks.state.global_step}{stage}",
         ending=lambda reason: callbacks.run_log.failed(callbacks.state.global_step, reason, final=final),
     )
+
+
+def stage_text(mesh: Mesh) -> str:
+    """This rank's place in the pipeline, for messages; empty without one."""
+    pipeline = mesh.pipeline
+    return f", pipeline stage {pipeline.rank + 1} of {pipeline.size}" if pipeline.size > 1 else ""

@@ -1,0 +1,94 @@
+"""How the layers are divided among stages: by what they cost, so that no stage makes the others wait.
+
+Costs are multiplications a token of the forward pass; the backward pass takes a multiple of that everywhere. A layer's
+are its parameters that are multiplied (of experts as many as a token goes through) and its attention scores; those of
+the last stage's end are the norm, the head and the loss over the vocabulary. Looking up an embedding costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import nn
+
+from stepmark.errors import UsageError
+
+CONTEXT = 1024  # tokens of which attention scores are counted, half of them on average
+LOSS_PER_WORD = 4  # elementwise operations of the loss for each word of the vocabulary, beside the head's product
+
+
+def layer_costs(layers: nn.ModuleList, config: Any) -> list[float]:
+    """The cost of each layer."""
+    heads = getattr(config, "num_attention_heads", 0)
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    scores = float(heads * width * CONTEXT) if isinstance(heads, int) else 0.0
+    share = _active_experts(config)
+    return [_multiplied(layer, share) + scores for layer in layers]
+
+
+def end_cost(modules: Sequence[nn.Module]) -> float:
+    """The cost of what follows the layers: `modules`, the head among them, and the loss."""
+    vocabulary = max((int(getattr(module, "out_features", 0)) for module in modules), default=0)
+    return sum(_multiplied(module, 1.0) for module in modules) + float(LOSS_PER_WORD * vocabulary)
+
+
+def _multiplied(module: nn.Module, share_of_experts: float) -> float:
+    return sum(
+        parameter.numel() * (share_of_experts if "experts" in name.split(".") else 1.0)
+        for name, parameter in module.named_parameters()
+    )
+
+
+def _active_experts(config: Any) -> float:
+    """The share of a mixture's experts that one token goes through."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        count, active = getattr(config, name, None), getattr(config, "num_experts_per_tok", None)
+        if isinstance(count, int) and isinstance(active, int) and 0 < active <= count:
+            return active / count
+    return 1.0
+
+
+def balanced(costs: Sequence[float], end: float, stages: int) -> list[int]:
+    """The number of layers of each stage, 1 or more, so that the most expensive stage is as cheap as possible; of
+    several ways the most even one. `end`: what the last stage has besides its layers."""
+    count = len(costs)
+    before = [0.0, *accumulate(costs)]
+
+    @cache
+    def best(stage: int, begin: int) -> tuple[float, float, tuple[int, ...]]:
+        """Of this stage and all after it, from layer `begin` on: the highest cost, the sum of squares, the sizes."""
+        if stage == stages - 1:
+            cost = before[count] - before[begin] + end
+            return cost, cost**2, (count - begin,)
+        ways = []
+        for stop in range(begin + 1, count - (stages - stage - 1) + 1):
+            cost = before[stop] - before[begin]
+            highest, squares, sizes = best(stage + 1, stop)
+            ways.append((max(cost, highest), cost**2 + squares, (stop - begin, *sizes)))
+        return min(ways)
+
+    return list(best(0, 0)[2])
+
+
+def bounds_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """The first layer of each stage and the one after its last, from the numbers of layers."""
+    return list(pairwise([0, *accumulate(sizes)]))
+
+
+def checked_sizes(given: Sequence[int], layers: int, stages: int) -> list[int]:
+    """`pipeline_layers`, which must fit the model. Raises UsageError."""
+    shown = ", ".join(str(size) for size in given)
+    if len(given) != stages:
+        raise UsageError(
+            f"pipeline_layers: [{shown}] names {len(given)} stages, but there are {stages} (pipeline_parallel_size "
+            "times pipeline_chunks); give a number of layers for each"
+        )
+    if min(given) < 1 or sum(given) != layers:
+        raise UsageError(
+            f"pipeline_layers: [{shown}] should be numbers of 1 or more whose sum is the model's {layers} layers, and "
+            f"it is {sum(given)}"
+        )
+    return list(given)

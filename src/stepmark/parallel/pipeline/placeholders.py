@@ -1,0 +1,114 @@
+"""What stands at the places of modules that other stages have.
+
+A model's own forward runs on every stage with the batch's inputs, so masks, positions and rotary embeddings are what
+the model computes. Learned modules before the layers give zeros of the right shape; layers before the stage give what
+they got; the last of them gives the hidden states that the stage received. The layer after the stage ends the forward
+pass there, so that nothing behind it is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class StageEnd(Exception):
+    """Ends the model's forward pass at the stage's last layer."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Placeholder(nn.Module):
+    """Has the plain attributes of the module at whose place it stands; some models read them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(module).items():
+            if not name.startswith("_") and name != "training" and isinstance(value, str | int | float | None):
+                setattr(self, name, value)
+
+
+class SkippedLayer(_Placeholder):
+    """A layer of another stage: gives what it got, in the form in which the model's layers return it."""
+
+    def __init__(self, layer: nn.Module, returns: str) -> None:
+        super().__init__(layer)
+        self._form = returns
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._returned(_hidden_states(args, kwargs))
+
+    def _returned(self, hidden: Tensor) -> Any:
+        """`hidden` as a layer returns it: itself, in a list, or first of a tuple ("tuple2" is one of two)."""
+        if self._form == "tensor":
+            return hidden
+        if self._form == "list":
+            return [hidden]
+        return (hidden, *(None for _ in range(int(self._form.removeprefix("tuple")) - 1)))
+
+
+class ReceivingLayer(SkippedLayer):
+    """The last layer before a stage: gives the hidden states that the stage has received."""
+
+    received: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._returned(self.received())
+
+
+class EndingLayer(_Placeholder):
+    """The first layer after a stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StageEnd(_hidden_states(args, kwargs))
+
+
+class SkippedEmbedding(_Placeholder):
+    """Zeros in place of embeddings. `like` is a parameter of the stage, whose dtype and device they have."""
+
+    def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
+        super().__init__(module)
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        self.width = weight.shape[1]
+        self._like = lambda: like  # as an attribute it would be a parameter of this module
+
+    @property
+    def weight(self) -> Tensor:
+        """Without elements, for models that ask for the dtype or the device."""
+        return self._like().new_empty((0, self.width))
+
+    def forward(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        like = self._like()
+        return torch.zeros((*indices.shape, self.width), dtype=like.dtype, device=indices.device)
+
+
+class SkippedLinear(_Placeholder):
+    """Zeros of a projection's shape."""
+
+    def forward(self, values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return values.new_zeros((*values.shape[:-1], int(self.out_features)))  # type: ignore[arg-type]
+
+
+class SkippedModule(_Placeholder):
+    """Gives its input: a norm before the layers. Behind the layers it is never called."""
+
+    def forward(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        return values
+
+
+def skipped(module: nn.Module, like: nn.Parameter) -> nn.Module:
+    """The placeholder of a learned module outside the layers; `like` is a parameter of the stage."""
+    if isinstance(module, nn.Embedding):
+        return SkippedEmbedding(module, like)
+    return SkippedLinear(module) if isinstance(module, nn.Linear) else SkippedModule(module)
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    assert isinstance(hidden, Tensor)
+    return hidden

@@ -1,0 +1,229 @@
+"""Pipeline schedules as data: which rank computes what in which tick, and what travels between the ranks afterwards.
+
+The layers are cut into stages, of which rank r holds stages r, r + ranks, r + 2 * ranks and so on (its chunks). A task
+is the forward or the backward pass of one stage on one micro-batch. In a tick a rank has no task, or one; while an
+interleaved schedule is full, a forward and then a backward pass. All ranks compute the same schedule, so nobody asks
+anybody what comes next. What a tick has produced is sent at its end: each pair of neighbours exchanges at once what
+both have for each other, and every rank holds its exchanges in the same order (tick, pair), so no two ranks can wait
+for each other.
+
+| schedule    | order of a rank's passes                     | idle share              | activations of     |
+| ----------- | -------------------------------------------- | ----------------------- | ------------------ |
+| gpipe       | all forward, then all backward               | (p - 1) / (m + p - 1)   | m micro-batches    |
+| 1f1b        | one forward, one backward in turn            | (p - 1) / (m + p - 1)   | at most p          |
+| interleaved | the same over v chunks                       | (p - 1) / (v m + p - 1) | about p (1 + 1/v)  |
+
+for p ranks and m micro-batches, where every stage takes equally long. 1F1B is PipeDream-Flush (Narayanan et al. 2020),
+interleaved that of Narayanan et al. 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stepmark.errors import UsageError
+
+GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved"
+SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
+FORWARD, BACKWARD = "F", "B"
+Tick = tuple[tuple["Task", ...], ...]  # by rank
+
+
+@dataclass(frozen=True)
+class Task:
+    """One pass (`FORWARD` or `BACKWARD`) of one stage on one micro-batch."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def next_stage(self) -> int:
+        """The stage that the pass continues in; it may not exist."""
+        return self.stage + (1 if self.kind == FORWARD else -1)
+
+    def needs(self, stages: int) -> Task | None:
+        """The task whose result this one starts from; None for the first stage's forward and the last one's backward
+        pass."""
+        before = self.stage - 1 if self.kind == FORWARD else self.stage + 1
+        return Task(self.kind, before, self.micro_batch) if 0 <= before < stages else None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The result of `task`, sent from rank `source` to rank `target`: an activation, or the gradient of one."""
+
+    task: Task
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ticks of one step. Stage s belongs to rank s % ranks."""
+
+    ranks: int
+    stages: int
+    ticks: tuple[Tick, ...]
+
+    def transfers(self, tick: int) -> Iterator[Transfer]:
+        """What is sent at the end of a tick."""
+        for tasks in self.ticks[tick]:
+            for task in tasks:
+                target = task.next_stage()
+                if 0 <= target < self.stages and target % self.ranks != task.stage % self.ranks:
+                    yield Transfer(task, task.stage % self.ranks, target % self.ranks)
+
+    def exchanges(self, tick: int) -> dict[tuple[int, int], list[Transfer]]:
+        """The pairs of ranks that exchange something at the end of a tick, in the order that all ranks keep."""
+        found: dict[tuple[int, int], list[Transfer]] = {}
+        for transfer in self.transfers(tick):
+            pair = min(transfer.source, transfer.target), max(transfer.source, transfer.target)
+            found.setdefault(pair, []).append(transfer)
+        return dict(sorted(found.items()))
+
+    def in_flight(self, rank: int) -> int:
+        """The largest number of forward passes whose activations a rank keeps at a time."""
+        held = most = 0
+        for tick in self.ticks:
+            for task in tick[rank]:
+                held += 1 if task.kind == FORWARD else -1
+                most = max(most, held)
+        return most
+
+    def idle_share(self, forward: float = 1.0, backward: float = 2.0) -> float:
+        """The share of a step in which a rank waits, on average, where a stage's passes take `forward` and `backward`
+        seconds, transfers take none, and both ends of an exchange wait for each other."""
+        now = [0.0] * self.ranks
+        work = 0.0
+        for number, tick in enumerate(self.ticks):
+            for rank, tasks in enumerate(tick):
+                spent = sum(forward if task.kind == FORWARD else backward for task in tasks)
+                now[rank] += spent
+                work += spent
+            for one, other in self.exchanges(number):
+                now[one] = now[other] = max(now[one], now[other])
+        return 1 - work / self.ranks / max(now)
+
+
+@lru_cache(maxsize=64)
+def make_schedule(kind: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The schedule of a step.
+
+    Args:
+        kind: GPIPE, ONE_F_ONE_B or INTERLEAVED.
+        ranks: Ranks of the pipeline, 1 or more.
+        micro_batches: Micro-batches of the step; with INTERLEAVED a multiple of `ranks`.
+        chunks: Stages of each rank, with INTERLEAVED 2 or more, otherwise 1.
+    """
+    assert (chunks > 1) == (kind == INTERLEAVED)
+    assert kind != INTERLEAVED or micro_batches % ranks == 0
+    stages = ranks * chunks
+    left = [_order(kind, ranks, rank, micro_batches, chunks) for rank in range(ranks)]
+    done: set[Task] = set()
+    ticks: list[Tick] = []
+    while any(left):
+        tick = tuple(own[0] if own and _ready(own[0], stages, done) else () for own in left)
+        assert any(tick), "the schedule waits for itself"
+        for own, tasks in zip(left, tick, strict=True):
+            if tasks:
+                own.pop(0)
+                done.update(tasks)
+        ticks.append(tick)
+    return Schedule(ranks, stages, tuple(ticks))
+
+
+def _ready(tasks: tuple[Task, ...], stages: int, done: set[Task]) -> bool:
+    """Whether the tasks can run now, one after the other, with the results of earlier ticks."""
+    needed = (task.needs(stages) for task in tasks)
+    own = tuple(Task(FORWARD, task.stage, task.micro_batch) for task in tasks if task.kind == BACKWARD)
+    return all(need is None or need in done or need in tasks for need in needed) and all(
+        forward in done or forward in tasks for forward in own
+    )
+
+
+def _order(kind: str, ranks: int, rank: int, micro_batches: int, chunks: int) -> list[tuple[Task, ...]]:
+    """A rank's tasks in their order; those in one tuple are in one tick."""
+    if kind == GPIPE:
+        return [(Task(direction, rank, index),) for direction in (FORWARD, BACKWARD) for index in range(micro_batches)]
+    if kind == ONE_F_ONE_B:
+        return _one_f_one_b(ranks, rank, micro_batches)
+    return _interleaved(ranks, rank, micro_batches, chunks)
+
+
+def _one_f_one_b(ranks: int, rank: int, micro_batches: int) -> list[tuple[Task, ...]]:
+    forward = [(Task(FORWARD, rank, index),) for index in range(micro_batches)]
+    backward = [(Task(BACKWARD, rank, index),) for index in range(micro_batches)]
+    warm_up = min(ranks - rank - 1, micro_batches)
+    in_turn = [task for pair in zip(forward[warm_up:], backward, strict=False) for task in pair]
+    return [*forward[:warm_up], *in_turn, *backward[micro_batches - warm_up :]]
+
+
+def _interleaved(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[tuple[Task, ...]]:
+    """Micro-batches go through in groups of as many as there are ranks, each group chunk by chunk. With one task a tick
+    neighbours would wait for each other: the idle share of 2 ranks, 4 micro-batches and 2 chunks would be 0.23, not
+    0.11."""
+    total = micro_batches * chunks
+
+    def task(kind: str, position: int) -> Task:
+        group, within = divmod(position, ranks * chunks)
+        chunk, index = divmod(within, ranks)
+        chunk = chunk if kind == FORWARD else chunks - 1 - chunk
+        return Task(kind, chunk * ranks + rank, group * ranks + index)
+
+    warm_up = min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, total)
+    full = total - warm_up
+    return [
+        *((task(FORWARD, position),) for position in range(warm_up)),
+        *((task(FORWARD, warm_up + position), task(BACKWARD, position)) for position in range(full)),
+        *((task(BACKWARD, position),) for position in range(full, total)),
+    ]
+
+
+def check_micro_batches(kind: str, micro_batches: int, ranks: int, chunks: int) -> None:
+    """Raises UsageError where a step of so many micro-batches has no such schedule."""
+    if kind not in SCHEDULES:
+        raise UsageError(f"pipeline_schedule: {kind!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    if (chunks > 1) != (kind == INTERLEAVED):
+        raise UsageError(
+            f"pipeline_schedule and pipeline_chunks: interleaved runs several stages on a rank, the other schedules "
+            f"one, but they are {kind} and {chunks}; set pipeline_chunks to 2 or more with interleaved, else to 1"
+        )
+    if micro_batches < ranks:
+        raise UsageError(
+            f"gradient_accumulation_steps: {micro_batches} micro-batches are fewer than the {ranks} stages of "
+            f"pipeline_parallel_size, so that some stage would always wait; set it to {ranks} or more"
+        )
+    if kind == INTERLEAVED and micro_batches % ranks:
+        raise UsageError(
+            f"gradient_accumulation_steps: pipeline_schedule interleaved needs a multiple of pipeline_parallel_size "
+            f"({ranks}), and it is {micro_batches}; set it to {-(-micro_batches // ranks) * ranks}, or use 1f1b"
+        )
+
+
+def ideal_idle_share(ranks: int, micro_batches: int, chunks: int = 1) -> float:
+    """The share of a step in which a rank of a pipeline waits, by theory: (p - 1) / (v m + p - 1)."""
+    return (ranks - 1) / (chunks * micro_batches + ranks - 1)
+
+
+def picture(schedule: Schedule) -> str:
+    """The schedule as text: a line for each rank, a column for each tick. A forward pass is the micro-batch's number, a
+    backward pass the number in brackets; with chunks, a letter for the chunk follows."""
+    cells = [[_cell(tick[rank], schedule) for tick in schedule.ticks] for rank in range(schedule.ranks)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(schedule.ticks))]
+    lines = []
+    for rank, row in enumerate(cells):
+        padded = (cell.center(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"rank {rank} │ {' '.join(padded)}".rstrip())
+    return "\n".join(lines)
+
+
+def _cell(tasks: tuple[Task, ...], schedule: Schedule) -> str:
+    return "+".join(_name(task, schedule) for task in tasks) or "·"
+
+
+def _name(task: Task, schedule: Schedule) -> str:
+    chunk = "abcdefgh"[task.stage // schedule.ranks % 8] if schedule.stages > schedule.ranks else ""
+    name = f"{task.micro_batch}{chunk}"
+    return name if task.kind == FORWARD else f"({name})"

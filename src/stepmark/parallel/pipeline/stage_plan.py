@@ -1,0 +1,188 @@
+"""How a model would be cut into stages, and whether it can be: decided on the complete model, before it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from stepmark.errors import UsageError
+from stepmark.parallel.pipeline.architectures import PASSED
+from stepmark.parallel.pipeline.balance import balanced, bounds_of, checked_sizes, end_cost, layer_costs
+from stepmark.parallel.tensor.dropout import has_dropout
+
+BEHIND_THE_LAYERS = ("final_layer_norm", "project_out")  # OPT defines these before its layers
+OUTPUTS_OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attentions")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A model's stages.
+
+    Attributes:
+        layers: The name of the list of layers.
+        before: The names of the learned modules that are called before the layers.
+        after: Those of the ones called after them, the head included.
+        bounds: The first layer of each stage, and the one after its last.
+        returns: What a layer returns: "tensor", "list", or "tuple2" for a tuple of two.
+        tied: The names of embeddings whose table is the head's, too.
+        draws: Whether training draws random numbers.
+    """
+
+    layers: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    bounds: tuple[tuple[int, int], ...]
+    returns: str
+    tied: tuple[str, ...]
+    draws: bool
+
+    @property
+    def stages(self) -> int:
+        return len(self.bounds)
+
+
+def plan_stages(model: Any, stages: int, sizes: Sequence[int] | None = None) -> StagePlan:
+    """The plan for a complete model.
+
+    Args:
+        model: A causal language model of transformers, on any device.
+        stages: Number of stages.
+        sizes: Layers of each stage; None: balanced by cost.
+
+    Raises:
+        UsageError: The model cannot be cut, or not into so many stages.
+    """
+    returns = _verified(model)
+    config = model.config.get_text_config(decoder=True)
+    name, layers = layers_of(model, config.num_hidden_layers)
+    _check_layers(model, layers, stages)
+    before, after = _outside(model, name, layers)
+    modules = dict(model.named_modules())
+    if sizes is None:
+        found = balanced(layer_costs(layers, config), end_cost([modules[each] for each in after]), stages)
+    else:
+        found = checked_sizes(sizes, len(layers), stages)
+    bounds = bounds_of(found)
+    tied = _tied(model, name, before, after, bounds)
+    return StagePlan(name, before, after, tuple(bounds), returns, tied, has_dropout(model))
+
+
+def _verified(model: Any) -> str:
+    """What the layers of a verified model type return. Raises UsageError for any other."""
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"pipeline_parallel_size: {kind} is an encoder-decoder, which cannot be cut into stages; set it to 1"
+        )
+    if kind not in PASSED or type(model).__name__ != _causal_class(kind):
+        raise UsageError(
+            f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
+            "same in stages (docs/architectures-pipeline.md); set it to 1"
+        )
+    for name in OUTPUTS_OF_ALL_LAYERS:
+        if getattr(config, name, False) or getattr(config.get_text_config(decoder=True), name, False):
+            raise UsageError(
+                f"pipeline_parallel_size: the configuration's {name} asks for outputs of all layers, and no stage has "
+                f"them; set {name} to false in config_overrides"
+            )
+    return PASSED[kind]
+
+
+def _causal_class(kind: str) -> str | None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    return found
+
+
+def layers_of(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
+    """The name of the list of `count` layers, and the list. Raises UsageError where it is not clear which it is."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and any(True for _ in module.parameters())
+    ]
+    depth = min((name.count(".") for name, _ in lists), default=0)
+    found = [(name, module) for name, module in lists if name.count(".") == depth]
+    if len(found) != 1:
+        raise UsageError(
+            f"pipeline_parallel_size: {type(model).__name__} has {len(found) or 'no'} lists of {count} layers, and one "
+            "is needed to cut it into stages; set it to 1"
+        )
+    return found[0]
+
+
+def _check_layers(model: nn.Module, layers: nn.ModuleList, stages: int) -> None:
+    if len({id(layer) for layer in layers}) < len(layers):
+        raise UsageError(
+            f"pipeline_parallel_size: {type(model).__name__} uses a layer several times, so that no stage can have it "
+            "alone; set it to 1"
+        )
+    if stages > len(layers):
+        raise UsageError(
+            f"pipeline_parallel_size: {stages} stages (times pipeline_chunks) are more than the model's {len(layers)} "
+            "layers, and each needs one; lower it"
+        )
+
+
+def _outside(model: Any, name: str, layers: nn.ModuleList) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The learned modules before and after the layers. Modules are called in the order in which they are defined, which
+    holds for all types that were verified; the head is last wherever it is defined."""
+    inside = {id(module) for module in layers.modules()}
+    head = model.get_output_embeddings()
+    before: list[str] = []
+    after: list[str] = []
+    seen_layers = False
+    for own, module in model.named_modules():
+        seen_layers |= module is layers
+        if id(module) in inside or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if any(True for _ in module.children()):
+            raise UsageError(
+                f"pipeline_parallel_size: {own or type(model).__name__} has parameters of its own besides those of its "
+                "modules, so it cannot be cut into stages; set it to 1"
+            )
+        last = module is head or own.rpartition(".")[2] in BEHIND_THE_LAYERS
+        (after if seen_layers or last else before).append(own)
+    return tuple(before), tuple(after)
+
+
+def _tied(
+    model: nn.Module, name: str, before: Sequence[str], after: Sequence[str], bounds: Sequence[tuple[int, int]]
+) -> tuple[str, ...]:
+    """The embeddings that share their table with a module after the layers. Raises UsageError where stages share any
+    other parameter."""
+    stage_of = {f"{name}.{layer}": stage for stage, (begin, end) in enumerate(bounds) for layer in range(begin, end)}
+    homes: dict[int, set[int]] = {}
+    names: dict[int, list[str]] = {}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        owner = full.rpartition(".")[0]
+        home = 0 if owner in before else len(bounds) - 1
+        if owner not in before and owner not in after:
+            home = next(stage for layer, stage in stage_of.items() if full.startswith(f"{layer}."))
+        homes.setdefault(id(parameter), set()).add(home)
+        names.setdefault(id(parameter), []).append(full)
+    tied = []
+    for key in (key for key, stages in homes.items() if len(stages) > 1):
+        owners = [full.rpartition(".")[0] for full in names[key]]
+        at_the_ends = all(owner in before or owner in after for owner in owners)
+        embeddings = [owner for owner in owners if owner in before]
+        if not at_the_ends or not all(isinstance(model.get_submodule(each), nn.Embedding) for each in embeddings):
+            raise UsageError(
+                f"pipeline_parallel_size: {' and '.join(names[key][:2])} are one parameter in different stages, which "
+                "is supported for an embedding tied to the head only; set it to 1, or choose other pipeline_layers"
+            )
+        tied += embeddings
+    return tuple(tied)
+
+
+def places(plan: StagePlan, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module that some stage has and others do not, with its name."""
+    layers = model.get_submodule(plan.layers)
+    assert isinstance(layers, nn.ModuleList)
+    yield from ((f"{plan.layers}.{index}", layer) for index, layer in enumerate(layers))
+    yield from ((name, model.get_submodule(name)) for name in (*plan.before, *plan.after))

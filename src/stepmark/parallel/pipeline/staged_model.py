@@ -1,0 +1,182 @@
+"""Cuts a model into pipeline stages, in place, and runs one of them.
+
+A rank keeps the modules of its own stages, at their places and under their names, so that optimizers and checkpoints
+see parameters with global names; everything else that is learned is replaced by a placeholder (placeholders.py). Where
+a rank has several stages (chunks), the others are swapped out while one of them runs.
+
+The last stage keeps an embedding that is tied to the head, without calling it: its gradient is a part of the table's,
+and the first stage has the other part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from stepmark.errors import UsageError
+from stepmark.parallel.model_size import ModelSize
+from stepmark.parallel.pipeline.placeholders import EndingLayer, ReceivingLayer, SkippedLayer, StageEnd, skipped
+from stepmark.parallel.pipeline.stage_plan import StagePlan, places
+from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.replication import annotate_replication, replication_of
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """A place in the module tree, and what is there while a stage runs and between its runs."""
+
+    modules: dict[str, nn.Module | None]
+    key: str
+    running: nn.Module
+    resting: nn.Module
+
+
+class StagedModel:
+    """One rank's stages of a model.
+
+    Attributes:
+        model: The model, of which this rank has a part.
+        plan: How the complete model was cut.
+        size: Numbers of the complete model.
+        own: The numbers of this rank's stages, in order.
+    """
+
+    def __init__(self, model: nn.Module, plan: StagePlan, mesh: Mesh) -> None:
+        self.model = model
+        self.plan = plan
+        self.size = ModelSize.of(model)
+        self.own = list(range(mesh.pipeline.rank, plan.stages, mesh.pipeline.size))
+        self._active = False
+        self._receivers: dict[int, ReceivingLayer] = {}
+        found = dict(places(plan, model))
+        running = {stage: self._arrangement(stage, found) for stage in self.own}
+        resting = self._resting(found, running)
+        self._swaps: dict[int, list[_Swap]] = {}
+        for stage in self.own:
+            swaps = []
+            for name, module in running[stage].items():
+                parent, _, key = name.rpartition(".")
+                modules = model.get_submodule(parent)._modules
+                if module is not resting[name]:
+                    swaps.append(_Swap(modules, key, module, resting[name]))
+            self._swaps[stage] = swaps
+        self._note_ties(found, mesh.tensor_parallel.size)
+        for name, module in resting.items():
+            parent, _, key = name.rpartition(".")
+            model.get_submodule(parent)._modules[key] = module
+        model.register_forward_pre_hook(self._check_active, prepend=True)
+
+    @property
+    def last(self) -> int:
+        """The number of the stage that computes logits and loss."""
+        return self.plan.stages - 1
+
+    def _arrangement(self, stage: int, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """What is at each place while a stage runs."""
+        plan, (begin, end) = self.plan, self.plan.bounds[stage]
+        like = next(found[f"{plan.layers}.{begin}"].parameters())
+        arranged: dict[str, nn.Module] = {}
+        for index in range(plan.bounds[-1][1]):
+            name = f"{plan.layers}.{index}"
+            layer = found[name]
+            if begin <= index < end:
+                arranged[name] = layer
+            elif index == begin - 1:
+                arranged[name] = self._receivers[stage] = ReceivingLayer(layer, plan.returns)
+            else:
+                arranged[name] = EndingLayer(layer) if index == end else SkippedLayer(layer, plan.returns)
+        for name in plan.before:
+            arranged[name] = found[name] if stage == 0 else skipped(found[name], like)
+        for name in plan.after:
+            arranged[name] = found[name] if stage == self.last else skipped(found[name], like)
+        return arranged
+
+    def _resting(self, found: dict[str, nn.Module], running: dict[int, dict[str, nn.Module]]) -> dict[str, nn.Module]:
+        """What is at each place between runs: everything that this rank keeps."""
+        resting = dict(running[self.own[0]])
+        for arranged in running.values():
+            resting |= {name: module for name, module in arranged.items() if module is found[name]}
+        if self.last in self.own:
+            resting |= {name: found[name] for name in self.plan.tied}
+        return resting
+
+    def _note_ties(self, found: dict[str, nn.Module], tensor_axis_size: int) -> None:
+        """Notes that both ends have a part of the gradient of a tied table."""
+        if not {0, self.last} & set(self.own):
+            return
+        for name in self.plan.tied:
+            for parameter in found[name].parameters():
+                annotate_replication(parameter, replace(replication_of(parameter, tensor_axis_size), stages=2))
+
+    def _check_active(self, module: nn.Module, args: Any) -> None:
+        if not self._active:
+            raise UsageError(
+                "the model is cut into pipeline stages, of which this rank has only some; train it with TrainStep or "
+                "Trainer, which run all of them, instead of calling it"
+            )
+
+    @contextmanager
+    def _arranged(self, stage: int, received: Callable[[], Tensor] | None) -> Iterator[None]:
+        if received is not None:
+            self._receivers[stage].received = received
+        for swap in self._swaps[stage]:
+            swap.modules[swap.key] = swap.running
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+            for swap in self._swaps[stage]:
+                swap.modules[swap.key] = swap.resting
+            if received is not None:
+                self._receivers[stage].received = None
+
+    def hidden_states(self, stage: int, received: Callable[[], Tensor] | None, call: Callable[[], Any]) -> Tensor:
+        """Runs a stage other than the last.
+
+        Args:
+            stage: Its number.
+            received: Gives the hidden states that it starts from, when it needs them; None for the first stage.
+            call: Calls the model.
+
+        Returns:
+            The hidden states after its last layer.
+        """
+        with self._arranged(stage, received):
+            try:
+                call()
+            except StageEnd as end:
+                return end.hidden
+        raise AssertionError("the model did not call the layer after the stage")
+
+    def final(self, received: Callable[[], Tensor], call: Callable[[], Result]) -> Result:
+        """Runs the last stage: what `call`, which calls the model, returns. `received`: see `hidden_states`."""
+        with self._arranged(self.last, received):
+            return call()
+
+
+_staged: WeakKeyDictionary[nn.Module, StagedModel] = WeakKeyDictionary()
+
+
+def cut_into_stages(model: nn.Module, plan: StagePlan, mesh: Mesh) -> StagedModel:
+    """Cuts the model, in place, after its parameters were sharded over the tensor parallel axis."""
+    _staged[model] = StagedModel(model, plan, mesh)
+    return _staged[model]
+
+
+def complete_size(model: nn.Module) -> ModelSize:
+    """The size of the complete model, of which this rank may have a part."""
+    found = staged(model)
+    return ModelSize.of(model) if found is None else found.size
+
+
+def staged(model: nn.Module) -> StagedModel | None:
+    """This rank's stages of a model that was cut; None for any other."""
+    return _staged.get(model)

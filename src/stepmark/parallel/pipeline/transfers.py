@@ -1,0 +1,125 @@
+"""What neighbouring stages send each other: hidden states forward, their gradients back.
+
+A stage's hidden states may have any shape and dtype: the first time that a batch of some shapes comes, the sender says
+which, and both remember. Where training draws random numbers, the state of the sender's generator goes along, so that
+the layers draw what they would draw on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.links import Exchange, Form
+from stepmark.runtime.mesh import Mesh
+
+
+@dataclass
+class Activation:
+    """Hidden states between two stages, on their way or arrived, and the generator's state that goes with them."""
+
+    hidden: Tensor
+    generator: Tensor | None = None
+    exchange: Exchange | None = None
+
+    def arrived(self) -> Tensor:
+        """The hidden states, once they are here."""
+        if self.exchange is not None:
+            self.exchange.arrived()
+            self.exchange = None
+        return self.hidden
+
+
+class Transfers:
+    """The exchanges of one rank with the others of its pipeline.
+
+    `begin` starts one and returns at once; `settle` waits for those of earlier ticks, so that few tensors are held.
+    """
+
+    def __init__(self, mesh: Mesh, *, draws: bool) -> None:
+        """`draws`: the model draws random numbers."""
+        assert isinstance(mesh.runtime, EagerRuntime)
+        assert mesh.links is not None
+        self._links = mesh.links
+        self._runtime = mesh.runtime
+        self._draws = draws
+        self._forms: dict[Hashable, Form] = {}
+        self._running: list[tuple[int, Exchange]] = []  # with the tick that they began in
+        self._tick = 0
+
+    def begin(
+        self,
+        other: int,
+        outgoing: Sequence[tuple[int, Hashable, Activation]],
+        incoming: Sequence[tuple[int, Hashable]],
+        gradients: Sequence[Tensor],
+        expected: Sequence[Form],
+    ) -> tuple[list[Activation], list[Activation]]:
+        """Starts an exchange with rank `other`.
+
+        Args:
+            other: A coordinate on the pipeline's axis.
+            outgoing: Activations to send: the stage that made each, and the shapes of its batch.
+            incoming: Activations that `other` sends, likewise.
+            gradients: Gradients to send.
+            expected: The forms of the gradients that `other` sends.
+
+        Returns:
+            The incoming activations, and the incoming gradients.
+        """
+        forms = self._agree(other, outgoing, incoming)
+        states = [each.generator for _, _, each in outgoing if each.generator is not None]
+        generators: list[Tensor | None] = [None] * len(incoming)
+        if self._draws and (states or incoming):
+            form = Form.of(self._runtime.generator_state())
+            on_host = self._links.exchange_on_host(other, states, [form] * len(incoming))
+            self._running.append((self._tick, on_host))
+            generators = [*on_host.arrived()]
+        sent = [each.hidden for _, _, each in outgoing] + list(gradients)
+        exchange = self._links.exchange(other, sent, [*forms, *expected])
+        self._running.append((self._tick, exchange))
+        hidden, back = exchange.received[: len(forms)], exchange.received[len(forms) :]
+        arriving = [Activation(each, state, exchange) for each, state in zip(hidden, generators, strict=True)]
+        return arriving, [Activation(each, None, exchange) for each in back]
+
+    def _agree(
+        self,
+        other: int,
+        outgoing: Sequence[tuple[int, Hashable, Activation]],
+        incoming: Sequence[tuple[int, Hashable]],
+    ) -> list[Form]:
+        """The forms of the incoming activations."""
+        new = [each.hidden for stage, shapes, each in outgoing if (stage, shapes) not in self._forms]
+        self._forms |= {(stage, shapes): Form.of(each.hidden) for stage, shapes, each in outgoing}
+        unknown = [key for key in incoming if key not in self._forms]
+        if new or unknown:
+            headers = self._links.exchange_forms(other, new, len(unknown))
+            self._running.append((self._tick, headers))
+            self._forms |= zip(unknown, map(Form.decoded, headers.arrived()), strict=True)
+        return [self._forms[key] for key in incoming]
+
+    def settle(self, keep: int = 0) -> None:
+        """Ends a tick: waits for the exchanges of all ticks but the latest `keep`."""
+        for tick, exchange in self._running:
+            if tick <= self._tick - keep:
+                exchange.left()
+        self._running = [each for each in self._running if each[0] > self._tick - keep]
+        self._tick += 1
+
+    def of_stage(self, hidden: Tensor) -> Activation:
+        """An activation to send, with the generator's state where it matters."""
+        return Activation(hidden, self._runtime.generator_state() if self._draws else None)
+
+    def resume_generator(self, activation: Activation) -> None:
+        """Draws from here on what the sender would have drawn."""
+        if activation.generator is not None:
+            self._runtime.set_generator_state(activation.generator)
+
+
+def shapes_of(inputs: Mapping[str, Any]) -> Hashable:
+    """What the shapes of hidden states depend on."""
+    return tuple((name, tuple(value.shape)) for name, value in sorted(inputs.items()) if isinstance(value, Tensor))

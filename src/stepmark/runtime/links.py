@@ -1,0 +1,106 @@
+"""Point-to-point transfers among the ranks of one pipeline, on eager devices.
+
+Two ranks exchange: each posts what it sends and what it expects, in one operation, and goes on computing. Both have to
+hold their exchanges with each other in the same order. The caller keeps a sent tensor unchanged until `Exchange.left`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepmark.runtime.process_groups import Group
+
+HEADER = 12  # int64: the dtype's number, the number of dims, the dims
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape and dtype of a tensor that is expected."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def encoded(self) -> Tensor:
+        """As a tensor of HEADER numbers on the host."""
+        values = [DTYPES.index(self.dtype), len(self.shape), *self.shape]
+        return torch.tensor(values + [0] * (HEADER - len(values)))
+
+    @classmethod
+    def decoded(cls, header: Tensor) -> Form:
+        dtype, dims, *sizes = header.tolist()
+        return cls(tuple(sizes[:dims]), DTYPES[dtype])
+
+
+class Exchange:
+    """What two ranks give each other; `received` must not be read before `arrived`."""
+
+    def __init__(
+        self,
+        sending: Sequence[dist.Work],
+        sent: Sequence[Tensor],
+        receiving: Sequence[dist.Work],
+        received: list[Tensor],
+    ) -> None:
+        self._sending = list(sending)
+        self._sent = list(sent)  # in use until they have left
+        self._receiving = list(receiving)
+        self.received = received
+
+    def arrived(self) -> list[Tensor]:
+        """What the other rank has sent, when it is here; an accelerator's stream waits instead of the host."""
+        for work in self._receiving:
+            work.wait()
+        self._receiving.clear()
+        return self.received
+
+    def left(self) -> None:
+        """Returns when everything has also left."""
+        self.arrived()
+        for work in self._sending:
+            work.wait()
+        self._sending.clear()
+        self._sent.clear()
+
+
+class StageLinks:
+    """The links between the ranks of one pipeline, by their coordinates on its axis."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """`group`: the pipeline's ranks, for tensors of `device` and of the host."""
+        self._group = Group(group)
+        self._device = device
+
+    def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        """Starts an exchange of the device's tensors with rank `other`, which expects the forms of `outgoing`."""
+        sent = [tensor.detach().contiguous() for tensor in outgoing]
+        received = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in incoming]
+        return self._start(other, sent, received)
+
+    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        """The same with the host's tensors."""
+        received = [torch.empty(form.shape, dtype=form.dtype) for form in incoming]
+        return self._start(other, list(outgoing), received)
+
+    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
+        """Tells rank `other` the forms of `outgoing`, and receives those of `count` tensors, encoded."""
+        headers = [Form.of(tensor).encoded() for tensor in outgoing]
+        return self.exchange_on_host(other, headers, [Form((HEADER,), torch.int64)] * count)
+
+    def _start(self, other: int, sent: list[Tensor], received: list[Tensor]) -> Exchange:
+        group = self._group.process_group
+        operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=other) for tensor in sent]
+        operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=other) for tensor in received]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        if len(works) < len(operations):  # one for all
+            return Exchange(works, sent, works, received)
+        return Exchange(works[: len(sent)], sent, works[len(sent) :], received)

@@ -1,0 +1,132 @@
+"""Models cut into stages, in one process: hidden states and gradients are handed over by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, T5Config, T5ForConditionalGeneration
+
+from scripts.pipeline_comparison import Pipeline, difference, tokens_for
+from stepmark.errors import UsageError
+from stepmark.parallel.pipeline.balance import balanced, bounds_of
+from stepmark.parallel.pipeline.stage_plan import plan_stages
+from stepmark.parallel.pipeline.staged_model import staged
+from stepmark.parallel.tensor.parallelize import parallelize
+from tests.support.models import build, configuration
+
+FOUR = {"num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (3, 1), (2, 2)])
+def test_loss_and_gradients_are_those_of_the_whole_model(kind: str, ranks: int, chunks: int) -> None:
+    assert difference(build(kind, **FOUR), ranks, chunks) == ""
+
+
+def test_each_rank_keeps_its_stages_under_global_names() -> None:
+    model = build("gpt2", **FOUR)
+    names = {name for name, _ in model.named_parameters()}
+    held = [dict(part.named_parameters()) for part in Pipeline(model, 2, 2).parts]
+    assert set(held[0]) | set(held[1]) == names
+    assert set(held[0]) & set(held[1]) == {"transformer.wte.weight"}
+    layers = [sorted({name.split(".")[2] for name in each if ".h." in name}) for each in held]
+    assert layers == [["0", "2"], ["1", "3"]]
+
+
+def test_a_staged_model_cannot_be_called() -> None:
+    part = Pipeline(build("llama", **FOUR), 2).parts[0]
+    with pytest.raises(UsageError, match="cut into pipeline stages"):
+        part(input_ids=tokens_for(67))
+
+
+def test_a_model_is_cut_once() -> None:
+    pipeline = Pipeline(build("llama", **FOUR), 2)
+    with pytest.raises(UsageError, match="already"):
+        parallelize(pipeline.parts[0], pipeline.meshes[0])
+
+
+def test_size_of_the_complete_model() -> None:
+    whole = build("gpt2", **FOUR)
+    expected = sum(parameter.numel() for parameter in whole.parameters())
+    for part in Pipeline(whole, 2).parts:
+        found = staged(part)
+        assert found is not None
+        assert found.size.elements == expected
+        assert found.size.nbytes == 4 * expected
+
+
+def test_balance_counts_the_head() -> None:
+    assert balanced([1.0] * 12, 0, 4) == [3, 3, 3, 3]
+    assert balanced([1.0] * 12, 5.4, 2) == [9, 3]
+    assert balanced([1.0] * 3, 100, 3) == [1, 1, 1]
+    assert balanced([3.0, 1, 1, 1], 0, 2) == [1, 3]
+    assert bounds_of([8, 4]) == [(0, 8), (8, 12)]
+
+
+def test_a_large_vocabulary_is_worth_several_layers() -> None:
+    small, large = (
+        [end - begin for begin, end in plan_stages(model, 2).bounds]
+        for model in (build("llama", num_hidden_layers=8, vocab_size=size) for size in (67, 2048))
+    )
+    assert small == [4, 4]
+    assert large[0] > large[1]
+
+
+def refused(model: Any, stages: int = 2, sizes: list[int] | None = None) -> str:
+    before = [name for name, _ in model.named_parameters()]
+    with pytest.raises(UsageError) as caught:
+        plan_stages(model, stages, sizes)
+    assert [name for name, _ in model.named_parameters()] == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    small = {"num_layers": 2, "d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "vocab_size": 67}
+    assert "t5 is an encoder-decoder" in refused(T5ForConditionalGeneration(T5Config(**small)))
+    narrow = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
+    bert = AutoModelForCausalLM.from_config(BertConfig(**narrow, vocab_size=67, is_decoder=True))
+    assert "BertLMHeadModel is not among the models" in refused(bert)
+    assert "is not among" in refused(torch.nn.Linear(2, 2))
+
+
+def test_sizes_are_checked() -> None:
+    model = build("llama", **FOUR)
+    assert "5 stages" in refused(model, 5)
+    assert "names 3 stages, but there are 2" in refused(model, 2, [1, 2, 1])
+    assert "the model's 4 layers, and it is 5" in refused(model, 2, [3, 2])
+    assert plan_stages(model, 2, [1, 3]).bounds == ((0, 1), (1, 4))
+
+
+def test_parameters_that_stages_share_are_refused() -> None:
+    shared = build("llama", **FOUR)
+    shared.model.layers[2] = shared.model.layers[1]
+    assert "uses a layer several times" in refused(shared)
+    tied = build("llama", **FOUR)
+    tied.model.layers[3].mlp.up_proj.weight = tied.model.layers[0].mlp.up_proj.weight
+    message = refused(tied)
+    assert "model.layers.0.mlp.up_proj.weight and model.layers.3.mlp.up_proj.weight" in message
+    near = build("llama", **FOUR)
+    near.model.layers[1].mlp.up_proj.weight = near.model.layers[0].mlp.up_proj.weight
+    assert plan_stages(near, 2).stages == 2
+    norm = build("llama", **FOUR)
+    norm.model.norm.weight = norm.model.layers[0].input_layernorm.weight
+    assert "supported for an embedding tied to the head only" in refused(norm)
+
+
+def test_outputs_of_all_layers_are_refused() -> None:
+    model = build("llama", **FOUR)
+    model.config.output_hidden_states = True
+    assert "output_hidden_states" in refused(model)
+
+
+def test_plan_finds_ties() -> None:
+    tied = build("llama", tie_word_embeddings=True, **FOUR)
+    assert plan_stages(tied, 2).tied == ("model.embed_tokens",)
+    assert plan_stages(build("llama", **FOUR), 2).tied == ()
+    plan = plan_stages(AutoModelForCausalLM.from_config(configuration("gpt2", **FOUR)), 4)
+    assert plan.tied == ("transformer.wte",)
+    assert plan.before == ("transformer.wte", "transformer.wpe")
+    assert plan.after == ("transformer.ln_f", "lm_head")

@@ -1,0 +1,127 @@
+"""Training in pipeline stages against one rank: every loss and gradient norm."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import Ranks
+from tests.system.parity.test_tensor_parallel import check
+
+FOUR = {"num_hidden_layers": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"kind": "gpt2", **FOUR},
+    "llama": {"kind": "llama", **FOUR},
+    "qwen3-tied": {"kind": "qwen3", "tie_word_embeddings": True, **FOUR},
+    "gemma2": {"kind": "gemma2", **FOUR},
+}
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe"},
+    {"schedule": "interleaved", "chunks": 2},
+]
+MESHES: dict[int, list[dict[str, Any]]] = {
+    2: [{"pp": 2}],
+    4: [
+        {"pp": 4},
+        {"pp": 2, "tp": 2},
+        {"pp": 2, "dp": 2},
+        {"pp": 2, "dp": 2, "zero_1": True},
+    ],
+}
+PROGRAM = "tests.support.models:cases"
+OF_ONE_RANK = ("model", "steps", "bf16", "smoothing", "clip", "batch", "accumulation")  # what changes losses
+
+
+def alone(ranks: Ranks, options: list[dict[str, Any]]) -> list[list[list[float]]]:
+    """The same training runs on one rank, with as many micro-batches for each sample."""
+    single = []
+    for each in options:
+        kept = {key: value for key, value in each.items() if key in OF_ONE_RANK}
+        single.append({**kept, "accumulation": each.get("accumulation", 1) * each.get("dp", 1)})
+    distinct = [each for number, each in enumerate(single) if each not in single[:number]]
+    (found,) = ranks.run(PROGRAM, "cpu", distinct, timeout=1200).check()
+    return [found[distinct.index(each)] for each in single]
+
+
+def compare(ranks: Ranks, count: int, options: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
+    found = ranks.run(PROGRAM, "cpu", options, nproc=count, timeout=1200).check()
+    check(found, alone(ranks, options), options, tolerance)
+
+
+def case(model: str, **options: Any) -> dict[str, Any]:
+    return {"model": MODELS[model], "batch": 8, "accumulation": 4, "steps": 4, **options}
+
+
+def test_two_ranks(ranks: Ranks) -> None:
+    compare(
+        ranks,
+        2,
+        [
+            case("gpt2", pp=2),
+            case("gpt2", pp=2, schedule="interleaved", chunks=2),
+            case("llama", pp=2, schedule="gpipe", checkpointing=True),
+            case("gemma2", pp=2, layers=[1, 3], smoothing=0.1),
+        ],
+    )
+
+
+def test_four_ranks(ranks: Ranks) -> None:
+    compare(
+        ranks,
+        4,
+        [
+            case("gpt2", pp=4, clip=0.1),
+            case("gpt2", pp=2, tp=2, sequence=True),
+            case("qwen3-tied", pp=2, dp=2, zero_1=True, accumulation=2, schedule="interleaved", chunks=2),
+            case("llama", pp=2, dp=2, accumulation=2),
+        ],
+    )
+
+
+TIED = [
+    {"pp": 2, "dp": 2, "zero_1": True, "accumulation": 2, "clip": 0.1},
+    {"pp": 2, "tp": 2, "accumulation": 4, "clip": 0.1},
+]
+
+
+@pytest.mark.parametrize("mesh", [TIED[0], pytest.param(TIED[1], marks=pytest.mark.prove)], ids=["zero_1", "tp"])
+def test_tied_copies_stay_equal_bit_for_bit(ranks: Ranks, mesh: dict[str, Any]) -> None:
+    options = case("gpt2", steps=40, **mesh)
+    found = ranks.run("tests.support.models:embeddings", options, nproc=4).check()
+    held = [each["held"] for each in found]
+    assert all(list(each) == ["transformer.wte.weight"] for each in held)
+    assert held[:2] == held[2:]  # the first and the last stage
+    assert (held[0] == held[1]) == ("tp" not in mesh)
+
+
+def test_dropout_draws_what_one_rank_draws(ranks: Ranks) -> None:
+    """Also with the passes of several micro-batches in between, and where layers are computed again."""
+    model = {"kind": "gpt2", "dropout": 0.2, **FOUR}
+    common = {"model": model, "batch": 8, "accumulation": 4, "steps": 3}
+    options = [
+        {**common, "pp": 2},
+        {**common, "pp": 2, "schedule": "interleaved", "chunks": 2},
+        {**common, "pp": 2, "schedule": "gpipe", "checkpointing": True},
+    ]
+    compare(ranks, 2, options)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_complete_matrix(ranks: Ranks, count: int, name: str) -> None:
+    options = []
+    for mesh, schedule, accumulation in product(MESHES[count], SCHEDULES, (4, 8)):
+        if mesh["pp"] * schedule.get("chunks", 1) <= FOUR["num_hidden_layers"]:
+            micro_batches = accumulation // mesh.get("dp", 1)
+            options.append(case(name, **mesh, **schedule) | {"accumulation": micro_batches, "steps": 20})
+    compare(ranks, count, options)
+
+
+@pytest.mark.prove
+def test_sequence_parallel_and_bf16(ranks: Ranks) -> None:
+    compare(ranks, 4, [case(name, pp=2, tp=2, sequence=True, steps=20) for name in ("gpt2", "llama", "qwen3-tied")])
+    compare(ranks, 2, [case("llama", pp=2, bf16=True, steps=6)], tolerance=2e-2)
