@@ -56,3 +56,28 @@ def test_a_second_ctrl_c_ends_all_ranks_and_the_supervisor(rank: str) -> None:
         errors = process.communicate(timeout=30)[1]
     assert process.returncode == -signal.SIGINT, errors
     assert errors == ""
+
+
+WRONG = """
+import os, sys
+from stepmark.errors import UsageError
+from stepmark.launch.process_exit import end_process
+from stepmark.launch.step_board import StepPlace, show_step
+if sys.argv[1] != "0":
+    show_step(StepPlace(int(sys.argv[1])))
+end_process(UsageError("wrong"), int(os.environ["RANK"]))
+"""
+RECORDING = (
+    "import sys; from stepmark.launch.supervisor import supervise; "
+    "sys.exit(supervise([sys.executable, '-c', *sys.argv[1:]], 2, on_failure=lambda message: print(message)))"
+)
+
+
+@pytest.mark.parametrize(("step", "recorded"), [(0, ""), (3, "wrong")])
+def test_a_wrong_call_is_recorded_where_training_had_begun(step: int, recorded: str) -> None:
+    """Before, the status of an earlier run in the folder stands."""
+    command = [sys.executable, "-c", RECORDING, WRONG, str(step)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.strip().endswith(recorded)
+    assert bool(done.stdout) == bool(recorded)

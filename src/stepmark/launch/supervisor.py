@@ -87,7 +87,8 @@ def supervise(
     message = ended.message if restarts is None else restarts.final(ended.message, ended.place)
     if show_traceback and ended.failure.details:
         print(ended.failure.details, file=sys.stderr, end="")
-    if on_failure is not None and ended.failure.exit_code != UsageError.exit_code:
+    # A wrong call that no step was made with leaves what an earlier run has recorded.
+    if on_failure is not None and (ended.failure.exit_code != UsageError.exit_code or ended.place.step):
         on_failure(message)
     print(f"error: {message}", file=sys.stderr)
     return ended.failure.exit_code
