@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
-from stepmark.interchange import torch_writer
+from stepmark.interchange import array_reader, torch_writer
 from stepmark.interchange.array_reader import ArrayReader
 from stepmark.interchange.export_checkpoint import export_checkpoint
 from stepmark.interchange.exported import ExportOptions
@@ -281,6 +281,21 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytes
         assert found["a"].data_ptr() == found["c"].data_ptr()
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("span", [16, 300, 5000, 1 << 24])
+@pytest.mark.parametrize("free", [0, 100, 1 << 16])
+def test_rows_are_read_together_or_apart(span: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of an array, however many rows a read may span."""
+    monkeypatch.setattr(array_reader, "_SPAN", span)
+    monkeypatch.setattr(array_reader, "_FREE_WASTE", free)
+    data = torch.arange(5 * 40 * 50, dtype=torch.int32).view(5, 40, 50)
+    (tmp_path / "data").write_bytes(data.numpy().tobytes())
+    whole = StoredArray.contiguous(tmp_path / "data", 0, "I32", data.shape)
+    with ArrayReader() as reader:
+        for dim, start, length in ((2, 7, 3), (1, 39, 1), (2, 0, 49), (0, 1, 3), (1, 0, 40)):
+            found = reader.array(whole.narrow(dim, start, length))
+            assert (found == data.narrow(dim, start, length).numpy().view("u4")).all()
 
 
 # Bad input: one error, and nothing is written

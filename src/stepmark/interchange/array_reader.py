@@ -25,7 +25,8 @@ from stepmark.interchange.stored_array import StoredArray
 from stepmark.sharding.layout import Box, TensorSlice
 
 _WASTE = 4  # at most so many times as many bytes as needed are read at once
-_FREE_WASTE = 1 << 16
+_FREE_WASTE = 1 << 16  # bytes that take as long to read as another call
+_SPAN = 16 << 20  # bytes that are read at once, at most
 _OPEN_FILES = 64
 
 Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
@@ -196,8 +197,7 @@ class ArrayReader:
             _read_into(path, descriptor, cluster[0].target.reshape(-1).view(np.uint8).data, cluster[0].begin)
             return
         begin, end = cluster[0].begin, max(read.end for read in cluster)
-        needed = sum(read.target.nbytes for read in cluster)
-        if end - begin <= _WASTE * needed + _FREE_WASTE:
+        if _at_once(cluster, end - begin):
             memory = np.empty(end - begin, dtype=np.uint8)
             _read_into(path, descriptor, memory.data, begin)
             for read in cluster:
@@ -207,8 +207,26 @@ class ArrayReader:
                 read.target[...] = _strided(aligned.view(f"u{size}"), read.array)
             return
         for read in cluster:
-            for row in _rows(read):
-                self._read_cluster(path, descriptor, [row])
+            for band in _bands(read):
+                self._read_cluster(path, descriptor, [band])
+
+
+def _at_once(cluster: list[_Read], span: int) -> bool:
+    """Whether it is quicker to read what lies between the arrays' rows as well than each row by itself."""
+    needed = sum(read.target.nbytes for read in cluster)
+    if span <= _WASTE * needed + _FREE_WASTE:
+        return span <= _SPAN or len(cluster) > 1
+    return span <= _SPAN and span - needed <= _FREE_WASTE * sum(_runs(read.array) for read in cluster)
+
+
+def _runs(array: StoredArray) -> int:
+    """In how many runs of bytes the elements lie."""
+    expected, runs = 1, 1
+    for size, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
+        if size > 1 and (runs > 1 or stride != expected):
+            runs *= size
+        expected *= size
+    return runs
 
 
 def _clusters(reads: list[_Read]) -> Iterator[list[_Read]]:
@@ -239,17 +257,26 @@ def _in_order(array: StoredArray) -> bool:
     return True
 
 
-def _rows(read: _Read) -> Iterator[_Read]:
-    """The parts of an array along the dim with the largest stride."""
+def _bands(read: _Read) -> Iterator[_Read]:
+    """The parts of an array along the dim with the largest stride: as many rows at a time as are read at once, or each
+    by itself where much lies between them."""
     array = read.array
     wide = [dim for dim, size in enumerate(array.shape) if size > 1]
     if not wide:
         yield read
         return
     dim = max(wide, key=lambda dim: array.strides[dim])
-    for index in range(array.shape[dim]):
-        part = array.narrow(dim, index, 1)
-        yield _Read(part, read.target[(slice(None),) * dim + (slice(index, index + 1),)])
+    stride = max(array.strides[dim], 1) * item_size(array.dtype)
+    count = max(1, min(_SPAN // stride, array.shape[dim] - 1))
+    if not _at_once([_narrowed(read, dim, 0, count)], count * stride):
+        count = 1
+    for index in range(0, array.shape[dim], count):
+        yield _narrowed(read, dim, index, min(count, array.shape[dim] - index))
+
+
+def _narrowed(read: _Read, dim: int, start: int, length: int) -> _Read:
+    part = read.array.narrow(dim, start, length)
+    return _Read(part, read.target[(slice(None),) * dim + (slice(start, start + length),)])
 
 
 def _strided(flat: Elements, array: StoredArray) -> Elements:

@@ -248,13 +248,11 @@ def test_what_a_thread_records_that_ends_the_process_is_the_last_word(
         pass
     child = os.fork()
     if not child:
-        for write in (
-            lambda: recorded[0]("SIGTERM: not training"),
-            lambda: RunLog(tmp_path, writes=True).status("running", 0),
-        ):
-            thread = threading.Thread(target=write, daemon=True)
-            thread.start()
-            thread.join(0.5)
+        thread = threading.Thread(target=recorded[0], args=("SIGTERM: not training",))
+        thread.start()
+        thread.join()
+        threading.Timer(0.5, os._exit, (0,)).start()
+        RunLog(tmp_path, writes=True).status("running", 0)
         os._exit(0)
     os.waitpid(child, 0)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "interrupted"
