@@ -9,7 +9,7 @@ TORCH_NEWEST ?= 2.13.0
 export OMP_NUM_THREADS ?= 1
 
 # How many processes run the tests; each has its own ranks, and uses about 2 GB.
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST := -m pytest --numprocesses $(WORKERS) --dist worksteal
 EAGER := -m "not xla and not prove"
 

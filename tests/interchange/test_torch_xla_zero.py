@@ -15,6 +15,7 @@ from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
 from stepmark.interchange.recognition import open_foreign
 from tests.support.foreign_checkpoints import STEP, torch_xla_folder, truth
+from tests.support.ranks import Ranks
 
 SILENT = ImportListener(lambda size: None, lambda size: None)
 
@@ -62,9 +63,8 @@ def refused(source: Path, kind: type[CheckpointError], match: str, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.xla
-def test_what_torch_xla_itself_saves(tmp_path: Path) -> None:
-    """Its own state dict, with tensors that lie on the device."""
+def save_with_torch_xla(folder: str) -> None:
+    """Its own state dict, with tensors that lie on the device; `expected.pt` has their values."""
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
     torch.manual_seed(0)
@@ -72,15 +72,24 @@ def test_what_torch_xla_itself_saves(tmp_path: Path) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, pin_layout=False)
     model(torch.ones(2, 3, device="xla")).sum().backward()
     optimizer.step()
-    source = tmp_path / "source"
+    source = Path(folder)
     source.mkdir()
     torch.save(optimizer.state_dict(), source / "optimizer-0.pt")
     torch.save(model.state_dict(), source / "model.pt")
-    take(source, tmp_path / "out")
-    states = load_file(tmp_path / "out" / "optimizer" / "optimizer.safetensors")
     own = optimizer.base_optimizer.state_dict()["state"]
-    for number, name in enumerate(("weight", "bias")):
-        assert torch.equal(states[f"{name}/exp_avg"], own[number]["exp_avg"].cpu())
-        assert torch.equal(states[f"{name}/exp_avg_sq"], own[number]["exp_avg_sq"].cpu())
-    model_values = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(model_values["weight"], model.weight.detach().cpu())
+    expected = {
+        f"{name}/{key}": own[number][key].cpu()
+        for number, name in enumerate(("weight", "bias"))
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    torch.save({**expected, "weight": model.weight.detach().cpu()}, source.with_suffix(".expected"))
+
+
+@pytest.mark.xla
+def test_what_torch_xla_itself_saves(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(f"{__name__}:save_with_torch_xla", str(tmp_path / "source")).check()
+    expected = torch.load(tmp_path / "source.expected")
+    take(tmp_path / "source", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "optimizer" / "optimizer.safetensors")
+    found |= load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
