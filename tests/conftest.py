@@ -41,6 +41,17 @@ hypothesis.settings.register_profile("no deadlines", deadline=None)  # the machi
 hypothesis.settings.load_profile("no deadlines")
 
 
+@pytest.fixture(autouse=True)
+def transformers_may_import_torch_xla() -> Iterator[None]:
+    """Commands that run in this process tell transformers not to, which processes of later tests would inherit."""
+    before = os.environ.get("USE_TORCH_XLA")
+    yield
+    if before is None:
+        os.environ.pop("USE_TORCH_XLA", None)
+    else:
+        os.environ["USE_TORCH_XLA"] = before
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Ranks for any device. torch_xla is imported in their parent if it is installed, but only started in the ranks."""

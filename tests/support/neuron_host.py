@@ -21,7 +21,18 @@ SLURM_TASK = {
     "SLURM_STEP_NODELIST": "10.0.0.1,10.0.0.2",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK", "MASTER_", "TORCHELASTIC", "SLURM", "NEURON", "PJRT")
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_RANK",
+    "MASTER_",
+    "TORCHELASTIC",
+    "SLURM",
+    "NEURON",
+    "PJRT",
+    "USE_TORCH_XLA",
+)
 SHOWN = ("NEURON", "PJRT")
 PROGRAM = """
 import json, os
