@@ -10,7 +10,6 @@ import io
 import math
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,11 +18,12 @@ from typing import Any
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.errors import CheckpointMismatch
-from stepmark.filesystem import files
 from stepmark.interchange.array_reader import ArrayReader
+from stepmark.interchange.crc32 import PartialChecksums
+from stepmark.interchange.file_output import FileOutput
 from stepmark.interchange.foreign import ForeignTensor
 from stepmark.interchange.stored_array import row_major_strides
-from stepmark.interchange.streaming import windows
+from stepmark.interchange.streaming import source_windows
 from stepmark.interchange.verification import RecordChecks
 from stepmark.sharding.layout import Shape
 
@@ -95,6 +95,7 @@ class _Record:
     data: bytes | None = None
     tensor: ForeignTensor | None = None
     crc: int = 0
+    checksums: PartialChecksums = field(default_factory=PartialChecksums)
 
 
 @dataclass
@@ -139,24 +140,26 @@ class TorchArchive:
         return sum(record.size for record in self._records if record.tensor is not None)
 
     def jobs(
-        self, reader: ArrayReader, checks: RecordChecks, descriptor: int, base: int = 0
+        self, reader: ArrayReader, checks: RecordChecks, output: FileOutput, base: int = 0
     ) -> Iterator[Callable[[], int]]:
-        """The jobs that write the tensors into an open file in which the archive begins at byte `base`, and those that
-        verify what they are read from; each returns the bytes that it wrote."""
+        """The jobs that write the tensors into an open file in which the archive begins at byte `base`."""
         for record in self._records:
             if record.tensor is not None:
-                yield from checks.jobs_of(record.tensor)
-                yield partial(_write_tensor, record, record.tensor, reader, descriptor, base)
+                for begin, end in source_windows(record.tensor, checks):
+                    yield partial(_write_window, record, record.tensor, reader, output, base + record.start, begin, end)
 
-    def finish(self, descriptor: int, base: int = 0) -> None:
+    def finish(self, output: FileOutput, base: int = 0) -> None:
         """Writes everything else, after all jobs are done."""
         for record in self._records:
             if record.data is not None:
-                record.crc = zlib.crc32(record.data)
-                files.write_at(descriptor, memoryview(record.data), base + record.start)
-            files.write_at(descriptor, memoryview(_local_header(record)), base + record.begin)
+                record.checksums.add(0, memoryview(record.data))
+                output.write(memoryview(record.data), base + record.start)
+            crc = record.checksums.total(record.size)
+            assert crc is not None
+            record.crc = crc
+            output.write(memoryview(_local_header(record)), base + record.begin)
         directory = self._directory()
-        files.write_at(descriptor, memoryview(directory), base + self.size - len(directory))
+        output.write(memoryview(directory), base + self.size - len(directory))
 
     def _directory(self) -> bytes:
         """The central directory, and what follows it."""
@@ -172,14 +175,14 @@ class TorchArchive:
         return entries + large + last
 
 
-def _write_tensor(record: _Record, tensor: ForeignTensor, reader: ArrayReader, descriptor: int, base: int) -> int:
-    item, crc = item_size(tensor.dtype), 0
-    for begin, end in windows(tensor, 0):
-        data = reader.window(tensor, begin // item, end // item)
-        crc = zlib.crc32(data, crc)
-        files.write_at(descriptor, data, base + record.start + begin)
-    record.crc = crc
-    return record.size
+def _write_window(
+    record: _Record, tensor: ForeignTensor, reader: ArrayReader, output: FileOutput, start: int, begin: int, end: int
+) -> int:
+    item = item_size(tensor.dtype)
+    data = reader.window(tensor, begin // item, end // item, start + begin)
+    record.checksums.add(begin, data)
+    output.write(data, start + begin)
+    return end - begin
 
 
 def _short(number: int) -> int:

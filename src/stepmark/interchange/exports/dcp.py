@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
-from stepmark.checkpoint.sections import MASTER
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.interchange.exported import ExportOptions, ExportPlan, optimizer_of
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.formats import torchtitan

@@ -7,7 +7,7 @@ import json
 import random
 from typing import Any
 
-from stepmark.checkpoint.sections import MASTER
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.interchange.exported import (
     ExportOptions,
     ExportPlan,
