@@ -128,7 +128,8 @@ class ArrayReader:
         stored = self._memory("source", (stop - start) * item_size(tensor.source_dtype), 0)
         self._assemble(tensor, start, stop, stored)
         found = self._memory("window", (stop - start) * item_size(tensor.dtype), shift)
-        if not conversion.convert(stored, tensor.source_dtype, tensor.dtype, found):
+        exact = conversion.convert(stored, tensor.source_dtype, tensor.dtype, found)
+        if not exact and not tensor.rounds:
             raise CheckpointMismatch(
                 f"{tensor.where} is {tensor.source_dtype} and has values that {tensor.dtype} cannot hold exactly"
             )

@@ -13,6 +13,7 @@ Elements = NDArray[Any]
 
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 FLOATS = (*_NUMPY, "BF16")  # types that can be converted
+_WIDER = {("F32", "F64"), ("F16", "F64"), ("BF16", "F64"), ("F16", "F32"), ("BF16", "F32")}  # every value fits
 
 
 def convert(stored: NDArray[np.uint8], source: str, target: str, memory: NDArray[np.uint8]) -> bool:
@@ -27,17 +28,17 @@ def convert(stored: NDArray[np.uint8], source: str, target: str, memory: NDArray
     Returns:
         Whether every value is the same as before; a NaN stays one.
     """
-    wide = _widened(stored, source)
-    found = memory.view(f"<u{item_size(target)}")
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):  # infinities and NaNs are values like others here
+        wide = _widened(stored, source)
+        found = memory.view(f"<u{item_size(target)}")
         if target == "BF16":
             _to_bfloat16(wide.astype("<f4", copy=False), found)
         else:
             found.view(_NUMPY[target])[...] = wide
-    if (source == "BF16" and target != "F16") or (source, target) in (("F16", "F32"), ("F16", "F64"), ("F32", "F64")):
-        return True
-    back = _widened(memory, target)
-    return bool(np.all((back == wide) | (np.isnan(back) & np.isnan(wide))))
+        if (source, target) in _WIDER:
+            return True
+        back = _widened(memory, target)
+        return bool(np.all((back == wide) | (np.isnan(back) & np.isnan(wide))))
 
 
 def _widened(stored: NDArray[np.uint8], dtype: str) -> Elements:

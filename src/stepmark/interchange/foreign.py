@@ -37,11 +37,11 @@ class ForeignTensor:
 
     Args:
         name: Its name in the source, for messages.
-        dtype: What it becomes, a name of safetensors. The arrays may have another element type, one for all, if that
-            changes no value.
+        dtype: What it becomes, a name of safetensors. The arrays may have another element type, one for all.
         shape: Global.
         pieces: They do not overlap, and cover all of it.
         replicas: Arrays that hold values of it once more, and have to hold the same.
+        rounds: Whether a conversion may round. Otherwise it has to be exact.
     """
 
     name: str
@@ -49,6 +49,7 @@ class ForeignTensor:
     shape: Shape
     pieces: tuple[Piece, ...]
     replicas: tuple[Piece, ...] = ()
+    rounds: bool = False
 
     @classmethod
     def whole(cls, name: str, array: StoredArray) -> ForeignTensor:

@@ -150,7 +150,7 @@ def _optimizer_values(source: ForeignCheckpoint) -> dict[str, Any]:
 def _manifest(source: ForeignCheckpoint, save: str) -> Manifest:
     """The manifest without files and tensors."""
     versions = software_versions()
-    software = {name: versions[name] for name in ("stepmark", "torch", "python") if name in versions}
+    software: dict[str, str] = {name: versions[name] for name in ("stepmark", "torch", "python") if name in versions}
     model_only = source.optimizer is None
     imported = {"kind": source.kind, "mesh": dict(source.mesh), "assumed": source.assumed, "lost": source.lost}
     sections = {MODEL: "module", **({} if model_only else {SECTION: "named", "run": "object"})}

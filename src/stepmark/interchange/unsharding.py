@@ -27,14 +27,14 @@ def unsharded(locals_: Sequence[ForeignTensor], moves: Sequence[Move]) -> dict[s
         local, dim = locals_[0], own[0].dim
         if not local.shape:
             pieces, replicas = local.pieces, tuple(piece for other in locals_[1:] for piece in other.pieces)
-            found[name] = ForeignTensor(local.name, local.dtype, (), pieces, replicas)
+            found[name] = ForeignTensor(local.name, local.dtype, (), pieces, replicas, local.rounds)
             continue
         size = max(move.at + move.length for move in own)
         shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
         taken = [piece for move in own if not move.replica for piece in _moved(locals_[move.rank].pieces, local, move)]
         again = [piece for move in own if move.replica for piece in _moved(locals_[move.rank].pieces, local, move)]
         again += [piece for move in own for piece in _moved(locals_[move.rank].replicas, local, move)]
-        found[name] = ForeignTensor(local.name, local.dtype, shape, tuple(taken), tuple(again))
+        found[name] = ForeignTensor(local.name, local.dtype, shape, tuple(taken), tuple(again), local.rounds)
     return found
 
 
