@@ -129,6 +129,26 @@ def test_ranks_that_a_signal_ended_are_not_started_again() -> None:
     assert (process.returncode, told, errors) == (75, "", "")
 
 
+FAILS_AT_A_SIGNAL = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+os.write(1, b"up\\n")
+time.sleep(60)
+"""
+
+
+def test_ranks_that_fail_after_a_signal_are_not_started_again() -> None:
+    """Whoever asked the run to stop does not want another attempt, and learns of the failure."""
+    process = start(True, FAILS_AT_A_SIGNAL)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    told, errors = process.communicate(timeout=60)
+    assert (process.returncode, told) == (1, "")
+    assert "ended with exit code 3" in errors
+
+
 class Receiver:
     """Takes the place of the ranks: keeps what is sent to them."""
 
