@@ -19,6 +19,7 @@ from stepmark.optim.protocols import GradientReducer
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, Schedule, Task, Transfer, make_schedule
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
+from stepmark.parallel.tensor.dropout import begin_regions
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed
@@ -109,6 +110,9 @@ class _Step:
                 self._parts.mesh.runtime.seed(seed(task.micro_batch))
                 self._forward(task)
             else:
+                if self._parts.stages.plan.draws:
+                    self._parts.mesh.runtime.seed(seed(task.micro_batch))
+                    begin_regions(self._parts.stages.model)
                 self._backward(task)
         for pair, transfers in self._schedule.exchanges(number).items():
             if self._rank in pair:
