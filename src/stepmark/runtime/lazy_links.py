@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stepmark.runtime.collectives import GraphCollectives, Reduction
 from stepmark.runtime.links import Exchange, Form, GroupLinks, HostLinks
+from stepmark.runtime.rank_grid import linked_groups, links_of_color
 from stepmark.runtime.xla import XlaRuntime, all_gather_in_graph, all_reduce_in_graph
 
 
@@ -95,8 +96,8 @@ class GraphLinks:
 
     def _swapped(self, other: int, tensor: Tensor) -> Tensor:
         """What the other rank has for this one."""
-        pair = sorted((self._stage, other))
-        groups = linked_groups(self._pipelines, links_of_color(*pair, len(self._ranks)))
+        pair = first, second = min(self._stage, other), max(self._stage, other)
+        groups = linked_groups(self._pipelines, links_of_color(first, second, len(self._ranks)))
         exchange = self._gathered if all(len(group) == 2 for group in groups) else self._summed
         found = exchange(tensor, groups, pair.index(self._stage))
         self._runtime.boundary_among([self._ranks[each] for each in pair])
@@ -124,29 +125,6 @@ class GraphLinks:
         if key not in self._placed:
             self._placed[key] = self._runtime.place(value)
         return self._placed[key]
-
-
-def links_of_color(first: int, second: int, stages: int) -> list[tuple[int, int]]:
-    """The links that share a graph with the one between stages `first` and `second`: no two of them share a stage.
-    Neighbours are linked, and the last stage with the first."""
-    if second - first > 1:
-        return [(first, second)]
-    return [(each, each + 1) for each in range(first % 2, stages - 1, 2)]
-
-
-def linked_groups(pipelines: Sequence[Sequence[int]], links: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The ranks of these links in every pipeline, in pairs, and all other ranks, in pairs as well; if their number is
-    odd, one remains alone."""
-    pairs = [[pipeline[first], pipeline[second]] for first, second in links for pipeline in pipelines]
-    return with_every_rank(pairs, sum(len(pipeline) for pipeline in pipelines))
-
-
-def with_every_rank(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """The groups, and groups of the same size of all others of `count` ranks, of which the last may be smaller."""
-    named = {rank for group in groups for rank in group}
-    left = [rank for rank in range(count) if rank not in named]
-    size = len(groups[0])
-    return [*map(list, groups), *(left[at : at + size] for at in range(0, len(left), size))]
 
 
 class BridgeLinks:

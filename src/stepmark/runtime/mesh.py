@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,11 @@ from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
 from stepmark.runtime.links import GroupLinks, HostLinks, StageLinks
-from stepmark.runtime.rank_grid import RankGrid, group_of
+from stepmark.runtime.rank_grid import RankGrid, group_of, with_every_rank
 from stepmark.runtime.replica_threads import ThreadGroup
+
+if TYPE_CHECKING:
+    from stepmark.runtime.xla import XlaRuntime
 
 PIPELINE, DATA, TENSOR = "pp", "dp", "tp"
 
@@ -143,12 +147,9 @@ def _share_graphs(context: Context, grid: RankGrid) -> None:
     """From here on the ranks of a pipeline stage run the same graphs, and other stages run others."""
     if not getattr(context.runtime, "in_graph_collectives", False):
         return
-    from stepmark.runtime.xla import XlaRuntime
-
-    assert isinstance(context.runtime, XlaRuntime)
     stage_size = grid.axes[DATA] * grid.axes[TENSOR]
     first = context.world.rank // stage_size * stage_size
-    context.runtime.graph_ranks = range(first, first + stage_size)
+    _xla(context).graph_ranks = range(first, first + stage_size)
 
 
 def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:
@@ -163,20 +164,26 @@ def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:
     links = GroupLinks(group, device)
     if not runtime.lazy:
         return links
-    if runtime.in_graph_collectives:
+    if getattr(runtime, "in_graph_collectives", False):
         return _in_graph(context, links, pipelines)
     from stepmark.runtime.lazy_links import BridgeLinks
 
-    return BridgeLinks(runtime, links)
+    return BridgeLinks(_xla(context), links)
 
 
 def _in_graph(context: Context, on_host: HostLinks, pipelines: list[list[int]]) -> StageLinks:
     """The links whose transfers are graphs."""
     from stepmark.runtime.lazy_links import GraphLinks
+
+    return GraphLinks(_xla(context), on_host, context.world.rank, pipelines)
+
+
+def _xla(context: Context) -> XlaRuntime:
+    """The rank's lazy device."""
     from stepmark.runtime.xla import XlaRuntime
 
     assert isinstance(context.runtime, XlaRuntime)
-    return GraphLinks(context.runtime, on_host, context.world.rank, pipelines)
+    return context.runtime
 
 
 def _collectives(context: Context, groups: Sequence[list[int]], between_stages: bool = False) -> Collectives:
@@ -208,12 +215,10 @@ def _graph_collectives(
     """`groups`: None where there is one group, of all ranks."""
     if not between_stages:
         return GraphCollectives(context.runtime, own.index(context.world.rank), len(own), groups)
-    from stepmark.runtime.lazy_links import SeparateGraphs, with_every_rank
-    from stepmark.runtime.xla import XlaRuntime
+    from stepmark.runtime.lazy_links import SeparateGraphs
 
-    assert isinstance(context.runtime, XlaRuntime)
     complete = None if groups is None else with_every_rank(groups, context.world.size)
-    return SeparateGraphs(context.runtime, context.world.rank, own, complete)
+    return SeparateGraphs(_xla(context), context.world.rank, own, complete)
 
 
 def _process_group(own: Sequence[int], groups: Sequence[list[int]], backend: str) -> dist.ProcessGroup:
