@@ -53,7 +53,15 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
         {**TENSOR_PARALLEL, "sequence_parallel": True, "dtype": "bfloat16", **EVALUATED},
     ),
     "four ranks": (4, {**TENSOR_PARALLEL, "zero_1": True, "gradient_accumulation_steps": 2, **EVALUATED}),
-    "pipeline": (2, {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 6, **EVALUATED}),
+    "pipeline": (
+        2,
+        {
+            "config_overrides": {"n_layer": 3},
+            "pipeline_parallel_size": 2,
+            "gradient_accumulation_steps": 6,
+            **EVALUATED,
+        },
+    ),
     "interleaved pipeline": (2, {**INTERLEAVED, "gradient_accumulation_steps": 6, **EVALUATED}),
     "ZeRO-1, bfloat16": (2, {"zero_1": True, "dtype": "bfloat16", **EVALUATED}),
 }
