@@ -16,12 +16,14 @@ class ModelSize:
 
     Attributes:
         elements: Their elements.
+        trained: Elements of those that require gradients.
         nbytes: Their bytes, in their own dtypes.
         multiplied: Elements of those that are used in matrix products: an embedding used only for lookup is excluded,
             one tied to the head is included.
     """
 
     elements: int
+    trained: int
     nbytes: int
     multiplied: int
 
@@ -38,7 +40,8 @@ class ModelSize:
             for parameter in module.parameters(recurse=False)
         }
         multiplied = sum(size for key, size in sizes.items() if key not in looked_up - used)
-        return cls(sum(sizes.values()), nbytes, multiplied)
+        trained = sum(sizes[id(parameter)] for parameter in model.parameters() if parameter.requires_grad)
+        return cls(sum(sizes.values()), trained, nbytes, multiplied)
 
 
 def _numel(parameter: nn.Parameter) -> int:

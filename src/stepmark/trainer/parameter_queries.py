@@ -18,7 +18,7 @@ class ParameterQueries:
     optimizer: torch.optim.Optimizer | None
 
     def get_num_trainable_parameters(self) -> int:
-        """The number of values in the parameters that are trained; with tensor parallelism, of this rank's part."""
+        """The number of values in the parameters that are trained, of this rank's part of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_learning_rates(self) -> list[float]:

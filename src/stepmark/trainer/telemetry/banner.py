@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import nn
 
 from stepmark.config.training_fields import TrainingFields
-from stepmark.sharding.layout import layout_of
+from stepmark.parallel.pipeline.schedules import ideal_idle_share
+from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.peak_flops import device_model
 
@@ -26,6 +26,7 @@ def banner(parts: RunParts, step: int) -> list[str]:
         f"steps    {steps} of {size} samples: {args.per_device_train_batch_size} per device"
         f" x {parts.mesh.data_parallel.size} data parallel x {args.gradient_accumulation_steps} accumulated",
         f"devices  {ranks} rank{'s' if ranks > 1 else ''} on {device}, mesh {mesh}, {_precision(args)}",
+        *_stages(parts),
         f"output   {args.output_dir}",
         *too_short(args, parts.total_steps),
     ]
@@ -55,14 +56,23 @@ def _data(loader: Any) -> str:
 
 
 def _parameters(model: nn.Module) -> str:
-    total = trained = 0
-    for parameter in model.parameters():
-        layout = layout_of(parameter)
-        size = parameter.numel() if layout is None else math.prod(layout.shape)
-        total += size
-        trained += size if parameter.requires_grad else 0
-    frozen = f", {count(trained)} of them trained" if trained < total else ""
-    return f"{count(total)} parameters{frozen}"
+    size = complete_size(model)
+    frozen = f", {count(size.trained)} of them trained" if size.trained < size.elements else ""
+    return f"{count(size.elements)} parameters{frozen}"
+
+
+def _stages(parts: RunParts) -> list[str]:
+    """A line on the pipeline, if there is one: its stages, and how long its ranks wait for each other by theory."""
+    stages, args = staged(parts.model), parts.args
+    if stages is None:
+        return []
+    ranks, chunks = parts.mesh.pipeline.size, len(stages.own)
+    sizes = ", ".join(str(end - begin) for begin, end in stages.plan.bounds)
+    idle = ideal_idle_share(ranks, args.gradient_accumulation_steps, chunks)
+    return [
+        f"pipeline {stages.plan.stages} stages of {sizes} layers, {args.pipeline_schedule}; with"
+        f" {args.gradient_accumulation_steps} micro-batches ranks wait {idle:.0%} of a step"
+    ]
 
 
 def _precision(args: TrainingFields) -> str:
