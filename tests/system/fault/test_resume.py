@@ -76,17 +76,16 @@ def test_a_killed_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, case: di
     assert {result["weights"] for result in resumed} == {undisturbed[0]["weights"]}
 
 
+INTERLEAVED = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
 PIPELINES = [
     pytest.param("cpu", 2, {}, id="cpu"),
-    pytest.param("xla", 2, {}, id="xla", marks=[pytest.mark.xla, pytest.mark.prove]),
-    pytest.param("cpu", 4, {"zero_1": True}, id="cpu, ZeRO-1", marks=pytest.mark.prove),
-    pytest.param(
-        "xla", 2, {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}, id="xla, interleaved",
-        marks=[pytest.mark.xla, pytest.mark.prove],
-    ),
-]  # fmt: skip
+    pytest.param("cpu", 4, {"zero_1": True}, id="cpu, ZeRO-1"),
+    pytest.param("xla", 2, {}, id="xla", marks=pytest.mark.xla),
+    pytest.param("xla", 2, INTERLEAVED, id="xla, interleaved", marks=pytest.mark.xla),
+]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("device", "nproc", "more"), PIPELINES)
 def test_a_killed_pipeline_goes_on_bit_for_bit(
     ranks: Ranks, tmp_path: Path, device: str, nproc: int, more: dict[str, Any]
