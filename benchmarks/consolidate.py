@@ -24,9 +24,9 @@ import numpy as np
 
 from stepmark.checkpoint.format.checksums import block_checksum, bytes_checksum
 from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
+from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.format.tensor_file import Header
 from stepmark.checkpoint.save.plan import Holding, PlannedFile, plan_save
-from stepmark.checkpoint.sections import Row
 from stepmark.sharding.layout import Shape, TensorSlice
 
 RANKS, HIDDEN, INNER, VOCABULARY = 8, 4096, 11008, 32000

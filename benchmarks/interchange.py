@@ -185,34 +185,92 @@ def save_with_torch(source: Path, out: Path) -> None:
     subprocess.run([sys.executable, "-c", SAVE, str(source), str(out)], capture_output=True, check=True)
 
 
+def make_shards(folder: Path, layers: int) -> None:
+    """The weights of a Llama of 7B's sizes, in bf16, as neuronx-distributed's ranks save them with tp 8: generated, a
+    rank at a time."""
+    import torch
+
+    hidden, inner, vocabulary = 4096, 11008, 32000
+    (folder / "step_1" / "model").mkdir(parents=True)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32}
+    (folder / "config.json").write_text(json.dumps({**config(layers), **sizes, **heads}))
+    for rank in range(RANKS):
+        generator = torch.Generator().manual_seed(rank)
+
+        def drawn(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randint(0, 1 << 15, shape, generator=generator, dtype=torch.int16).view(torch.bfloat16)
+
+        norm = torch.ones(hidden, dtype=torch.bfloat16)
+        state = {"model.embed_tokens.weight": drawn(vocabulary // RANKS, hidden)}
+        for layer in range(layers):
+            prefix = f"model.layers.{layer}"
+            state |= {f"{prefix}.self_attn.{name}_proj.weight": drawn(hidden // RANKS, hidden) for name in "qkv"}
+            state[f"{prefix}.self_attn.o_proj.weight"] = drawn(hidden, hidden // RANKS)
+            state |= {f"{prefix}.mlp.{name}_proj.weight": drawn(inner // RANKS, hidden) for name in ("gate", "up")}
+            state[f"{prefix}.mlp.down_proj.weight"] = drawn(hidden, inner // RANKS)
+            state |= {f"{prefix}.{name}_layernorm.weight": norm.clone() for name in ("input", "post_attention")}
+        state |= {"model.norm.weight": norm, "lm_head.weight": drawn(vocabulary // RANKS, hidden)}
+        torch.save(state, folder / "step_1" / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
+    for name in ("checkpoint", "done"):
+        (folder / "step_1" / name).write_text("1")
+
+
+def made(folder: Path, make: Callable[..., None], *arguments: object) -> Path:
+    """A folder that another process made: a child's peak memory is counted from its parent's."""
+    maker = get_context("spawn").Process(target=make, args=(folder, *arguments))
+    maker.start()
+    maker.join()
+    return folder
+
+
+def measure_shards(folder: Path, layers: int, rounds: int) -> None:
+    """A 7B-like model's tensor parallel shards, into a Hugging Face folder."""
+    source = made(folder / "shards", make_shards, layers)
+    measure("import of tp 8 shards", source, folder, rounds, "import", "--model-only", "--config", str(source))
+    shutil.rmtree(source)
+    shutil.rmtree(folder / "import-of-tp-8-shards")
+
+
+def measure_trainer(folder: Path, given: argparse.Namespace) -> None:
+    """A checkpoint of transformers' Trainer, in and out, through all formats."""
+    rounds = given.rounds
+    source = made(folder / "source", make_trainer_folder, given.gigabytes)
+    own = measure("import from transformers", source, folder, rounds, "import")
+    shutil.rmtree(source)
+    if given.only == "import":
+        return
+    measure("export to transformers", own, folder, rounds, "export", "--to", "hf-trainer")
+    shutil.rmtree(folder / "export-to-transformers")
+    options = ("--to", "nxd", "--tp", str(RANKS), "--dp", "2")
+    shards = measure("export to neuronx-distributed", own, folder, rounds, "export", *options)
+    measure("import from neuronx-distributed", shards, folder, rounds, "import")
+    shutil.rmtree(folder / "import-from-neuronx-distributed")
+    shutil.rmtree(shards)
+    store = measure("export to dcp", own, folder, rounds, "export", "--to", "dcp")
+    measure("import from dcp", store, folder, rounds, "import")
+    if given.dcp:
+        save_with_torch(store, folder / "theirs")
+        ratios = [load_with_torch(folder / "theirs") / load_with_torch(store) for _ in range(rounds)]
+        print(f"dcp.load of ours beside theirs: {statistics.median(ratios):.2f} of the speed ({ratios})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=8)
+    parser.add_argument("--layers", type=int, default=32, help="of the 7B-like model")
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=("import", "shards", "trainer"), help="one part of it")
     parser.add_argument("--dcp", action="store_true", help="also dcp.load of our store beside torch's own")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder) as made:
-        folder = Path(made)
-        source = folder / "source"
-        maker = get_context("spawn").Process(target=make_trainer_folder, args=(source, given.gigabytes))
-        maker.start()
-        maker.join()
-        own = measure("import from transformers", source, folder, given.rounds, "import")
-        measure("export to transformers", own, folder, given.rounds, "export", "--to", "hf-trainer")
-        shutil.rmtree(folder / "export-to-transformers")
-        shutil.rmtree(source)
-        options = ("--to", "nxd", "--tp", str(RANKS), "--dp", "2")
-        shards = measure("export to neuronx-distributed", own, folder, given.rounds, "export", *options)
-        measure("import from neuronx-distributed", shards, folder, given.rounds, "import")
-        shutil.rmtree(folder / "import-from-neuronx-distributed")
-        shutil.rmtree(shards)
-        store = measure("export to dcp", own, folder, given.rounds, "export", "--to", "dcp")
-        measure("import from dcp", store, folder, given.rounds, "import")
-        if given.dcp:
-            save_with_torch(store, folder / "theirs")
-            ratios = [load_with_torch(folder / "theirs") / load_with_torch(store) for _ in range(given.rounds)]
-            print(f"dcp.load of ours beside theirs: {statistics.median(ratios):.2f} of the speed ({ratios})")
+    with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
+        if given.only != "shards":
+            measure_trainer(Path(temporary), given)
+        if given.only in (None, "shards"):
+            shutil.rmtree(temporary)
+            Path(temporary).mkdir()
+            measure_shards(Path(temporary), given.layers, given.rounds)
 
 
 if __name__ == "__main__":

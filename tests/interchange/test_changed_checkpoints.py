@@ -7,6 +7,7 @@ what a reader does are judged.
 from __future__ import annotations
 
 import random
+import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tests.support.foreign_checkpoints import WRITERS, truth
 
 SILENT = ImportListener(lambda size: None, lambda size: None)
 SLOW = 60.0  # seconds after which a change counts as a hang; an import takes a fraction of one
+MEMORY = 256 << 10  # KiB that an import of a folder of a few hundred KiB may add to the most that was ever in use
 
 Change = Callable[[bytes, random.Random], bytes]
 
@@ -70,7 +72,7 @@ def try_changes(tool: str, count: int, seed: int, folder: Path) -> int:
         shutil.copytree(good, source)
         name, change = draw.choice(files), draw.choice(CHANGES)
         (source / name).write_bytes(change((good / name).read_bytes(), draw))
-        started = time.monotonic()
+        started, peak = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             write_checkpoint(open_foreign(source, ImportOptions()), out, SILENT)
         except StepmarkError as error:
@@ -79,6 +81,7 @@ def try_changes(tool: str, count: int, seed: int, folder: Path) -> int:
             assert len(str(error)) < 1500
             assert not out.exists(), number
         assert time.monotonic() - started < SLOW, (tool, number, name, change.__name__)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < MEMORY, (tool, number, name, change.__name__)
         assert {path.name for path in folder.iterdir()} <= {"good", "changed", "out"}
         shutil.rmtree(source)
         shutil.rmtree(out, ignore_errors=True)

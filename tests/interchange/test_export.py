@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -385,3 +387,26 @@ def test_command(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(["export", source, str(tmp_path / "more"), "--to", "dcp"]) == UsageError.exit_code
     assert "stepmark import" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()
+
+
+WITHOUT_TORCH = """
+import resource, sys
+from stepmark.cli.main import run
+source, folder = sys.argv[1:]
+assert run(["import", source, f"{folder}/checkpoint-3"]) == 0
+for form in ("dcp", "hf-trainer", "nxd", "optimum-neuron"):
+    assert run(["export", f"{folder}/checkpoint-3", f"{folder}/{form}", "--to", form]) == 0
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(sorted({"torch", "transformers"} & sys.modules.keys()), int(peak) >> 10)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def test_commands_need_no_torch_for_a_common_model(tmp_path: Path) -> None:
+    """It takes seconds and several hundred MB, which is more than all that is left to do."""
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", truth())
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(source), str(tmp_path)]
+    *_, own, children = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    imported, megabytes = own.rsplit(" ", 1)
+    assert (imported, children) == ("[]", "0")
+    assert int(megabytes) < 120

@@ -72,6 +72,12 @@ def test_a_stopped_rank_ends_all_others_which_name_it(ended: list[str]) -> None:
         assert f"no heartbeat for {LIMIT} s (limit)" in reason
 
 
+def test_a_rank_that_stops_after_its_first_heartbeat_is_seen_where_training_was(ended: list[str]) -> None:
+    store = dist.HashStore()
+    with watch(store, 0, size=2):
+        assert ", in test_a_rank_that_stops_after" in store.get("alive/1/beat/0").decode()
+
+
 def test_a_stopped_rank_0_is_named_by_the_others(ended: list[str]) -> None:
     store = dist.HashStore()
     watches = [watch(store, rank) for rank in range(3)]

@@ -40,7 +40,7 @@ from stepmark.checkpoint.restore.restore import Accept, Restorer
 from stepmark.checkpoint.retention import KeepLast, Retention
 from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
 from stepmark.checkpoint.save.background import Background
-from stepmark.checkpoint.save.commit import Commit
+from stepmark.checkpoint.save.commit import Commit, values_to_bytes
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.request import (
@@ -50,7 +50,6 @@ from stepmark.checkpoint.save.request import (
     agree,
     check_disk,
     prepare_save,
-    values_to_bytes,
 )
 from stepmark.checkpoint.save.snapshot import copy_to_host, extents_of, plan_copies, staging_sizes
 from stepmark.checkpoint.save_handle import SaveHandle

@@ -10,39 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stepmark.checkpoint.format.dtypes import dtype_name, item_size
+from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
+from stepmark.checkpoint.format.rows import Row
 from stepmark.errors import UsageError
-from stepmark.sharding.layout import Layout, Shape, Shard, TensorSlice, layout_of
+from stepmark.sharding.layout import Layout, Shard, layout_of
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
-MASTER = "master"  # the key of an optimizer's own copy of a parameter, in fp32
 Kind = str  # "module", "optimizer", "named", "object" or "nested"
-
-
-class Row(NamedTuple):
-    """A slice that a rank holds. `group` is the file it goes to, without number and suffix: model, state/loader.
-
-    `first`: of the ranks that hold the same slice, the first writes all of it, since the others' values may differ.
-    """
-
-    group: str
-    name: str
-    dtype: str
-    shape: Shape
-    slice: TensorSlice
-    first: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.slice.numel * item_size(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)

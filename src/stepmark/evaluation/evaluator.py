@@ -190,8 +190,9 @@ class Evaluator:
                 logits = labels = None
             elif self.preprocess_logits is not None and logits is not None:
                 logits = self.preprocess_logits(logits, labels)
+            loss = None if loss is None else loss.float()
         self.runtime.step_boundary()
-        return (None if loss is None else loss.float()), logits, labels
+        return loss, logits, labels
 
     def predict_batch(self, inputs: Any, ignore_keys: Sequence[str] | None = None) -> tuple[Tensor | None, Any, Any]:
         """The mean loss of a batch on the device (None where it has no labels), its predictions and labels."""

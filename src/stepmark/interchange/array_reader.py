@@ -6,9 +6,10 @@ than what is needed, and row by row otherwise.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
+from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange import conversion
 from stepmark.interchange.foreign import ForeignTensor, Piece
 from stepmark.interchange.stored_array import StoredArray
 from stepmark.sharding.layout import Box, TensorSlice
@@ -30,6 +33,7 @@ _SPAN = 16 << 20  # bytes that are read at once, at most
 _OPEN_FILES = 64
 
 Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
+Observer = Callable[[Path, int, memoryview], None]  # file, first byte, the bytes
 
 
 class OpenFiles:
@@ -89,11 +93,15 @@ class _Read:
 
 
 class ArrayReader:
-    """Reads parts of tensors; `close` it at the end. For several threads."""
+    """Reads parts of tensors; `close` it at the end. For several threads.
 
-    def __init__(self) -> None:
+    `observe` is told of all bytes that are read from files, in whatever order and by whatever thread.
+    """
+
+    def __init__(self, observe: Observer | None = None) -> None:
         self._files = OpenFiles()
         self._windows = threading.local()
+        self._observe = observe
 
     def __enter__(self) -> ArrayReader:
         return self
@@ -105,18 +113,27 @@ class ArrayReader:
         """Closes the files."""
         self._files.close()
 
-    def window(self, tensor: ForeignTensor, start: int, stop: int) -> memoryview:
+    def window(self, tensor: ForeignTensor, start: int, stop: int, shift: int = 0) -> memoryview:
         """The bytes of elements [start, stop) of the flattened tensor, in its dtype, until this thread's next call.
 
+        They begin `shift` bytes after a page of memory begins, so that pages of them can be written past the cache.
         Raises CheckpointDamaged, naming file and tensor, where a file is truncated, replicas differ, or a conversion
         that has to be exact is not.
         """
-        stored = self._assemble(tensor.shape, tensor.pieces, start, stop, tensor.source_dtype)
-        if tensor.replicas:
-            self._compare(tensor, start, stop, stored)
+        shift %= PAGE
         if tensor.dtype == tensor.source_dtype:
-            return stored.data.cast("B")
-        return _converted(stored, tensor)
+            stored = self._memory("window", (stop - start) * item_size(tensor.dtype), shift)
+            self._assemble(tensor, start, stop, stored)
+            return stored.data
+        stored = self._memory("source", (stop - start) * item_size(tensor.source_dtype), 0)
+        self._assemble(tensor, start, stop, stored)
+        found = self._memory("window", (stop - start) * item_size(tensor.dtype), shift)
+        exact = conversion.convert(stored, tensor.source_dtype, tensor.dtype, found)
+        if not exact and not tensor.rounds:
+            raise CheckpointMismatch(
+                f"{tensor.where} is {tensor.source_dtype} and has values that {tensor.dtype} cannot hold exactly"
+            )
+        return found.data
 
     def array(self, array: StoredArray) -> Elements:
         """All of a small array, as unsigned integers of its elements' size."""
@@ -139,28 +156,27 @@ class ArrayReader:
                 return False
         return True
 
-    def _assemble(
-        self, shape: Sequence[int], pieces: Sequence[Piece], start: int, stop: int, dtype: str
-    ) -> NDArray[np.uint8]:
-        size = item_size(dtype)
-        memory = self._memory((stop - start) * size)
-        elements = memory.view(f"u{size}")
+    def _assemble(self, tensor: ForeignTensor, start: int, stop: int, memory: NDArray[np.uint8]) -> None:
+        """Fills memory with the bytes of elements [start, stop), as they are stored."""
+        elements = memory.view(f"u{item_size(tensor.source_dtype)}")
         reads = []
-        for block in TensorSlice.of_range(shape, start, stop).blocks():
+        for block in TensorSlice.of_range(tensor.shape, start, stop).blocks():
             view = elements[block.start : block.start + block.box.numel].reshape(block.box.lengths)
-            for piece in pieces:
+            for piece in tensor.pieces:
                 common = piece.box.intersect(block.box)
                 if common is not None:
                     reads.append(_Read(part_of(piece, common), view[_inside(common, block.box)]))
         self._read_all(reads)
-        return memory
+        if tensor.replicas:
+            self._compare(tensor, start, stop, memory)
 
-    def _memory(self, size: int) -> NDArray[np.uint8]:
-        """This thread's memory for a window, the same again for the next one: new memory costs more than reading."""
-        memory: NDArray[np.uint8] | None = getattr(self._windows, "memory", None)
-        if memory is None or len(memory) < size:
-            memory = self._windows.memory = np.empty(size, dtype=np.uint8)
-        return memory[:size]
+    def _memory(self, purpose: str, size: int, shift: int) -> NDArray[np.uint8]:
+        """This thread's memory for a purpose, reused for the next window: new memory costs more than reading."""
+        memory: NDArray[np.uint8] | None = getattr(self._windows, purpose, None)
+        if memory is None or len(memory) < size + shift:
+            memory = np.frombuffer(mmap.mmap(-1, max(size, 1) + PAGE), dtype=np.uint8)
+            setattr(self._windows, purpose, memory)
+        return memory[shift : shift + size]
 
     def _compare(self, tensor: ForeignTensor, start: int, stop: int, stored: NDArray[np.uint8]) -> None:
         """Raises CheckpointDamaged where a replica holds other values."""
@@ -194,12 +210,12 @@ class ArrayReader:
     def _read_cluster(self, path: Path, descriptor: int, cluster: list[_Read]) -> None:
         """Reads arrays whose bytes lie among each other."""
         if len(cluster) == 1 and _is_run(cluster[0]):
-            _read_into(path, descriptor, cluster[0].target.reshape(-1).view(np.uint8).data, cluster[0].begin)
+            self._read_into(path, descriptor, cluster[0].target.reshape(-1).view(np.uint8).data, cluster[0].begin)
             return
         begin, end = cluster[0].begin, max(read.end for read in cluster)
         if _at_once(cluster, end - begin):
-            memory = np.empty(end - begin, dtype=np.uint8)
-            _read_into(path, descriptor, memory.data, begin)
+            memory = self._memory("cluster", end - begin, 0)
+            self._read_into(path, descriptor, memory.data, begin)
             for read in cluster:
                 size = item_size(read.array.dtype)
                 run = memory[read.begin - begin : read.end - begin]
@@ -209,6 +225,11 @@ class ArrayReader:
         for read in cluster:
             for band in _bands(read):
                 self._read_cluster(path, descriptor, [band])
+
+    def _read_into(self, path: Path, descriptor: int, memory: memoryview, begin: int) -> None:
+        _read_exactly(path, descriptor, memory, begin)
+        if self._observe is not None:
+            self._observe(path, begin, memory)
 
 
 def _at_once(cluster: list[_Read], span: int) -> bool:
@@ -285,7 +306,7 @@ def _strided(flat: Elements, array: StoredArray) -> Elements:
     return np.lib.stride_tricks.as_strided(flat, array.shape, strides, writeable=False)
 
 
-def _read_into(path: Path, descriptor: int, memory: memoryview, offset: int) -> None:
+def _read_exactly(path: Path, descriptor: int, memory: memoryview, offset: int) -> None:
     while memory:
         try:
             count = os.preadv(descriptor, [memory], offset)
@@ -310,16 +331,3 @@ def _inside(box: Box, outer: Box) -> tuple[Any, ...]:
     """The index of a box in the memory of another; with an ellipsis, so that it gives a view also without dims."""
     relative = box.relative_to(outer.offsets)
     return (..., *(slice(at, at + length) for at, length in zip(relative.offsets, relative.lengths, strict=True)))
-
-
-def _converted(stored: NDArray[np.uint8], tensor: ForeignTensor) -> memoryview:
-    """The same values in the tensor's dtype."""
-    import torch
-
-    source = torch.from_numpy(stored).view(torch_dtype(tensor.source_dtype))
-    found = source.to(torch_dtype(tensor.dtype))
-    if not tensor.rounds and not torch.equal(found.to(source.dtype).nan_to_num(), source.nan_to_num()):
-        raise CheckpointMismatch(
-            f"{tensor.where} is {tensor.source_dtype} and has values that {tensor.dtype} cannot hold exactly"
-        )
-    return found.view(torch.uint8).numpy().data.cast("B")

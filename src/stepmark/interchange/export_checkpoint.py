@@ -89,6 +89,9 @@ def _write(found: ForeignCheckpoint, plan: ExportPlan, folder: Path, listener: I
     """Writes all files into a folder; returns the bytes of tensors."""
     begin: Callable[[int], None] = listener.begin if listener else lambda size: None
     advance: Callable[[int], None] = listener.advance if listener else lambda size: None
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-export") as pool, ArrayReader() as reader:
-        streams = Streams(reader, RecordChecks(found.records), pool, advance)
-        return write_files(folder, plan.files, streams, begin)
+    checks = RecordChecks(found.records)
+    with (
+        ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-export") as pool,
+        ArrayReader(checks.observe) as reader,
+    ):
+        return write_files(folder, plan.files, Streams(reader, checks, pool, advance), begin)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from stepmark.checkpoint.sections import MASTER
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.finish import CONFIG
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor
-from stepmark.interchange.model_outline import ModelOutline, outline_of
+from stepmark.interchange.model_class import outline_of
+from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.output_files import OutputFile
 from stepmark.interchange.torch_optimizer import STEP
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.sections import MASTER
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
-from stepmark.interchange.model_outline import ModelOutline, outline_of
+from stepmark.interchange.model_class import outline_of
+from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.torch_optimizer import STEP, scalar
 
 CONFIG = "config.json"

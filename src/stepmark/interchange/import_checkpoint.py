@@ -7,14 +7,12 @@ renamed when it is complete: after an error nothing is there.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +20,20 @@ from stepmark.checkpoint.format.checkpoint_folders import step_of, sync_tree
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.json_values import encode_plain
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, Manifest
-from stepmark.checkpoint.save.commit import Commit
+from stepmark.checkpoint.format.rows import Row
+from stepmark.checkpoint.save.commit import Commit, values_to_bytes
 from stepmark.checkpoint.save.plan import Holding, SavePlan, plan_save
-from stepmark.checkpoint.save.request import values_to_bytes
 from stepmark.checkpoint.save.write import write_header
-from stepmark.checkpoint.sections import Row
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.imported_state import run_values, trainer_state_bytes
+from stepmark.interchange.records import Record
 from stepmark.interchange.streaming import write_tensor_files
-from stepmark.interchange.torch_file import Record
 from stepmark.interchange.verification import RecordChecks
 from stepmark.interchange.writers import THREADS
+from stepmark.runtime.versions import software_versions
 from stepmark.sharding.layout import TensorSlice
 
 SECTION = "optimizer"
@@ -151,9 +149,8 @@ def _optimizer_values(source: ForeignCheckpoint) -> dict[str, Any]:
 
 def _manifest(source: ForeignCheckpoint, save: str) -> Manifest:
     """The manifest without files and tensors."""
-    import torch
-
-    software = {"stepmark": version("stepmark"), "torch": torch.__version__, "python": platform.python_version()}
+    versions = software_versions()
+    software: dict[str, str] = {name: versions[name] for name in ("stepmark", "torch", "python") if name in versions}
     model_only = source.optimizer is None
     imported = {"kind": source.kind, "mesh": dict(source.mesh), "assumed": source.assumed, "lost": source.lost}
     sections = {MODEL: "module", **({} if model_only else {SECTION: "named", "run": "object"})}

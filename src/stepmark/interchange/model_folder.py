@@ -8,6 +8,8 @@ from pathlib import Path
 
 from stepmark.checkpoint.format.manifest import TensorEntry
 from stepmark.filesystem import files
+from stepmark.interchange.array_reader import ArrayReader
+from stepmark.interchange.file_output import FileOutput
 from stepmark.interchange.foreign import ForeignCheckpoint
 from stepmark.interchange.import_checkpoint import ImportListener, check_out, check_room, writing
 from stepmark.interchange.model_files import ModelFile, index_of, split_into_files
@@ -52,14 +54,15 @@ def write_model_folder(source: ForeignCheckpoint, out: Path, listener: ImportLis
 
 def _write_shards(source: ForeignCheckpoint, folder: Path, shards: list[ModelFile], listener: ImportListener) -> None:
     checks = RecordChecks(source.records)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool:
+    with (
+        ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool,
+        ArrayReader(checks.observe) as reader,
+    ):
         for shard in shards:
-            places = make_header(folder / shard.name, shard.tensors)
-            descriptor = files.open_for_writing(folder / shard.name)
-            try:
-                targets = [(source.model[name], places[name]) for name in shard.tensors]
-                write_tensors(descriptor, targets, checks, pool, listener.advance)
-                files.sync(descriptor)
-            finally:
-                files.close(descriptor)
+            path = folder / shard.name
+            places = make_header(path, shard.tensors)
+            targets = [(source.model[name], places[name]) for name in shard.tensors]
+            with FileOutput(path, path.stat().st_size) as output:
+                run_jobs(pool, write_tensors(output, reader, checks, targets), listener.advance)
+                output.sync()
         run_jobs(pool, checks.rest(), listener.advance)

@@ -14,9 +14,10 @@ from typing import Any
 
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.pickle_reader import Global, PickledObject, dtype_of
+from stepmark.interchange.records import Record
 from stepmark.interchange.source_files import inside
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import Record, read_torch_file
+from stepmark.interchange.torch_file import read_torch_file
 
 _FILE = re.compile(
     r"(?:dp_rank_(?P<dp>\d+)|(?P<full>full))(?:_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt\Z"

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.sections import MASTER
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.foreign import ForeignTensor
 from stepmark.interchange.neuron_files import Missing, Place, read_rank_file
 from stepmark.interchange.neuron_stages import Stage
 from stepmark.interchange.optimizer_names import numbered_names
 from stepmark.interchange.pickle_reader import natural
+from stepmark.interchange.records import Record
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import Record
 from stepmark.interchange.torch_optimizer import as_tensor, plain
 from stepmark.interchange.unsharding import row_chunks
 from stepmark.sharding.layout import Shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepmark.checkpoint.sections import MASTER
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.interchange.exported import adamw_states, optimizer_of
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.neuron_cutting import EMBEDDING, HEAD, NeuronModel, Parameter, rank_states, stage_groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 from stepmark.checkpoint.format.manifest import TensorEntry
 from stepmark.filesystem import files
 from stepmark.interchange.array_reader import ArrayReader
+from stepmark.interchange.file_output import FileOutput
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.model_files import index_of, split_into_files
 from stepmark.interchange.streaming import write_tensors
@@ -98,18 +98,12 @@ class ArchivesFile:
         return sum(archive.tensor_bytes for archive in self.archives)
 
     def write(self, path: Path, streams: Streams) -> None:
-        descriptor = files.open_for_writing(path)
-        try:
-            os.truncate(path, self.length)
+        with FileOutput(path, self.length) as output:
             placed = list(zip(self.archives, self.offsets, strict=True))
-            jobs = (
-                job for archive, at in placed for job in archive.jobs(streams.reader, streams.checks, descriptor, at)
-            )
+            jobs = (job for archive, at in placed for job in archive.jobs(streams.reader, streams.checks, output, at))
             run_jobs(streams.pool, jobs, streams.advance)
             for archive, at in placed:
-                archive.finish(descriptor, at)
-        finally:
-            files.close(descriptor)
+                archive.finish(output, at)
 
 
 def torch_file(name: str, value: Any) -> ArchivesFile:
@@ -130,12 +124,9 @@ class SafetensorsFile:
 
     def write(self, path: Path, streams: Streams) -> None:
         places = make_header(path, self.entries)
-        descriptor = files.open_for_writing(path)
-        try:
-            targets = [(self.tensors[name], places[name]) for name in self.entries]
-            write_tensors(descriptor, targets, streams.checks, streams.pool, streams.advance)
-        finally:
-            files.close(descriptor)
+        targets = [(self.tensors[name], places[name]) for name in self.entries]
+        with FileOutput(path, path.stat().st_size) as output:
+            run_jobs(streams.pool, write_tensors(output, streams.reader, streams.checks, targets), streams.advance)
 
 
 def model_files(tensors: dict[str, ForeignTensor]) -> list[OutputFile]:

@@ -10,10 +10,11 @@ from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.foreign import ForeignTensor, Piece
+from stepmark.interchange.records import Record
 from stepmark.interchange.safetensors_file import read_safetensors
 from stepmark.interchange.source_files import inside, read_json
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import Record, read_torch_file
+from stepmark.interchange.torch_file import read_torch_file
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDEXES = tuple(f"{name}.index.json" for name in SINGLE)

@@ -6,6 +6,7 @@ records, and read when they are written elsewhere.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,9 @@ from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.interchange.finish import files_beside
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, Piece
+from stepmark.interchange.records import Record, RecordParts
 from stepmark.interchange.source_files import read_json
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import Record
 
 KIND = "stepmark"
 RUN = "run"
@@ -46,6 +47,37 @@ class StoredShardRecord(Record):
         for begin, end in byte_blocks(self.stored.begin, self.stored.end):
             self.file.read(self.stored, begin, end)
         return self.size
+
+    @property
+    def grid(self) -> int:
+        return self.file.header.size
+
+    def parts(self) -> RecordParts:
+        return _BlockParts(self)
+
+
+class _BlockParts:
+    """The checksum blocks of a shard that were read as a whole, and are verified."""
+
+    def __init__(self, record: StoredShardRecord) -> None:
+        self._record = record
+        self._blocks = record.stored.checksum_blocks()
+        self._begins = [begin for begin, _ in self._blocks]
+        self._verified: set[int] = set()
+
+    def add(self, begin: int, data: memoryview) -> None:
+        begin += self._record.stored.begin
+        for number in range(bisect_left(self._begins, begin), len(self._blocks)):
+            first, last = self._blocks[number]
+            if last > begin + len(data):
+                return
+            self._record.file.compare(self._record.stored, number, data[first - begin : last - begin])
+            self._verified.add(number)
+
+    def finish(self) -> None:
+        for number, (first, last) in enumerate(self._blocks):
+            if number not in self._verified:
+                self._record.file.read(self._record.stored, first, last)
 
 
 def find_checkpoint(source: Path) -> Path:

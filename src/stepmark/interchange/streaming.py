@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.save.plan import PlannedFile, SavePlan
 from stepmark.filesystem import files
 from stepmark.interchange.array_reader import ArrayReader
-from stepmark.interchange.foreign import ForeignTensor
+from stepmark.interchange.file_output import FileOutput
+from stepmark.interchange.foreign import ForeignTensor, Piece
+from stepmark.interchange.stored_array import StoredArray, row_major_strides
 from stepmark.interchange.verification import RecordChecks
 from stepmark.interchange.writers import Advance, run_jobs
+from stepmark.sharding.layout import Shape
 
-WINDOW = 4 * CHECKSUM_BLOCK  # bytes of a tensor that a thread assembles at a time
+WINDOW = 8 * CHECKSUM_BLOCK  # bytes of a tensor that a thread assembles at a time
 # file index -> tensor name -> number of the tensor's checksum block -> checksum
 Checksums = dict[int, dict[str, dict[int, str]]]
 Find = Callable[[str, str], ForeignTensor]  # group, name
@@ -27,26 +31,67 @@ Find = Callable[[str, str], ForeignTensor]  # group, name
 class StreamTarget:
     """A tensor's place: it begins at byte `begin` of an open file, and at byte `origin` of the file's data."""
 
-    descriptor: int
+    output: FileOutput
     begin: int
     origin: int
 
 
 def windows(tensor: ForeignTensor, origin: int) -> Iterator[tuple[int, int]]:
-    """Bytes [begin, end) of the tensor, split where windows of the file's data end."""
-    size = item_size(tensor.dtype)
-    end, begin = _numel(tensor) * size, 0
+    """Bytes [begin, end) of the tensor, split where windows of the file's data end that it is written to."""
+    return _split(0, math.prod(tensor.shape) * item_size(tensor.dtype), origin)
+
+
+def _split(begin: int, end: int, origin: int) -> Iterator[tuple[int, int]]:
     while begin < end:
         stop = min(end, ((origin + begin) // WINDOW + 1) * WINDOW - origin)
         yield begin, stop
         begin = stop
 
 
-def _numel(tensor: ForeignTensor) -> int:
-    numel = 1
-    for size in tensor.shape:
-        numel *= size
-    return numel
+def source_windows(tensor: ForeignTensor, checks: RecordChecks) -> Iterator[tuple[int, int]]:
+    """Bytes [begin, end) of the tensor, split where windows of the files end that it is read from: so checksum blocks
+    are read as a whole. Where ranks' columns alternate that is not possible."""
+    runs = _runs(tensor) if tensor.dtype == tensor.source_dtype else None
+    if runs is None:
+        yield from windows(tensor, 0)
+        return
+    for begin, end, array in runs:
+        origin = 0 if array.data is not None else array.offset - begin - checks.grid(array.path, array.offset)
+        yield from _split(begin, end, origin - origin % item_size(tensor.dtype))
+
+
+def _runs(tensor: ForeignTensor) -> list[tuple[int, int, StoredArray]] | None:
+    """First byte, end and array of the pieces in order; neighbours in a file count as one. None where a piece is not a
+    run of the flattened tensor."""
+    found: list[tuple[int, int, StoredArray]] = []
+    for start, piece in sorted(((_start(piece, tensor.shape), piece) for piece in tensor.pieces), key=lambda p: p[0]):
+        if start < 0:
+            return None
+        size = item_size(tensor.dtype)
+        begin, end = start * size, (start + piece.array.numel) * size
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last[2].path == piece.array.path
+            and piece.array.offset - last[2].offset == begin - last[0]
+        ):
+            found[-1] = last[0], end, last[2]
+        elif piece.array.numel:
+            found.append((begin, end, piece.array))
+    return found
+
+
+def _start(piece: Piece, shape: Shape) -> int:
+    """The element of the flattened tensor at which a piece begins, -1 where it is not a run."""
+    array, start, split = piece.array, 0, False
+    if array.strides != row_major_strides(array.shape):
+        return -1
+    for offset, length, size in zip(piece.offsets, array.shape, shape, strict=True):
+        if split and length != size:
+            return -1
+        start = start * size + offset
+        split = split or length > 1
+    return start
 
 
 def write_tensor_files(
@@ -54,33 +99,24 @@ def write_tensor_files(
 ) -> Checksums:
     """Writes the data of all planned files, and verifies the source; returns the checksums of their blocks."""
     checksums: Checksums = {}
-    with ArrayReader() as reader:
+    with ArrayReader(checks.observe) as reader:
         for index, file in enumerate(plan.files):
             path = folder / file.name
             files.make_folder(path.parent)
-            descriptor = files.open_for_writing(path)
-            try:
+            with FileOutput(path, file.size) as output:
                 found: dict[str, dict[int, str]] = {}
-                run_jobs(pool, _jobs_of(reader, file, descriptor, find, checks, found), advance)
+                run_jobs(pool, _jobs_of(reader, file, output, find, found), advance)
                 checksums[index] = found
-            finally:
-                files.close(descriptor)
         run_jobs(pool, checks.rest(), advance)
     return checksums
 
 
 def _jobs_of(
-    reader: ArrayReader,
-    file: PlannedFile,
-    descriptor: int,
-    find: Find,
-    checks: RecordChecks,
-    found: dict[str, dict[int, str]],
+    reader: ArrayReader, file: PlannedFile, output: FileOutput, find: Find, found: dict[str, dict[int, str]]
 ) -> Iterator[Callable[[], int]]:
     for stored in file.tensors:
         tensor = find(file.group, stored.name)
-        yield from checks.jobs_of(tensor)
-        target = StreamTarget(descriptor, file.header_size + stored.begin, stored.begin)
+        target = StreamTarget(output, file.header_size + stored.begin, stored.begin)
         numbers = found.setdefault(stored.name, {})
         for begin, end in windows(tensor, stored.begin):
             yield partial(_write_window, reader, tensor, target, begin, end, numbers)
@@ -90,7 +126,7 @@ def _write_window(
     reader: ArrayReader, tensor: ForeignTensor, target: StreamTarget, begin: int, end: int, numbers: dict[int, str]
 ) -> int:
     size = item_size(tensor.dtype)
-    data = reader.window(tensor, begin // size, end // size)
+    data = reader.window(tensor, begin // size, end // size, target.begin + begin)
     first = target.origin // CHECKSUM_BLOCK
     low = begin
     while low < end:
@@ -98,30 +134,20 @@ def _write_window(
         high = min(end, (block + 1) * CHECKSUM_BLOCK - target.origin)
         numbers[block - first] = block_checksum(data[low - begin : high - begin])
         low = high
-    files.write_at(target.descriptor, data, target.begin + begin)
+    target.output.write(data, target.begin + begin)
     return end - begin
 
 
 def write_tensors(
-    descriptor: int,
-    places: Sequence[tuple[ForeignTensor, int]],
-    checks: RecordChecks,
-    pool: ThreadPoolExecutor,
-    advance: Advance,
-) -> None:
-    """Writes tensors to their places in an open file, without checksums, and verifies what they are read from."""
-
-    def jobs(reader: ArrayReader) -> Iterator[Callable[[], int]]:
-        for tensor, at in places:
-            yield from checks.jobs_of(tensor)
-            for begin, end in windows(tensor, 0):
-                yield partial(_copy_window, reader, tensor, descriptor, at, begin, end)
-
-    with ArrayReader() as reader:
-        run_jobs(pool, jobs(reader), advance)
+    output: FileOutput, reader: ArrayReader, checks: RecordChecks, places: Sequence[tuple[ForeignTensor, int]]
+) -> Iterator[Callable[[], int]]:
+    """The jobs that write tensors to their places in an open file, without checksums."""
+    for tensor, at in places:
+        for begin, end in source_windows(tensor, checks):
+            yield partial(_copy_window, reader, tensor, output, at, begin, end)
 
 
-def _copy_window(reader: ArrayReader, tensor: ForeignTensor, descriptor: int, at: int, begin: int, end: int) -> int:
+def _copy_window(reader: ArrayReader, tensor: ForeignTensor, output: FileOutput, at: int, begin: int, end: int) -> int:
     size = item_size(tensor.dtype)
-    files.write_at(descriptor, reader.window(tensor, begin // size, end // size), at + begin)
+    output.write(reader.window(tensor, begin // size, end // size, at + begin), at + begin)
     return end - begin

@@ -1,7 +1,7 @@
 """Files of `torch.save`, without torch: the nested values in them, and where their tensors are in the file.
 
 Both of torch's formats: the zip archive, whose records are not compressed, and the one before torch 1.6, a few pickles
-with the storages behind them. Checksums of a zip's records are verified by `TorchFile.check`.
+with the storages behind them. Checksums of a zip's records are verified by `Record.check`, or while they are read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,37 +27,12 @@ from stepmark.interchange.pickle_reader import (
     read_pickle,
     storage_dtype,
 )
+from stepmark.interchange.records import Record
 from stepmark.interchange.stored_array import StoredArray
 
 _LARGEST_PICKLE = 512 << 20
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-_BLOCK = 1 << 22
-
-
-@dataclass(frozen=True)
-class Record:
-    """Bytes of a file: `size` from `begin` on, with the checksum `crc` (0: none)."""
-
-    path: Path
-    name: str
-    begin: int
-    size: int
-    crc: int
-
-    def check(self) -> int:
-        """Reads all of it; returns its size. Raises CheckpointDamaged where it does not match its checksum."""
-        if not self.crc:
-            return 0
-        crc, left = 0, self.size
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.begin)
-            while left and (block := file.read(min(left, _BLOCK))):
-                crc = zlib.crc32(block, crc)
-                left -= len(block)
-        if left or crc != self.crc:
-            raise CheckpointDamaged(f"{self.path}: its record {self.name} does not match its checksum")
-        return self.size
 
 
 @dataclass(frozen=True)

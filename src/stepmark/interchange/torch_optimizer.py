@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.array_reader import ArrayReader
+from stepmark.interchange.conversion import number
 from stepmark.interchange.foreign import ForeignOptimizer, ForeignTensor
 from stepmark.interchange.stored_array import StoredArray
 from stepmark.sharding.layout import Shape
@@ -48,14 +46,13 @@ def plain(value: Any, where: str) -> Any:
 
 def scalar(array: StoredArray, where: str) -> int | float:
     """The number in a tensor of one element."""
-    import torch
-
     if array.numel != 1:
         raise CheckpointMismatch(f"{where}: a tensor of shape {list(array.shape)} stands where a number is expected")
     with ArrayReader() as reader:
         bits = reader.array(array)
-    found = torch.from_numpy(bits.reshape(1).view(np.uint8)).view(torch_dtype(array.dtype)).item()
-    assert isinstance(found, int | float)
+    found = number(bits.tobytes(), array.dtype)
+    if found is None:
+        raise CheckpointMismatch(f"{where}: a tensor of type {array.dtype} stands where a number is expected")
     return found
 
 

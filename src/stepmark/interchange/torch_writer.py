@@ -10,20 +10,21 @@ import io
 import math
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointMismatch
-from stepmark.filesystem import files
 from stepmark.interchange.array_reader import ArrayReader
+from stepmark.interchange.crc32 import PartialChecksums
+from stepmark.interchange.file_output import FileOutput
 from stepmark.interchange.foreign import ForeignTensor
+from stepmark.interchange.pickle_writer import Call, Global, StandInPickler
 from stepmark.interchange.stored_array import row_major_strides
-from stepmark.interchange.streaming import windows
+from stepmark.interchange.streaming import source_windows
 from stepmark.interchange.verification import RecordChecks
 from stepmark.sharding.layout import Shape
 
@@ -31,6 +32,19 @@ _ALIGNMENT = 64  # bytes: where torch lets a record's data begin
 _LARGE = 0xFFFFFFFF  # sizes and positions from here on need zip64's fields
 _MANY = 0xFFFF
 _ELSEWHERE = 0xFFFFFFFF  # stands for a number that is in such a field
+_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+}  # torch's class by the name of its elements' type; other types have a storage of bytes
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 
@@ -45,43 +59,42 @@ class Reshaped:
 
 @dataclass(frozen=True)
 class _Storage:
-    kind: Any
+    kind: Global
     key: str
     numel: int
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(StandInPickler):
     """Pickles a nested value as torch.save does; collects the tensors in it, which stay where they are."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
+        super().__init__(file)
         self.tensors: list[ForeignTensor] = []
+        self._calls: dict[int, tuple[Any, Call]] = {}  # a tensor that occurs twice is stored once
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is _Storage:
             return ("storage", obj.kind, obj.key, "cpu", obj.numel)
         return None
 
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, ForeignTensor):
-            return self._reduced(obj, obj.shape)
-        if isinstance(obj, Reshaped):
-            return self._reduced(obj.tensor, obj.shape)
-        return NotImplemented
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, ForeignTensor | Reshaped):
+            if id(obj) not in self._calls:
+                self._calls[id(obj)] = obj, self._rebuilt(obj)
+            obj = self._calls[id(obj)][1]
+        super().save(obj, save_persistent_id)
 
-    def _reduced(self, tensor: ForeignTensor, shape: Shape) -> Any:
-        import torch
-
-        dtype, numel = torch_dtype(tensor.dtype), math.prod(shape)
-        key = str(len(self.tensors))
+    def _rebuilt(self, value: ForeignTensor | Reshaped) -> Call:
+        tensor = value if isinstance(value, ForeignTensor) else value.tensor
+        size, name = DTYPES[tensor.dtype]
+        numel, key = math.prod(value.shape), str(len(self.tensors))
         self.tensors.append(tensor)
-        kind = torch.storage._dtype_to_storage_type_map().get(dtype)
-        view: tuple[Any, ...] = (0, tuple(shape), row_major_strides(shape), False, OrderedDict())
-        if kind is not None:
-            storage = _Storage(getattr(torch, kind), key, numel)
-            return torch._utils._rebuild_tensor_v2, (storage, *view)
-        storage = _Storage(torch.UntypedStorage, key, numel * item_size(tensor.dtype))
-        return torch._utils._rebuild_tensor_v3, (storage, *view, dtype)
+        view = (0, tuple(value.shape), row_major_strides(value.shape), False, OrderedDict())
+        if name in _STORAGES:
+            storage = _Storage(Global("torch", _STORAGES[name]), key, numel)
+            return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *view))
+        storage = _Storage(Global("torch.storage", "UntypedStorage"), key, numel * size)
+        return Call(Global("torch._utils", "_rebuild_tensor_v3"), (storage, *view, Global("torch", name)))
 
 
 @dataclass
@@ -95,6 +108,7 @@ class _Record:
     data: bytes | None = None
     tensor: ForeignTensor | None = None
     crc: int = 0
+    checksums: PartialChecksums = field(default_factory=PartialChecksums)
 
 
 @dataclass
@@ -139,24 +153,26 @@ class TorchArchive:
         return sum(record.size for record in self._records if record.tensor is not None)
 
     def jobs(
-        self, reader: ArrayReader, checks: RecordChecks, descriptor: int, base: int = 0
+        self, reader: ArrayReader, checks: RecordChecks, output: FileOutput, base: int = 0
     ) -> Iterator[Callable[[], int]]:
-        """The jobs that write the tensors into an open file in which the archive begins at byte `base`, and those that
-        verify what they are read from; each returns the bytes that it wrote."""
+        """The jobs that write the tensors into an open file in which the archive begins at byte `base`."""
         for record in self._records:
             if record.tensor is not None:
-                yield from checks.jobs_of(record.tensor)
-                yield partial(_write_tensor, record, record.tensor, reader, descriptor, base)
+                for begin, end in source_windows(record.tensor, checks):
+                    yield partial(_write_window, record, record.tensor, reader, output, base + record.start, begin, end)
 
-    def finish(self, descriptor: int, base: int = 0) -> None:
+    def finish(self, output: FileOutput, base: int = 0) -> None:
         """Writes everything else, after all jobs are done."""
         for record in self._records:
             if record.data is not None:
-                record.crc = zlib.crc32(record.data)
-                files.write_at(descriptor, memoryview(record.data), base + record.start)
-            files.write_at(descriptor, memoryview(_local_header(record)), base + record.begin)
+                record.checksums.add(0, memoryview(record.data))
+                output.write(memoryview(record.data), base + record.start)
+            crc = record.checksums.total(record.size)
+            assert crc is not None
+            record.crc = crc
+            output.write(memoryview(_local_header(record)), base + record.begin)
         directory = self._directory()
-        files.write_at(descriptor, memoryview(directory), base + self.size - len(directory))
+        output.write(memoryview(directory), base + self.size - len(directory))
 
     def _directory(self) -> bytes:
         """The central directory, and what follows it."""
@@ -172,14 +188,14 @@ class TorchArchive:
         return entries + large + last
 
 
-def _write_tensor(record: _Record, tensor: ForeignTensor, reader: ArrayReader, descriptor: int, base: int) -> int:
-    item, crc = item_size(tensor.dtype), 0
-    for begin, end in windows(tensor, 0):
-        data = reader.window(tensor, begin // item, end // item)
-        crc = zlib.crc32(data, crc)
-        files.write_at(descriptor, data, base + record.start + begin)
-    record.crc = crc
-    return record.size
+def _write_window(
+    record: _Record, tensor: ForeignTensor, reader: ArrayReader, output: FileOutput, start: int, begin: int, end: int
+) -> int:
+    item = item_size(tensor.dtype)
+    data = reader.window(tensor, begin // item, end // item, start + begin)
+    record.checksums.add(begin, data)
+    output.write(data, start + begin)
+    return end - begin
 
 
 def _short(number: int) -> int:

@@ -1,5 +1,7 @@
-"""Verifies a source's checksums while its tensors are read: each record right before the tensors in it, so that a disk
-is read once, and what no tensor is in at the end."""
+"""Verifies a source's checksums while its tensors are read, so that each byte is read once.
+
+What belongs to no tensor is read at the end.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +10,48 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from stepmark.interchange.foreign import ForeignTensor
-from stepmark.interchange.torch_file import Record
+from stepmark.interchange.records import Record, RecordParts
 
 
 class RecordChecks:
-    """The records of a source that are not verified yet. For one thread, which hands out the jobs."""
+    """The records of a source, and what was read of them."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self._by_path: dict[Path, list[Record]] = {}
+        by_path: dict[Path, dict[int, Record]] = {}
         for record in records:
-            self._by_path.setdefault(record.path, []).append(record)
-        for found in self._by_path.values():
-            found.sort(key=lambda record: record.begin)
-        self._begins = {path: [record.begin for record in found] for path, found in self._by_path.items()}
-        self._done: set[tuple[Path, int]] = set()
+            if record.size:
+                by_path.setdefault(record.path, {})[record.begin] = record
+        self._records = {path: [found[begin] for begin in sorted(found)] for path, found in by_path.items()}
+        self._begins = {path: [record.begin for record in found] for path, found in self._records.items()}
+        self._parts: dict[Path, list[RecordParts]] = {
+            path: [record.parts() for record in found] for path, found in self._records.items()
+        }
 
-    def jobs_of(self, tensor: ForeignTensor) -> Iterator[Callable[[], int]]:
-        """The jobs that verify the records with the tensor's bytes, unless that was done. They return 0: nothing is
-        written."""
-        for piece in (*tensor.pieces, *tensor.replicas):
-            begins = self._begins.get(piece.array.path)
-            position = bisect_right(begins, piece.array.offset) - 1 if begins else -1
-            if position >= 0:
-                yield from self._job(self._by_path[piece.array.path][position])
+    def observe(self, path: Path, begin: int, data: memoryview) -> None:
+        """Bytes of a file that were read, from its byte `begin` on; from any thread. May raise CheckpointDamaged."""
+        records = self._records.get(path)
+        if not records:
+            return
+        end = begin + len(data)
+        for number in range(max(bisect_right(self._begins[path], begin) - 1, 0), len(records)):
+            record = records[number]
+            if record.begin >= end:
+                return
+            low, high = max(begin, record.begin), min(end, record.begin + record.size)
+            if low < high:
+                self._parts[path][number].add(low - record.begin, data[low - begin : high - begin])
+
+    def grid(self, path: Path, begin: int) -> int:
+        """The byte from which checksum blocks are counted where byte `begin` of a file is; 0 where it has none."""
+        begins = self._begins.get(path, [])
+        number = bisect_right(begins, begin) - 1
+        return self._records[path][number].grid if number >= 0 else 0
 
     def rest(self) -> Iterator[Callable[[], int]]:
-        """The jobs for all others."""
-        for records in self._by_path.values():
-            for record in records:
-                yield from self._job(record)
-
-    def _job(self, record: Record) -> Iterator[Callable[[], int]]:
-        key = record.path, record.begin
-        if key not in self._done:
-            self._done.add(key)
-            yield partial(_check, record)
+        """The jobs that compare checksums, and read what is not read yet. They return 0: nothing is written."""
+        return (partial(_finish, parts) for found in self._parts.values() for parts in found)
 
 
-def _check(record: Record) -> int:
-    record.check()
+def _finish(parts: RecordParts) -> int:
+    parts.finish()
     return 0

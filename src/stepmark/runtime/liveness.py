@@ -251,7 +251,10 @@ class PeerWatch:
 
 
 def _innermost(frame: FrameType | None) -> str:
-    """The innermost function of a thread, preferably in this package, with file and line."""
+    """The innermost function of a thread, preferably in this package, with file and line. The first heartbeat is sent
+    by the training thread itself, whose place is where it came from."""
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
     innermost = frame
     while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
         frame = frame.f_back

@@ -27,7 +27,6 @@ from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
-from stepmark.runtime.device import check_pipeline, choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
@@ -140,7 +139,6 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
         model = without_wrapper(model)
-        check_pipeline(choose_device(self.args.device_name), self.args.pipeline_parallel_size)
         prepare_compile_cache(self.args.compile_cache)
         self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)

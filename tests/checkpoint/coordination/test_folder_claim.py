@@ -217,10 +217,30 @@ def test_a_slow_claim_goes_on_where_the_faster_runs_have_ended(tmp_path: Path, m
             FolderClaim.claim(tmp_path).release(entire=True)
 
     claim_before_rename(monkeypatch, ".term", own_twice)
-    claim = FolderClaim.claim(tmp_path)
-    assert terms(tmp_path) == [".owner.3"]
+    claim_and_release(tmp_path, [".owner.3"])
+
+
+def test_a_claim_that_begins_late_goes_on_where_the_faster_runs_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have come and gone between its look and its first file, so they have not removed anything of it."""
+    take_term = FolderClaim._take_term
+
+    def take_late(root: Path, term: int) -> FolderClaim | None:
+        monkeypatch.setattr(FolderClaim, "_take_term", take_term)
+        for _ in range(2):
+            FolderClaim.claim(tmp_path).release(entire=True)
+        return take_term(root, term)
+
+    monkeypatch.setattr(FolderClaim, "_take_term", take_late)
+    claim_and_release(tmp_path, [".owner.3"])
+
+
+def claim_and_release(folder: Path, expected: list[str]) -> None:
+    claim = FolderClaim.claim(folder)
+    assert terms(folder) == expected
     claim.release(entire=True)
-    assert sorted(path.name for path in (tmp_path / ".stepmark").iterdir()) == [".owner.3"]
+    assert sorted(path.name for path in (folder / ".stepmark").iterdir()) == expected
 
 
 def test_an_owner_that_slept_sees_the_later_term(tmp_path: Path) -> None:

@@ -236,13 +236,19 @@ def save_and_die(folder: Path, number: int, fail: Callable[[], None], patch: pyt
 
 
 @pytest.mark.parametrize(
-    "attempt", [pytest.param(save_and_die, id="killed"), pytest.param(save_again, id="full", marks=pytest.mark.prove)]
+    ("attempt", "every"),
+    [
+        pytest.param(save_and_die, 9, id="killed"),
+        pytest.param(save_and_die, 1, id="killed, every call", marks=pytest.mark.prove),
+        pytest.param(save_again, 1, id="full", marks=pytest.mark.prove),
+    ],
 )
 def test_saving_a_step_that_exists_never_endangers_it(
     saved: tuple[Path, dict[int, dict[str, Any]]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     attempt: Callable[..., bool],
+    every: int,
 ) -> None:
     source, known = saved
     expected = values(state_of(7))
@@ -259,7 +265,7 @@ def test_saving_a_step_that_exists_never_endangers_it(
             again.save(3, fresh)
         assert not list(folder.glob(".*checkpoint*"))
         outcomes.add((good, found))
-        number += 1
+        number += every
     assert number > 20
     assert outcomes == {(False, "old"), (False, "new"), (True, "new")}
 

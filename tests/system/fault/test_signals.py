@@ -209,7 +209,8 @@ def test_without_save_on_signal_a_signal_is_a_signal(ranks: Ranks, tmp_path: Pat
     assert saved_steps(tmp_path) == [4]
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("nproc", marks=pytest.mark.prove), "torchrun"])
+@pytest.mark.prove
+@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
 def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
     """Both pass it on. torchrun has an exit code of its own; the word is in status.json."""
     out = tmp_path / "out"

@@ -3,165 +3,107 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch.utils.data import DataLoader
 
 import stepmark
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointNotFound
 from tests.support import foreign_checkpoints
+from tests.support.continued_runs import SETTINGS, Ours, collate, continued, model_of, run_theirs, samples
+from tests.support.foreign_checkpoints import Truth
+from tests.support.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parents[3]
-SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "logging_steps": 1,
-    "warmup_steps": 3,
-    "weight_decay": 0.1,
-    "report_to": [],
-    "disable_tqdm": True,
-}
-
-
-def samples(vocabulary: int = 64) -> list[dict[str, torch.Tensor]]:
-    """Their first token has no label: transformers divides a causal model's loss by all labels, shifted out or not."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(0, vocabulary, (16,), generator=generator) for _ in range(24)]
-    return [{"input_ids": t, "labels": torch.cat([torch.tensor([-100]), t[1:]])} for t in tokens]
-
-
-def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {key: torch.stack([item[key] for item in batch]) for key in batch[0]}
-
-
-def model_of(kind: str) -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    if kind == "llama":
-        config: Any = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes)
-        return transformers.LlamaForCausalLM(config)
-    if kind == "bert":
-        config = transformers.BertConfig(
-            vocab_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes
-        )
-        return transformers.BertForMaskedLM(config)
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0, **no_dropout
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-class Sequential:
-    """A Trainer with the data in its own order, which two tools have in common."""
-
-    train_dataset: Any
-
-    def get_train_dataloader(self) -> Any:
-        return DataLoader(self.train_dataset, batch_size=4, collate_fn=collate)
-
-
-class Ours(Sequential, stepmark.Trainer):  # type: ignore[misc]
-    pass
-
-
-def theirs(kind: str, folder: str, resume: str | None = None) -> None:
-    """Twenty steps of transformers' own Trainer, in a process without torch_xla, which it would train on."""
-
-    class Theirs(Sequential, transformers.Trainer):  # type: ignore[misc]
-        pass
-
-    arguments = transformers.TrainingArguments(
-        folder, max_steps=20, save_steps=10, learning_rate=1e-2, use_cpu=True, **SETTINGS
-    )
-    trainer = Theirs(model_of(kind), arguments, train_dataset=samples())
-    trainer.train(resume_from_checkpoint=resume)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    (Path(folder) / "losses.json").write_text(json.dumps(losses))
-
-
-def run_theirs(*arguments: str | None) -> None:
-    """Calls `theirs` in a process of its own."""
-    program = (
-        "import sys; sys.modules['torch_xla'] = None\n"
-        f"from tests.system.parity.test_imported_runs import theirs\ntheirs(*{arguments!r})"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=600)
-
-
-def continued(model: Any, folder: Path, data: list[Any], **settings: Any) -> list[float]:
-    """The losses that a run logs which resumes from the newest checkpoint in the folder, from other weights."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1)
-    arguments = stepmark.TrainingArguments(str(folder), device="cpu", **{**SETTINGS, **settings})
-    Ours(model, arguments, train_dataset=data).train(resume_from_checkpoint=True)
-    logs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [log["loss"] for log in logs if "loss" in log]
+PROGRAMS = "tests.support.continued_runs"
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
-def test_transformers_run_goes_on(kind: str, tmp_path: Path) -> None:
-    run_theirs(kind, str(tmp_path / "theirs"))
+def test_transformers_run_goes_on(kind: str, nproc: int, ranks: Ranks, tmp_path: Path) -> None:
+    run_theirs(nproc, kind, str(tmp_path / "theirs"))
     assert run(["import", str(tmp_path / "theirs" / "checkpoint-10"), str(tmp_path / "ours" / "checkpoint-10")]) == 0
-    losses = continued(model_of(kind), tmp_path / "ours", samples(), max_steps=20, save_steps=10, learning_rate=1e-2)
+    losses = ranks.run(f"{PROGRAMS}:continued_kind", kind, str(tmp_path / "ours"), nproc=nproc).check()[0]
     expected = json.loads((tmp_path / "theirs" / "losses.json").read_bytes())[10:]
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
-def test_transformers_goes_on_from_ours(kind: str, tmp_path: Path) -> None:
+def test_transformers_goes_on_from_ours(kind: str, nproc: int, ranks: Ranks, tmp_path: Path) -> None:
     ours, out = tmp_path / "ours", tmp_path / "theirs" / "checkpoint-10"
-    arguments = stepmark.TrainingArguments(
-        str(ours), device="cpu", **{**SETTINGS, "max_steps": 20, "save_steps": 10, "learning_rate": 1e-2}
-    )
-    Ours(model_of(kind), arguments, train_dataset=samples()).train()
-    logs = [json.loads(line) for line in (ours / "metrics.jsonl").read_text().splitlines()]
-    expected = [log["loss"] for log in logs if "loss" in log]
+    expected = ranks.run(f"{PROGRAMS}:twenty", kind, str(ours), nproc=nproc).check()[0]
     assert run(["export", str(ours / "checkpoint-10"), str(out), "--to", "hf-trainer"]) == 0
-    run_theirs(kind, str(tmp_path / "theirs"), str(out))
+    run_theirs(nproc, kind, str(tmp_path / "theirs"), str(out))
     losses = json.loads((tmp_path / "theirs" / "losses.json").read_bytes())
     assert len(losses) == 20  # the log of the first ten came along
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def test_trainer_folder_goes_on(tmp_path: Path) -> None:
-    """The same with an AdamW of torch in place of the other tool's."""
-    truth = foreign_checkpoints.truth()
-    scaled = foreign_checkpoints.Truth({name: 0.1 * t for name, t in truth.model.items()}, truth.moments)
-    source = foreign_checkpoints.trainer_folder(tmp_path / "source", scaled)
-    assert run(["import", str(source), str(tmp_path / "ours" / "checkpoint-3")]) == 0
-    config: Any = transformers.LlamaConfig(**{k: v for k, v in foreign_checkpoints.CONFIG.items() if k != "model_type"})
-    model, data = transformers.LlamaForCausalLM(config), samples()
-    model.load_state_dict(scaled.model)
-    names = foreign_checkpoints.grouped(list(scaled.model))
+def with_torch(truth: Truth, steps: range) -> list[float]:
+    """The losses of an AdamW of torch that has the states, in place of the other tool's."""
+    model, data = transformers.LlamaForCausalLM(llama_config()), samples()
+    model.load_state_dict(truth.model)
     parameters = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW([{"params": [parameters[n] for n in group]} for group in names], weight_decay=0.0)
-    optimizer.load_state_dict(
-        foreign_checkpoints.numbered(truth.moments) | {"param_groups": optimizer.state_dict()["param_groups"]}
-    )
+    groups = [[parameters[name] for name in group] for group in foreign_checkpoints.grouped(list(truth.model))]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], weight_decay=0.0)
+    settings = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(foreign_checkpoints.numbered(truth.moments) | {"param_groups": settings})
     for group in optimizer.param_groups:
         group["lr"] = 0.01
-    expected = []
-    for step in range(3, 6):
+    losses = []
+    for step in steps:
         loss = model(**collate(data[4 * step : 4 * step + 4])).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        expected.append(loss.item())
-    fresh = transformers.LlamaForCausalLM(config)
-    settings = {"max_steps": 6, "learning_rate": 0.01, "lr_scheduler_type": "constant", "warmup_steps": 0}
-    losses = continued(fresh, tmp_path / "ours", data, weight_decay=0.0, save_strategy="no", **settings)
-    assert losses == pytest.approx(expected, abs=1e-5)
+        losses.append(loss.item())
+    return losses
+
+
+def llama_config() -> Any:
+    return transformers.LlamaConfig(**{k: v for k, v in foreign_checkpoints.CONFIG.items() if k != "model_type"})
+
+
+def small_truth() -> Truth:
+    """With weights that a model can train from."""
+    truth = foreign_checkpoints.truth()
+    return Truth({name: 0.1 * tensor for name, tensor in truth.model.items()}, truth.moments)
+
+
+CONTINUED = {"max_steps": 6, "learning_rate": 0.01, "lr_scheduler_type": "constant", "warmup_steps": 0}
+CONTINUED |= {"weight_decay": 0.0, "save_strategy": "no"}
+
+
+def test_trainer_folder_goes_on(tmp_path: Path) -> None:
+    truth = small_truth()
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", truth)
+    assert run(["import", str(source), str(tmp_path / "ours" / "checkpoint-3")]) == 0
+    fresh = transformers.LlamaForCausalLM(llama_config())
+    losses = continued(fresh, tmp_path / "ours", samples(), **CONTINUED)
+    assert losses == pytest.approx(with_torch(truth, range(3, 6)), abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"zero_1": True}, {"tensor_parallel_size": 4}], ids=["dp-4", "tp-4"])
+def test_shards_of_neuronx_distributed_go_on_over_four_ranks(
+    settings: dict[str, Any], ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved by two tensor parallel ranks, twice, with ZeRO-1."""
+    monkeypatch.setattr(foreign_checkpoints, "KEYS", 4)
+    monkeypatch.setattr(foreign_checkpoints, "CONFIG", {**foreign_checkpoints.CONFIG, "num_key_value_heads": 4})
+    truth = small_truth()
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth, tp=2, dp=2)
+    assert run(["import", str(source), str(tmp_path / "ours" / "checkpoint-3")]) == 0
+    config = {key: value for key, value in foreign_checkpoints.CONFIG.items() if key != "model_type"}
+    program, given = f"{PROGRAMS}:continued_llama", {**CONTINUED, **settings}
+    losses = ranks.run(program, config, str(tmp_path / "ours"), given, nproc=4).check()[0]
+    assert losses == pytest.approx(with_torch(truth, range(3, 6)), abs=1e-5)
 
 
 def test_foreign_folder_is_no_checkpoint_to_resume_from(tmp_path: Path) -> None:

@@ -66,11 +66,17 @@ class VerifiedFile:
         if self._passing is not None:
             self._passing.has_read(start + low, start + high)
         for number, first, last in blocks:
-            if block_checksum(data[first - low : last - low]) != self.header.digests[tensor.name][number]:
-                raise CheckpointDamaged(
-                    f"{self.path}: tensor {tensor.name!r} does not match its checksum in bytes {start + first} to "
-                    f"{start + last} of the file, written by rank {self._entry.writer_of(first)}"
-                )
+            self.compare(tensor, number, data[first - low : last - low])
+
+    def compare(self, tensor: StoredTensor, number: int, data: memoryview) -> None:
+        """Raises CheckpointDamaged, naming file, tensor, bytes and writer, where `data` is not block `number`."""
+        if block_checksum(data) != self.header.digests[tensor.name][number]:
+            first, last = tensor.checksum_blocks()[number]
+            start = self.header.size
+            raise CheckpointDamaged(
+                f"{self.path}: tensor {tensor.name!r} does not match its checksum in bytes {start + first} to "
+                f"{start + last} of the file, written by rank {self._entry.writer_of(first)}"
+            )
 
     def close(self) -> None:
         """Call when nothing more will be read."""

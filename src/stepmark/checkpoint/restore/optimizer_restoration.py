@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from stepmark.checkpoint.format.json_values import decode
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.checkpoint.restore.read_plan import ReadPlan, tensor_names
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget
-from stepmark.checkpoint.sections import MASTER, Entry, Section, optimizer_state
+from stepmark.checkpoint.sections import Entry, Section, optimizer_state
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Layout, layout_of

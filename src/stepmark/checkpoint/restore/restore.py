@@ -16,9 +16,10 @@ from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.json_values import check_types
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.checkpoint.restore.state_restoration import Names, StateRestoration
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
-from stepmark.checkpoint.sections import MASTER, Section, describe
+from stepmark.checkpoint.sections import Section, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.runtime.base import Runtime

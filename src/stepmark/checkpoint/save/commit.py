@@ -15,6 +15,7 @@ from stepmark.checkpoint.format.manifest import (
     MANIFEST,
     MODEL,
     VALUES,
+    VERSION,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -99,3 +100,8 @@ def tensor_entries(plan: SavePlan) -> dict[str, dict[str, TensorEntry]]:
             known: Any = tensors[tensor.name].slices if tensor.name in tensors else ()
             tensors[tensor.name] = TensorEntry(tensor.dtype, tensor.shape, (*known, (index, tensor.slice)))
     return groups
+
+
+def values_to_bytes(values: Mapping[str, Any]) -> bytes:
+    """The contents of state.json."""
+    return json.dumps({"version": VERSION, "sections": values}).encode()

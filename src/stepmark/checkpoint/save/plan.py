@@ -19,8 +19,8 @@ from heapq import heapreplace
 from itertools import accumulate, pairwise
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
+from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.format.tensor_file import PAGE, StoredTensor, header_size, order
-from stepmark.checkpoint.sections import Row
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Shape
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import torch
 from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
 from stepmark.checkpoint.format.json_values import encode_plain
-from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, VERSION, Manifest
+from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, Manifest
 from stepmark.checkpoint.save.commit import INDEX
 from stepmark.checkpoint.save.plan import SavePlan, plan_save
 from stepmark.checkpoint.save.table_exchange import RankTables, gather_rows, gather_values, tabulate
@@ -186,11 +185,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def values_to_bytes(values: Mapping[str, Any]) -> bytes:
-    """The contents of state.json."""
-    return json.dumps({"version": VERSION, "sections": values}).encode()
 
 
 def check_disk(folder: Path, plan: SavePlan) -> None:

@@ -12,8 +12,9 @@ from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.json_values import TAG
+from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.plan import Holding
-from stepmark.checkpoint.sections import Row, Section
+from stepmark.checkpoint.sections import Section
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Box, TensorSlice
 

@@ -6,13 +6,16 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum
 from stepmark.checkpoint.format.tensor_file import PAGE, Header
 from stepmark.checkpoint.save.plan import PlannedFile, SavePlan
-from stepmark.checkpoint.save.snapshot import Extent
 from stepmark.checkpoint.threads import in_parallel
 from stepmark.filesystem import files
+
+if TYPE_CHECKING:
+    from stepmark.checkpoint.save.snapshot import Extent
 
 BLOCK = 8 * CHECKSUM_BLOCK
 

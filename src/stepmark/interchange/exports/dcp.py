@@ -8,18 +8,18 @@ for those that its own state has. Tensors are cut into chunks of rows, so that a
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
-from stepmark.checkpoint.sections import MASTER
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.interchange.exported import ExportOptions, ExportPlan, optimizer_of
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.formats import torchtitan
 from stepmark.interchange.formats.dcp_store import METADATA
 from stepmark.interchange.output_files import ArchivesFile, DataFile, OutputFile, copied_files
+from stepmark.interchange.pickle_writer import Call, Global, Instance, dumps
 from stepmark.interchange.resharding import rows_of
 from stepmark.interchange.torch_writer import Reshaped, TorchArchive
 from stepmark.sharding.layout import Shape
@@ -31,7 +31,48 @@ _MASTERS = (
     "which no torch optimizer asks for"
 )
 
+_METADATA = "torch.distributed.checkpoint.metadata"
+_BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"), {})
+
 Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """A record of a tensor or value: which, and where it begins in the tensor."""
+
+    name: str
+    offset: Shape | None = None
+    number: int | None = None
+
+    def pickled(self) -> Instance:
+        offset = None if self.offset is None else _size(self.offset)
+        return Instance(Global(_METADATA, "MetadataIndex"), {"fqn": self.name, "index": self.number, "offset": offset})
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a record lies."""
+
+    file: str
+    offset: int
+    length: int
+
+    def pickled(self) -> Instance:
+        kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+        return Instance(kind, {"relative_path": self.file, "offset": self.offset, "length": self.length})
+
+
+def _size(shape: Shape) -> Call:
+    return Call(Global("torch", "Size"), (tuple(shape),))
+
+
+def _properties(dtype: str) -> Instance:
+    """torch's TensorProperties: of a strided tensor that needs no gradient and is not pinned."""
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    state = (Global("torch", DTYPES[dtype][1]), layout, False, memory_format, False)
+    return Instance(Global(_METADATA, "TensorProperties"), state)
 
 
 @dataclass
@@ -41,8 +82,8 @@ class _Writer:
     files: list[ArchivesFile] = field(default_factory=lambda: [ArchivesFile("__0_0.distcp")])
     described: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
-    places: dict[Any, Any] = field(default_factory=dict)
-    _known: dict[int, tuple[str, list[Any]]] = field(default_factory=dict)  # tensors written, with their records
+    places: dict[_Index, _Place] = field(default_factory=dict)
+    _known: dict[int, tuple[Any, str, list[_Index]]] = field(default_factory=dict)  # tensors written, their records
 
     def add(self, path: Path, value: Any) -> None:
         """A tensor, or a plain value, at the end of a path of keys."""
@@ -54,50 +95,47 @@ class _Writer:
             self._add_value(name, value)
 
     def _add_tensor(self, name: str, value: ForeignTensor | Reshaped) -> None:
-        import torch
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-        from torch.distributed.checkpoint.metadata import TensorProperties as Properties
-
         if id(value) in self._known:
-            self._add_name(name, *self._known[id(value)])
+            self._add_name(name, *self._known[id(value)][1:])
             return
         tensor, shape = (value, value.shape) if isinstance(value, ForeignTensor) else (value.tensor, value.shape)
         chunks, records = [], []
         for number, (start, rows, part) in enumerate(_chunks(tensor, shape)):
             sizes = (rows, *shape[1:]) if shape else ()
-            offsets = torch.Size((start, *(0 for _ in shape[1:])) if shape else ())
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(sizes)))
-            records.append(MetadataIndex(name, offsets, number))
+            offsets = (start, *(0 for _ in shape[1:])) if shape else ()
+            described = {"offsets": _size(offsets), "sizes": _size(sizes)}
+            chunks.append(Instance(Global(_METADATA, "ChunkStorageMetadata"), described))
+            records.append(_Index(name, offsets, number))
             self._place(records[-1], TorchArchive(Reshaped(part, sizes)))
-        self._known[id(value)] = name, records
-        properties = Properties(dtype=torch_dtype(tensor.dtype))
-        self.described[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+        self._known[id(value)] = value, name, records  # an id is that of no other tensor while it is kept
+        tensor_state = {"properties": _properties(tensor.dtype), "size": _size(shape), "chunks": chunks}
+        self.described[name] = Instance(Global(_METADATA, "TensorStorageMetadata"), tensor_state)
 
-    def _add_name(self, name: str, other: str, records: list[Any]) -> None:
+    def _add_name(self, name: str, other: str, records: list[_Index]) -> None:
         """Another name of a tensor that is there already: the same records, not a copy."""
         self.described[name] = self.described[other]
-        self.places |= {replace(index, fqn=name): self.places[index] for index in records}
+        self.places |= {replace(index, name=name): self.places[index] for index in records}
 
     def _add_value(self, name: str, value: Any) -> None:
-        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+        self.described[name] = _BYTES
+        self._place(_Index(name), TorchArchive(value))
 
-        self.described[name] = BytesStorageMetadata()
-        self._place(MetadataIndex(name), TorchArchive(value))
-
-    def _place(self, index: Any, archive: TorchArchive) -> None:
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-
+    def _place(self, index: _Index, archive: TorchArchive) -> None:
         if self.files[-1].length and self.files[-1].length + archive.size > FILE:
             self.files.append(ArchivesFile(f"__0_{len(self.files)}.distcp"))
         file = self.files[-1]
-        self.places[index] = _StorageInfo(file.name, file.add(archive), archive.size)
+        self.places[index] = _Place(file.name, file.add(archive), archive.size)
 
     def metadata(self) -> OutputFile:
         """The file that says what there is."""
-        from torch.distributed.checkpoint.metadata import Metadata
-
-        made = Metadata(self.described, self.paths, self.places)
-        return DataFile(METADATA, pickle.dumps(made, protocol=4))
+        state = {
+            "state_dict_metadata": self.described,
+            "planner_data": self.paths,
+            "storage_data": {index.pickled(): place.pickled() for index, place in self.places.items()},
+            "storage_meta": None,
+            "version": None,
+        }
+        return DataFile(METADATA, dumps(Instance(Global(_METADATA, "Metadata"), state)))
 
 
 def _chunks(tensor: ForeignTensor, shape: Shape) -> Iterator[tuple[int, int, ForeignTensor]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
+import struct
+from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.sections import MASTER
+import numpy as np
+
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.interchange.exported import (
     ExportOptions,
     ExportPlan,
@@ -17,10 +20,11 @@ from stepmark.interchange.exported import (
     weights_in_full_precision,
 )
 from stepmark.interchange.finish import CONFIG
-from stepmark.interchange.foreign import ForeignCheckpoint
+from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.imported_state import trainer_state_bytes
 from stepmark.interchange.model_outline import ModelOutline, read_config
 from stepmark.interchange.output_files import DataFile, OutputFile, copied_files, model_files, torch_file
+from stepmark.interchange.stored_array import StoredArray
 
 _MASTERS = (
     "the weights are written in fp32, from the master weights; load the model in fp32 (with bf16=True for autocast), "
@@ -43,7 +47,7 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
         found.files.append(torch_file("scheduler.pt", dict(source.schedule)))
     else:
         found.lost.append("scheduler.pt: the checkpoint has no schedule of a run; transformers begins its own anew")
-    found.files += [DataFile("rng_state.pth", _random_states(source)), _trainer_state(source)]
+    found.files += [torch_file("rng_state.pth", _random_states(source)), _trainer_state(source)]
     groups = len(optimizer_of(source).groups)
     if groups != 2:
         found.notes.append(
@@ -85,19 +89,24 @@ def _trainer_state(source: ForeignCheckpoint) -> OutputFile:
     return DataFile("trainer_state.json", (json.dumps(state, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _random_states(source: ForeignCheckpoint) -> bytes:
+def _random_states(source: ForeignCheckpoint) -> dict[str, Any]:
     """States of generators, made from the step: Stepmark draws random numbers from seed and step and has none."""
-    import numpy as np
-    import torch
-
     step = source.step or 0
-    states = {
+    return {
         "python": random.Random(step).getstate(),
         "numpy": np.random.RandomState(step % (1 << 32)).get_state(),
-        "cpu": torch.Generator().manual_seed(step).get_state(),
-        "cuda": torch.tensor([step, 0]).view(torch.uint8),  # seed and position
+        "cpu": _bytes_tensor(cpu_generator_state(step)),
+        "cuda": _bytes_tensor(struct.pack("<2q", step, 0)),  # seed and position
         "xla": step,
     }
-    buffer = io.BytesIO()
-    torch.save(states, buffer)
-    return buffer.getvalue()
+
+
+def _bytes_tensor(data: bytes) -> ForeignTensor:
+    return ForeignTensor.whole("a generator's state", StoredArray(Path(), 0, "U8", (len(data),), (1,), data))
+
+
+def cpu_generator_state(seed: int) -> bytes:
+    """`torch.Generator().manual_seed(seed).get_state()`: the seed, that 1 number is left of a table of 624 that numpy
+    makes in the same way, and no stored normal numbers."""
+    table = np.random.RandomState(seed % (1 << 32)).get_state()[1]
+    return struct.pack("<QiiQ", seed, 1, 1, 0) + np.asarray(table).astype("<u8").tobytes() + bytes(40)

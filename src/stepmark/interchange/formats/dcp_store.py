@@ -15,10 +15,11 @@ from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.interchange.foreign import ForeignTensor, Piece
 from stepmark.interchange.pickle_reader import PickledObject, natural, read_pickle
+from stepmark.interchange.records import Record
 from stepmark.interchange.source_files import inside
 from stepmark.interchange.state_dict_files import assembled
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import Record, read_torch_file
+from stepmark.interchange.torch_file import read_torch_file
 
 METADATA = ".metadata"
 _LARGEST = 512 << 20

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.sections import MASTER
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.formats.dcp_store import METADATA, DcpStore, read_store

@@ -1,0 +1,103 @@
+"""What is known of models without their class is what transformers' class says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from stepmark.errors import CheckpointMismatch
+from stepmark.interchange import model_class
+from stepmark.interchange.known_outlines import known_outline
+from stepmark.interchange.model_outline import ModelOutline
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+}
+TIED = {**SIZES, "tie_word_embeddings": True}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 64}
+
+KNOWN: list[dict[str, Any]] = [
+    {"model_type": "llama", **SIZES},
+    {"model_type": "llama", **TIED, "attention_bias": True, "head_dim": 6},
+    {"model_type": "llama", **SIZES, "mlp_bias": True, "architectures": ["LlamaForCausalLM"]},
+    {"model_type": "mistral", **SIZES, "head_dim": 6},
+    {"model_type": "mistral", **TIED, "attention_bias": True, "head_dim": None},
+    {"model_type": "qwen2", **SIZES, "attention_bias": False},
+    {"model_type": "qwen2", **TIED},
+    {"model_type": "qwen3", **SIZES, "head_dim": 6, "mlp_bias": True},
+    {"model_type": "qwen3", **TIED, "head_dim": 4, "attention_bias": True},
+    {"model_type": "granite", **SIZES, "attention_bias": True, "mlp_bias": True},
+    {"model_type": "gpt2", **GPT2},
+    {"model_type": "gpt2", **GPT2, "n_inner": 24, "tie_word_embeddings": False},
+]
+OPEN: list[dict[str, Any]] = [
+    {"model_type": "llama", **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}},
+    {"model_type": "llama", **{k: v for k, v in SIZES.items() if k != "tie_word_embeddings"}},
+    {"model_type": "llama", **SIZES, "architectures": ["LlamaForSequenceClassification"]},
+    {"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "fp8"}},
+    {"model_type": "llama", **SIZES, "hidden_size": "32"},
+    {"model_type": "qwen3", **SIZES},
+    {"model_type": "gpt2", **GPT2, "add_cross_attention": True},
+    {"model_type": "bert", "hidden_size": 32},
+    {"model_type": ["llama"]},
+]
+
+
+@pytest.mark.parametrize("config", KNOWN, ids=lambda config: config["model_type"])
+def test_known_models_are_those_of_transformers(config: dict[str, Any]) -> None:
+    known, real = known_outline(config), model_class._outline(config)
+    assert known == real
+    assert known is not None
+    for mine, theirs in ((known.parameters, real.parameters), (known.state, real.state)):
+        assert list(mine) == list(theirs)  # the order numbers an optimizer's states
+
+
+@pytest.mark.parametrize("config", OPEN, ids=lambda config: str(config["model_type"]))
+def test_what_a_config_leaves_open_is_asked_of_the_class(config: dict[str, Any]) -> None:
+    assert known_outline(config) is None
+
+
+def test_another_process_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder has a file with the name of a module that it imports: that must not run."""
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 1, "hidden_size": 24}
+    (tmp_path / "transformers.py").write_text("raise SystemExit('ran')")
+    monkeypatch.chdir(tmp_path)
+    assert model_class._from_process(config) == model_class._outline(config)
+
+
+def test_an_outline_survives_the_way_between_processes() -> None:
+    outline = model_class._outline(KNOWN[-2])
+    assert outline.layer_norms
+    assert outline.tied
+    assert ModelOutline.from_json(outline.to_json()) == outline
+    assert transformers.__name__ in sys.modules
+
+
+def test_a_model_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bert", "hidden_size": 7, "num_attention_heads": 2})
+    )
+    program = (
+        "import sys; from pathlib import Path; from stepmark.interchange.model_class import outline_of\n"
+        "try: outline_of(Path(sys.argv[1]), 100)\nexcept Exception as error: print(type(error).__name__, error)\n"
+        "print('torch' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "config.json")], capture_output=True, text=True, check=True
+    )
+    message, imported = found.stdout.splitlines()
+    assert message.startswith(CheckpointMismatch.__name__)
+    assert "config.json" in message
+    assert imported == "False"
