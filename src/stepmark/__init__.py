@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from stepmark.parallel.zero.custom_loop_optimizer import ZeroRedundancyOptimizer
     from stepmark.runtime.mesh import Mesh
     from stepmark.runtime.module_placement import place_module
+    from stepmark.trainer.seq2seq import Seq2SeqTrainer
+    from stepmark.trainer.seq2seq_arguments import Seq2SeqTrainingArguments
     from stepmark.trainer.telemetry.run_log import read_metrics
     from stepmark.trainer.trainer import Trainer
     from stepmark.trainer.training_arguments import TrainingArguments
@@ -42,6 +44,8 @@ __all__ = [
     "Mesh",
     "MicroBatchLoss",
     "PadTo",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "TrainStep",
     "Trainer",
     "TrainingArguments",
@@ -68,6 +72,8 @@ _MODULES = {
     "Mesh": "stepmark.runtime.mesh",
     "MicroBatchLoss": "stepmark.training.loss",
     "PadTo": "stepmark.data.collate",
+    "Seq2SeqTrainer": "stepmark.trainer.seq2seq",
+    "Seq2SeqTrainingArguments": "stepmark.trainer.seq2seq_arguments",
     "TrainStep": "stepmark.training.step",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.trainer.training_arguments",

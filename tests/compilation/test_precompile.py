@@ -22,6 +22,12 @@ TENSOR_PARALLEL: dict[str, Any] = {
     "config_overrides": {**LLAMA, "num_key_value_heads": 2, "vocab_size": 260},
     "tensor_parallel_size": 2,
 }
+PIPELINE: dict[str, Any] = {
+    "config_name": "llama",
+    "config_overrides": {**LLAMA, "num_hidden_layers": 4, "vocab_size": 260},
+    "pipeline_parallel_size": 2,
+}
+INTERLEAVED = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two ranks, ZeRO-1": (2, {"zero_1": True, "gradient_accumulation_steps": 2, **EVALUATED}),
@@ -46,6 +52,8 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
         {**TENSOR_PARALLEL, "sequence_parallel": True, "dtype": "bfloat16", **EVALUATED},
     ),
     "four ranks": (4, {**TENSOR_PARALLEL, "zero_1": True, "gradient_accumulation_steps": 2, **EVALUATED}),
+    "pipeline": (2, {**PIPELINE, "gradient_accumulation_steps": 6, **EVALUATED}),
+    "interleaved pipeline": (2, {**PIPELINE, **INTERLEAVED, "gradient_accumulation_steps": 6, **EVALUATED}),
     "ZeRO-1, bfloat16": (2, {"zero_1": True, "dtype": "bfloat16", **EVALUATED}),
 }
 pytestmark = pytest.mark.xla
@@ -53,7 +61,7 @@ pytestmark = pytest.mark.xla
 
 def follow(ranks: Ranks, folder: Path, nproc: int, fields: dict[str, Any], metrics: str | None = None) -> list[Any]:
     """Makes the graphs ahead, trains, and resumes; what each rank asked for then."""
-    data_ranks = nproc // fields.get("tensor_parallel_size", 1)
+    data_ranks = nproc // fields.get("tensor_parallel_size", 1) // fields.get("pipeline_parallel_size", 1)
     samples = 3 * fields.get("gradient_accumulation_steps", 1) * data_ranks  # a step and a half: every other is ragged
     given = {
         "save_steps": 2,

@@ -26,5 +26,14 @@ def test_ranks_with_different_graphs_are_named() -> None:
     assert "warning: rank 2 has other graphs than rank 0; with collectives in the graph the run would hang" in lines
 
 
+def test_stages_of_a_pipeline_have_graphs_of_their_own() -> None:
+    lines = describe([[STEP], [STEP], [ODD], [STEP]], "/cache", reads_back=True, stages=2).splitlines()
+    assert "1 graphs of pipeline stage 1 on each of 2 ranks in 1.2 seconds, in /cache" in lines
+    assert "1 graphs of pipeline stage 2 on each of 2 ranks in 0.5 seconds, in /cache" in lines
+    assert [line for line in lines if "other graphs" in line] == [
+        "warning: rank 3 has other graphs than rank 2; with collectives in the graph the run would hang"
+    ]
+
+
 def test_a_client_that_cannot_read_back_is_said() -> None:
     assert "note: XLA's CPU client cannot read" in describe([[STEP]], "/cache", reads_back=False)

@@ -12,6 +12,8 @@ import pytest
 import transformers
 
 from stepmark import TrainingArguments
+from stepmark.config.absent_arguments import INSTEAD
+from stepmark.config.old_names import FIELDS
 from stepmark.config.recipe import all_fields
 from stepmark.config.transformers_defaults import DONE_ANYWAY, SWITCHES
 from stepmark.errors import UsageError
@@ -27,14 +29,14 @@ class ScriptArguments(TrainingArguments):
 
 @pytest.mark.parametrize("kind", [TrainingArguments, ScriptArguments])
 def test_default_values_of_other_fields_are_accepted(tmp_path: Path, kind: type[TrainingArguments]) -> None:
-    defaults: dict[str, Any] = {"push_to_hub": False, "fp16": False, "fsdp": "", "neftune_noise_alpha": None}
+    defaults: dict[str, Any] = {"torch_compile": False, "fp16": False, "fsdp": "", "deepspeed": None}
     made = kind(output_dir=str(tmp_path), learning_rate=0.5, **defaults)
     assert made.learning_rate == 0.5
-    assert not hasattr(made, "push_to_hub")
+    assert made.torch_compile is False
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("fp16", True), ("push_to_hub", True), ("neftune_noise_alpha", 5.0), ("learningrate", 1.0)]
+    ("name", "value"), [("fp16", True), ("torch_compile", True), ("fsdp", "full_shard"), ("learningrate", 1.0)]
 )
 @pytest.mark.parametrize("kind", [TrainingArguments, ScriptArguments])
 def test_other_values_are_refused_by_name(name: str, value: Any, kind: type[TrainingArguments]) -> None:
@@ -97,11 +99,36 @@ def test_every_argument_that_is_lacking_is_on_the_page_about_transformers() -> N
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}
     mentioned = {word.partition("=")[0] for word in re.findall(r"`([\w=]+)`", page)}
     assert theirs - ours - mentioned == set()
-    assert {*DONE_ANYWAY, *SWITCHES} <= mentioned
+    assert {*DONE_ANYWAY, *SWITCHES, *INSTEAD} <= mentioned
+
+
+def test_every_argument_that_is_lacking_is_refused_with_a_remedy() -> None:
+    theirs = {each.name for each in dataclasses.fields(transformers.TrainingArguments) if each.init}
+    ours = {each.name for each in dataclasses.fields(TrainingArguments)}
+    assert theirs - ours - set(SWITCHES) - set(INSTEAD) - set(FIELDS) <= set(DONE_ANYWAY)
+    for name in sorted(set(INSTEAD) - ours):
+        with pytest.raises(UsageError, match=f"^{name}: .*does not support; {re.escape(INSTEAD[name])}$"):
+            TrainingArguments(**{name: "another value"})
+
+
+def test_arguments_that_are_lacking_can_be_read_and_keep_their_defaults() -> None:
+    made = TrainingArguments(use_cpu=True)  # type: ignore[call-arg]
+    assert (made.torch_compile, made.ddp_timeout, made.use_cpu, made.enable_jit_checkpoint) == (
+        False,
+        1800,
+        True,
+        False,
+    )
+    made.torch_compile = False
+    with pytest.raises(UsageError, match="^torch_compile: .*pass torch.compile"):
+        made.torch_compile = True
+    assert made.torch_compile is False
+    with pytest.raises(AttributeError, match="no attribute 'torch_compiled'"):
+        made.torch_compiled  # noqa: B018
 
 
 def test_what_is_done_anyway_may_be_asked_for() -> None:
     made = TrainingArguments(eval_accumulation_steps=2, ddp_find_unused_parameters=False)  # type: ignore[call-arg]
-    assert not hasattr(made, "eval_accumulation_steps")
+    assert (made.eval_accumulation_steps, made.ddp_find_unused_parameters) == (2, False)
     with pytest.raises(UsageError, match="^save_on_each_node: "):
         TrainingArguments(save_on_each_node=True)  # type: ignore[call-arg]

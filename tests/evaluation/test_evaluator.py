@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader import DataLoader
-from stepmark.evaluation.evaluator import Evaluator, concatenate, perplexity
+from stepmark.evaluation.evaluator import Evaluator, perplexity
+from stepmark.evaluation.predictions import concatenate
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.training.loss import MicroBatchLoss

@@ -15,6 +15,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointNotFound, DataError, Me
 from stepmark.evaluation.evaluator import Evaluation
 from stepmark.evaluation.metric_functions import load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, plain_values, summarize
+from stepmark.evaluation.predictions import SampleRows
 from stepmark.trainer.strategies import is_better
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 
@@ -53,7 +54,7 @@ def test_a_value_that_is_not_a_number_is_named(given: Any, named: str) -> None:
 
 
 def test_custom_metrics_are_added_to_the_built_in_ones() -> None:
-    evaluation = Evaluation(1.0, 10, 4, 2, 0.5, predictions=np.zeros((4, 2)), labels=np.zeros(4))
+    evaluation = Evaluation(1.0, 10, 4, 2, 0.5, SampleRows(np.zeros((4, 2)), np.zeros(4)))
     metrics = summarize(evaluation, "eval", causal=False, compute_metrics=lambda given: {"n": len(given.label_ids)})
     assert metrics == {
         "eval_loss": 1.0,
@@ -212,3 +213,37 @@ def test_metrics_that_are_not_numbers_are_kept_and_not_compared(tmp_path: Path) 
 def test_a_metric_that_no_file_can_hold_is_named() -> None:
     with pytest.raises(MetricsError, match=r"mine returned a object for 'figure'"):
         plain_values({"figure": object()}, "mine")
+
+
+def test_metrics_of_each_batch(tmp_path: Path) -> None:
+    calls: list[tuple[Any, Any, bool]] = []
+
+    def count(prediction: Any, compute_result: bool = False) -> dict[str, float]:
+        calls.append((prediction, len(prediction.predictions), compute_result))
+        return {"samples": float(sum(rows for _, rows, _ in calls))} if compute_result else {}
+
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "device": "cpu", "per_device_eval_batch_size": 2}
+    args = TrainingArguments(**options, batch_eval_metrics=True, include_for_metrics=["inputs", "loss"])
+    trainer = Trainer(tiny_model(), args, eval_dataset=Blocks(5, seed=3), compute_metrics=count)
+    assert trainer.evaluate()["eval_samples"] == 5.0
+    assert [(rows, last) for _, rows, last in calls] == [(2, False), (2, False), (1, True)]
+    first = calls[0][0]
+    assert isinstance(first.predictions, torch.Tensor)
+    assert torch.equal(first.inputs, torch.stack([Blocks(5, seed=3)[index]["input_ids"] for index in (0, 1)]))
+    with torch.no_grad():
+        loss = float(trainer.model.eval()(input_ids=first.inputs, labels=first.label_ids).loss)
+    assert first.losses.tolist() == pytest.approx([loss] * 2)
+    with pytest.raises(UsageError, match="^batch_eval_metrics: .*has no argument compute_result"):
+        Trainer(tiny_model(), args, compute_metrics=lambda prediction: {})
+    with pytest.raises(UsageError, match="^include_for_metrics: 'logits' is unknown"):
+        TrainingArguments(**options, include_for_metrics=["logits"])
+
+
+def test_only_the_loss_is_computed_where_nothing_else_is_asked_for(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", prediction_loss_only=True)
+    trainer = Trainer(tiny_model(), args, compute_metrics=lambda prediction: {"never": 1.0})
+    found = trainer.predict(Blocks(3, seed=3))
+    assert found.predictions is None
+    assert found.label_ids is None
+    assert "test_loss" in found.metrics
+    assert "test_never" not in found.metrics

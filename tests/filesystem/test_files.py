@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +112,25 @@ def write_files(folder: Path) -> None:
     files.make_folder(folder / "templates")
     for name in ("config.json", "templates/chat.jinja"):
         files.write_file(folder / name, b"{}", durable=False)
+
+
+@pytest.mark.parametrize("sync", [files.sync_file, files.sync_folder, files.make_folder])
+def test_what_is_listed_and_cannot_be_opened_yet_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Callable[[Path], None]
+) -> None:
+    path, denied = tmp_path / "late", []
+    path.touch() if sync is files.sync_file else path.mkdir()
+
+    def denying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(name: Any, *arguments: Any, **options: Any) -> Any:
+            if name == path and len(denied) < 2:
+                denied.append(name)
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(name))
+            return call(name, *arguments, **options)
+
+        return wrapped
+
+    for name in ("open", "stat"):
+        monkeypatch.setattr(os, name, denying(getattr(os, name)))
+    sync(path)
+    assert len(denied) == 2

@@ -10,7 +10,7 @@ import torch
 from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime import device as select
 from stepmark.runtime import hardware
-from stepmark.runtime.device import check_pipeline, choose_device, create_runtime, runtime_for
+from stepmark.runtime.device import choose_device, create_runtime, runtime_for
 from stepmark.training.model_options import check_bf16
 
 
@@ -161,10 +161,3 @@ def test_bf16_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None
                 check_bf16(torch.device("cuda"))
     for name in ("cpu", "xla"):
         check_bf16(torch.device(name))
-
-
-def test_a_lazy_device_runs_no_pipeline() -> None:
-    for device, stages in (("cpu", 4), ("cuda", 2), ("xla", 1)):
-        check_pipeline(device, stages)
-    with pytest.raises(UsageError, match=r"pipeline_parallel_size: lazy devices \(xla\)"):
-        check_pipeline("xla", 2)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from stepmark.runtime.rank_grid import RankGrid, group_of
+from stepmark.runtime.rank_grid import RankGrid, group_of, linked_groups, links_of_color, with_every_rank
 
 GRIDS = [
     {"dp": 1, "tp": 1},
@@ -60,3 +60,29 @@ def test_origin_over_several_axes() -> None:
     grid = RankGrid({"pp": 2, "dp": 3, "tp": 2})
     assert grid.origin("tp") == [0, 2, 4, 6, 8, 10]
     assert grid.origin("pp", "tp") == [0, 2, 4]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("inner", [1, 2, 3])
+def test_links_of_a_pipeline_have_groups_that_name_every_rank_once(stages: int, inner: int) -> None:
+    pipelines = RankGrid({"pp": stages, "dp": inner}).groups("pp")
+    links = [(stage, stage + 1) for stage in range(stages - 1)] + ([(0, stages - 1)] if stages > 2 else [])
+    colors = {}
+    for first, second in links:
+        together = links_of_color(first, second, stages)
+        assert (first, second) in together
+        held = [stage for link in together for stage in link]
+        assert len(held) == len(set(held))
+        groups = linked_groups(pipelines, together)
+        assert sorted(rank for group in groups for rank in group) == list(range(stages * inner))
+        for pipeline in pipelines:
+            assert [pipeline[first], pipeline[second]] in groups
+        sizes = {len(group) for group in groups}
+        assert sizes == ({2} if stages * inner % 2 == 0 else {1, 2})
+        colors[first, second] = groups
+    assert len({str(groups) for groups in colors.values()}) == min(len(links), 3 if stages > 2 else 1)
+
+
+def test_groups_are_completed_with_groups_of_their_size() -> None:
+    assert with_every_rank([[0, 6], [1, 7]], 8) == [[0, 6], [1, 7], [2, 3], [4, 5]]
+    assert with_every_rank([[0, 2]], 3) == [[0, 2], [1]]

@@ -140,6 +140,35 @@ def state_bytes(options: dict[str, Any]) -> int:
     return step.optimizer.state_bytes()
 
 
+def measured(context: Context, options: dict[str, Any]) -> dict[str, Any]:
+    """`train_on`'s `values`; the `graphs` that this process has compiled after each step; and the `reads` of the lazy
+    device that nobody has asked for, where this process has one rank."""
+    step, batches = training(context, options, MODELS.pop() if MODELS else build(**options["model"]))
+    values, graphs = [], []
+    for number, batch in zip(range(options["steps"]), batches, strict=False):
+        statistics = step(number, batch)
+        values += [each.tolist() for each in context.runtime.to_host([statistics.values])]
+        counters = context.runtime.counters()
+        assert counters is not None
+        graphs.append(counters.compilations)
+    reads = context.runtime.transfers_to_host(own=False)
+    return {"values": values, "graphs": graphs, "reads": reads}
+
+
+def measured_over_the_host(options: dict[str, Any]) -> dict[str, Any]:
+    """In processes of XLA's CPU client."""
+    return measured(start("xla"), options)
+
+
+def measured_in_replica_threads(replicas: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """In replica threads, by rank; the graphs are those of all of them."""
+    from stepmark.runtime.replica_threads import run_replicas
+
+    MODELS.extend(build(**options["model"]) for _ in range(replicas))
+    found = run_replicas(lambda context: measured(context, options), replicas)
+    return [{**each, "reads": 0} for each in found]
+
+
 def in_replica_threads(replicas: int, options: list[dict[str, Any]]) -> list[list[list[list[float]]]]:
     """The same in replica threads; by rank, then by case."""
     from stepmark.runtime.replica_threads import run_replicas

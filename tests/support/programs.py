@@ -39,12 +39,12 @@ class Blocks(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
-def tiny_model(dropout: float = 0.1, seed: int | None = 0) -> GPT2LMHeadModel:
+def tiny_model(dropout: float = 0.1, seed: int | None = 0, layers: int = 1) -> GPT2LMHeadModel:
     if seed is not None:
         torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
-            n_layer=1,
+            n_layer=layers,
             n_embd=32,
             n_head=2,
             vocab_size=VOCABULARY,
@@ -114,13 +114,14 @@ class CountGraphs(TrainerCallback):
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains the tiny model and returns its losses, weights and counters. `options` are TrainingArguments and samples,
-    eval_samples, eval_sets (the names of several), ragged, dropout, model_seed (a list: one a rank), kill_at,
+    eval_samples, eval_sets (the names of several), ragged, dropout, layers, model_seed (a list: one a rank), kill_at,
     kill_ranks, kill_at_event, signal_at (what SignalAt is made with), noise (draw random numbers from every generator
     between steps), counted (count graphs after every step)."""
     options = dict(options)
     samples, eval_samples = options.pop("samples", 30), options.pop("eval_samples", 7)
     eval_sets = options.pop("eval_sets", None)
     dropout, kill_at = options.pop("dropout", 0.1), options.pop("kill_at", None)
+    layers = options.pop("layers", 1)
     model_seeds, kill_ranks = options.pop("model_seed", [0]), options.pop("kill_ranks", None)
     callbacks = [] if kill_at is None else [KillAt(kill_at, kill_ranks)]
     if options.pop("noise", False):
@@ -137,7 +138,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     defaults = {"max_steps": 8, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-3}
     args = TrainingArguments(**{**defaults, "save_strategy": "no", "disable_tqdm": True, **options})
     trainer = Trainer(
-        tiny_model(dropout, model_seeds[rank % len(model_seeds)]),
+        tiny_model(dropout, model_seeds[rank % len(model_seeds)], layers),
         args,
         train_dataset=Blocks(samples, ragged=ragged),
         eval_dataset=Blocks(eval_samples, seed=1)

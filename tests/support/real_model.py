@@ -43,14 +43,16 @@ def unpack(folder: str) -> None:
 def fine_tune(source: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Ten steps on Python's standard library; then the logits that the model on the mesh gives, and those of the
     consolidated checkpoint in transformers."""
-    mesh = Mesh.create(tensor_parallel_size=options.get("tensor_parallel_size", 1), device="cpu")
+    sizes = {name: options.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    mesh = Mesh.create(**sizes, device="cpu")
+    micro_batches = mesh.data_parallel.size * options.get("gradient_accumulation_steps", 1)
     with mesh.context.leader_first("preparing data"):
         config = DataArguments(dataset_name="python-stdlib", block_size=64, max_train_samples=80, max_eval_samples=2)
         data = prepare(config, AutoTokenizer.from_pretrained(source))
     with load_for_parallelism(mesh):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     args = TrainingArguments(
-        output_dir=folder, max_steps=10, per_device_train_batch_size=4 // mesh.data_parallel.size, logging_steps=1,
+        output_dir=folder, max_steps=10, per_device_train_batch_size=4 // micro_batches, logging_steps=1,
         learning_rate=1e-5, save_steps=10, disable_tqdm=True, device="cpu", **options,
     )  # fmt: skip
     trainer = Trainer(model, args, train_dataset=data.train, eval_dataset=data.validation)

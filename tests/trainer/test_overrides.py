@@ -542,16 +542,65 @@ def test_every_set_is_evaluated_by_a_call(tmp_path: Path) -> None:
     assert trainer.prefixes == ("eval", "eval_a", "eval_b")
 
 
-def test_outputs_can_be_left_out_of_predictions(tmp_path: Path) -> None:
-    class Extra(Classifier):
-        def forward(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
-            outputs = super().forward(*args, **inputs)
-            return {**outputs, "hidden": outputs["logits"] * 0, "other": outputs["logits"] + 1}
+class ManyOutputs(Classifier):
+    def forward(self, *args: Any, **inputs: Any) -> dict[str, Any]:  # type: ignore[override]
+        outputs = super().forward(*args, **inputs)
+        heads = {"a": outputs["logits"] + 1, "b": outputs["logits"][:, :1]}
+        return {**outputs, "hidden": outputs["logits"] * 0, "heads": heads, "mean": outputs["logits"].mean()}
 
-    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", disable_tqdm=True)
-    trainer = Trainer(Extra(), args)
+
+def test_predictions_are_all_outputs_but_those_that_are_to_be_ignored(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", disable_tqdm=True, per_device_eval_batch_size=2)
+    trainer = Trainer(ManyOutputs(), args)
+    logits, hidden, heads, mean = trainer.predict(Points(3)).predictions
+    assert logits.shape == hidden.shape == heads["a"].shape == (3, CLASSES)
+    assert (heads["b"].shape, mean.shape) == ((3, 1), (2,))  # a mean of each batch
+    assert len(trainer.predict(Points(3), ignore_keys=["hidden", "mean"]).predictions) == 2
+    trainer.model.config = transformers.PretrainedConfig()
+    trainer.model.config.keys_to_ignore_at_inference = ["hidden", "heads", "mean"]
     assert trainer.predict(Points(3)).predictions.shape == (3, CLASSES)
-    assert len(trainer.predict(Points(3), ignore_keys=["hidden"]).predictions) == 2
+
+
+class NeedsTraining(Classifier):
+    def forward(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
+        self.modes = [*getattr(self, "modes", []), self.training]
+        return super().forward(*args, **inputs)
+
+
+class LeavesItEvaluating(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.eval()
+
+
+def test_a_model_trains_in_training_mode_whatever_it_was_left_in(tmp_path: Path) -> None:
+    """`from_pretrained` returns models in evaluation mode, where dropout does nothing."""
+    model = NeedsTraining().eval()
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", disable_tqdm=True, max_steps=3, save_strategy="no")
+    Trainer(model, args, train_dataset=Points(8), callbacks=[LeavesItEvaluating()]).train()
+    assert model.modes == [True, True, True]
+
+
+def test_what_is_set_on_a_trainer_is_used(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    trainer = make(Trainer, tmp_path, max_steps=1, compute_metrics=lambda found: seen.append(found) or {})
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs["logits"].sum() * 0 + 1.5
+    trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+    assert trainer.evaluate()["eval_loss"] == 1.5
+    assert seen[0].predictions.shape == (7,)
+    trainer.compute_loss_func = None
+    trainer.compute_loss = (
+        lambda model, inputs, return_outputs=False, num_items_in_batch=None: (  # type: ignore
+            (found := model(**inputs))["loss"] * 0 + 2.5,
+            found,
+        )[: 2 if return_outputs else 1]
+    )
+    assert trainer.evaluate()["eval_loss"] == 2.5
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("training_step", "override compute_loss"), ("model", "new Trainer")])
+def test_what_would_have_no_effect_cannot_be_set(tmp_path: Path, name: str, remedy: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}.*{remedy}"):
+        setattr(make(Trainer, tmp_path, max_steps=1), name, Classifier())
 
 
 class Logs(Trainer):

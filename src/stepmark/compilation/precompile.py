@@ -47,7 +47,8 @@ def precompile(recipe: Recipe, metrics: str | None = None) -> None:
         )
     from stepmark.recipe.model import build_untrained
 
-    ranks = context.world.size // recipe.training.tensor_parallel_size
+    training = recipe.training
+    ranks = context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size)
     trainer = build_trainer(
         recipe,
         context,
@@ -58,7 +59,8 @@ def precompile(recipe: Recipe, metrics: str | None = None) -> None:
     recorder = record_graphs(trainer)
     graphs = context.host.all_gather(recorder.graphs)
     if context.host.rank == 0:
-        print(describe(graphs, kept_in(), reads_back=not context.runtime.host_memory), flush=True)
+        stages, reads_back = training.pipeline_parallel_size, not context.runtime.host_memory
+        print(describe(graphs, kept_in(), reads_back=reads_back, stages=stages), flush=True)
     context.host.barrier()
 
 
@@ -125,10 +127,16 @@ def _shortened(recipe: Recipe) -> Recipe:
     short = dataclasses.replace(
         training,
         max_steps=STEPS,
-        gradient_accumulation_steps=min(training.gradient_accumulation_steps, MICRO_BATCHES),
+        gradient_accumulation_steps=_micro_batches(training),
         compile_cache=switched_on(training.compile_cache),  # type: ignore[arg-type]  # true, too
         dataloader_num_workers=0,
         report_to="none",
         disable_tqdm=True,
     )
     return dataclasses.replace(recipe, training=short)
+
+
+def _micro_batches(training: TrainingFields) -> int:
+    """As few as make every graph: a multiple of a pipeline's ranks makes those of every schedule."""
+    ranks = training.pipeline_parallel_size
+    return min(training.gradient_accumulation_steps, 2 * ranks if ranks > 1 else MICRO_BATCHES)

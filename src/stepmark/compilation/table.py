@@ -11,22 +11,28 @@ if TYPE_CHECKING:
 HEAD = ("graph", "operations", "parameters", "seconds", "state")
 
 
-def describe(by_rank: Sequence[Sequence[Graph]], folder: str | None, *, reads_back: bool) -> str:
-    """The graphs of rank 0 as a table, what is wrong with them, and whether the ranks have the same ones.
+def describe(by_rank: Sequence[Sequence[Graph]], folder: str | None, *, reads_back: bool, stages: int = 1) -> str:
+    """The graphs of the first rank of each pipeline stage as a table, what is wrong with them, and whether the ranks of
+    a stage have the same ones.
 
     Args:
         by_rank: The graphs of each rank, in the order in which they were made.
         folder: Where they are kept.
         reads_back: Whether a later process on this device reads what was compiled.
+        stages: Stages of the ranks' pipeline, each of as many ranks, which are neighbours.
     """
-    graphs = by_rank[0]
-    rows = [(graph.part, *_sizes(graph), f"{graph.seconds:.1f}", graph.state) for graph in graphs]
-    lines = _aligned([HEAD, *rows])
-    seconds = sum(graph.seconds for graph in graphs)
-    ranks = f" on each of {len(by_rank)} ranks" if len(by_rank) > 1 else ""
-    lines.append(f"{len(graphs)} graphs{ranks} in {seconds:.1f} seconds, in {folder}")
-    lines += [f"warning: {graph.part}: has {problem}" for graph in graphs for problem in graph.content.problems]
-    lines += _differences(by_rank)
+    size = len(by_rank) // stages
+    lines: list[str] = []
+    for stage in range(stages):
+        graphs = by_rank[stage * size]
+        rows = [(graph.part, *_sizes(graph), f"{graph.seconds:.1f}", graph.state) for graph in graphs]
+        lines += _aligned([HEAD, *rows])
+        seconds = sum(graph.seconds for graph in graphs)
+        ranks = f" on each of {size} ranks" if size > 1 else ""
+        place = f" of pipeline stage {stage + 1}" if stages > 1 else ""
+        lines.append(f"{len(graphs)} graphs{place}{ranks} in {seconds:.1f} seconds, in {folder}")
+        lines += [f"warning: {graph.part}: has {problem}" for graph in graphs for problem in graph.content.problems]
+        lines += _differences(by_rank, range(stage * size, (stage + 1) * size))
     if not reads_back:
         lines.append(
             "note: XLA's CPU client cannot read compiled graphs back, so a run on it compiles them again; set "
@@ -41,13 +47,16 @@ def _sizes(graph: Graph) -> tuple[str, str]:
     return str(graph.content.operations), str(graph.content.parameters)
 
 
-def _differences(by_rank: Sequence[Sequence[Graph]]) -> list[str]:
+def _differences(by_rank: Sequence[Sequence[Graph]], ranks: Sequence[int]) -> list[str]:
     """Ranks that run different graphs wait for each other in collectives for ever."""
-    keys = [[graph.key for graph in graphs] for graphs in by_rank]
-    other = next((rank for rank, each in enumerate(keys) if each != keys[0]), None)
+    keys = {rank: [graph.key for graph in by_rank[rank]] for rank in ranks}
+    first = ranks[0]
+    other = next((rank for rank, each in keys.items() if each != keys[first]), None)
     if other is None:
         return []
-    return [f"warning: rank {other} has other graphs than rank 0; with collectives in the graph the run would hang"]
+    return [
+        f"warning: rank {other} has other graphs than rank {first}; with collectives in the graph the run would hang"
+    ]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -92,6 +92,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     optim: str = "adamw_torch_fused"
     optim_args: str | None = None
     label_smoothing_factor: float = 0.0
+    neftune_noise_alpha: float | None = None
     bf16: bool = False
     gradient_checkpointing: bool = False
     logging_strategy: str = "steps"
@@ -110,6 +111,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     eval_strategy: str = "no"
     eval_steps: float | None = None
     eval_on_start: bool = False
+    eval_delay: float = 0
     load_best_model_at_end: bool = False
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
@@ -253,6 +255,8 @@ def _check_ranges(args: TrainingFields) -> None:
         "max_grad_norm": 0,
         "dataloader_num_workers": 0,
         "adam_epsilon": 0,
+        "neftune_noise_alpha": 0,
+        "eval_delay": 0,
         "seed": 0,
         "data_seed": 0,
         "max_restarts": 0,
@@ -320,6 +324,7 @@ def _check_agreement(args: TrainingFields) -> None:
                 "tensor_parallel_size to 2 or more, or leave it out"
             )
     _check_pipeline(args)
+    _check_sharded(args)
     if args.warmup_steps and args.warmup_ratio:
         raise UsageError("warmup_steps and warmup_ratio: both give the length of the warm-up; set one of them")
     if args.eval_strategy == "no":
@@ -336,6 +341,16 @@ def _check_agreement(args: TrainingFields) -> None:
             )
     if args.load_best_model_at_end and args.save_strategy != "best":
         _check_best_is_saved(args)
+
+
+def _check_sharded(args: TrainingFields) -> None:
+    """What needs a complete model on every rank."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if args.neftune_noise_alpha is not None and getattr(args, name) > 1:
+            raise UsageError(
+                f"neftune_noise_alpha and {name}: ranks that hold the model together would add different noise; leave "
+                "one of them out"
+            )
 
 
 def _check_pipeline(args: TrainingFields) -> None:

@@ -16,9 +16,15 @@ DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ddp_find_unused_parameters": (lambda value: True, "parameters without a gradient are allowed"),
     "ddp_static_graph": (lambda value: True, "the order of gradients need not be declared"),
     "ddp_backend": (lambda value: value in ("gloo", "nccl", "xla"), "the backend is that of the device"),
+    "logging_nan_inf_filter": (lambda value: value is False, "losses are logged as they are"),
+    "dataloader_pin_memory": (lambda value: value is False, "memory is not pinned"),
+    "dataloader_prefetch_factor": (lambda value: value is None, "batches are prefetched"),
+    "torch_empty_cache_steps": (lambda value: value is None, "the cache is left alone"),
     "save_on_each_node": (lambda value: value is False, "a checkpoint is written once, by all ranks"),
 }
 
+
+IGNORED = "_ignored"  # the attribute with arguments that were accepted and ignored
 
 # Switches of transformers that are a value of another field here.
 SWITCHES: dict[str, tuple[str, Any]] = {"use_cpu": ("device", "cpu"), "enable_jit_checkpoint": ("save_on_signal", True)}
@@ -27,11 +33,38 @@ SWITCHES: dict[str, tuple[str, Any]] = {"use_cpu": ("device", "cpu"), "enable_ji
 class AcceptingDefaults(type):
     """Makes dataclasses, subclasses of them included, whose constructor ignores arguments that it lacks, if they have
     the value that they have in transformers by default, or ask for what is done anyway (`DONE_ANYWAY`). Any other value
-    is a UsageError that names the argument. `SWITCHES` set other fields."""
+    is a UsageError that names the argument. `SWITCHES` set other fields. What was ignored can be read as an attribute,
+    as any argument of transformers can: one that was not given has its default value."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-        return super().__call__(*args, **without_defaults(_without_switches(options, known), known))
+        made = super().__call__(*args, **without_defaults(_without_switches(options, known), known))
+        vars(made)[IGNORED] = {name: value for name, value in options.items() if name not in known}
+        return made
+
+
+def ignored_argument(args: Any, name: str) -> Any:
+    """The value of an argument of transformers that is not a field of `args`: the one that was given, or its default.
+
+    Raises:
+        AttributeError: It is not an argument of transformers.
+    """
+    given = vars(args).get(IGNORED, {})
+    if name in given:
+        return given[name]
+    if name.startswith("_") or name not in transformers_defaults():
+        raise AttributeError(f"{type(args).__name__!r} object has no attribute {name!r}")
+    return transformers_defaults()[name]
+
+
+def check_ignored(args: Any, name: str, value: Any) -> bool:
+    """Whether `name` is an argument of transformers that `args` lacks. Raises UsageError unless `value` is its default,
+    or asks for what is done anyway."""
+    known = [field.name for field in dataclasses.fields(args)]
+    if name.startswith("_") or name in known or hasattr(type(args), name) or name not in transformers_defaults():
+        return False
+    without_defaults({name: value}, known)
+    return True
 
 
 def _without_switches(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import difflib
 import os
 from collections.abc import Collection
 
+from stepmark.config.absent_arguments import INSTEAD
 from stepmark.config.old_names import FIELDS
 
 # Fields of run_clm, which no installed package declares.
@@ -19,6 +20,8 @@ def unknown_field(name: str, known: Collection[str], path: str | None = None) ->
     where = f" in {path}" if path else ""
     if name.replace("-", "_") in FIELDS:
         return f"{name}: is not a Stepmark field{where}; {FIELDS[name.replace('-', '_')]}"
+    if name in INSTEAD:
+        return f"{name}: is a transformers field that Stepmark does not support{where}; {INSTEAD[name]}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=TYPING_ERROR)
     if close and not name.startswith(f"{close[0]}_"):
         return f"{name}: is not a field{where}; did you mean {close[0]}?"

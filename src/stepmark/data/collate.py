@@ -20,6 +20,7 @@ from stepmark.errors import DataError, UsageError
 SEQUENCES = frozenset(
     {"input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "special_tokens_mask"}
 )
+LABELS = ("label", "label_ids")  # which become `labels`
 FIXED_SHAPES = (
     "batches must keep one shape here: state a length, or a few, that samples are padded to (data_collator=PadTo(128) "
     "for the Trainer, pad_to for a DataLoader)"
@@ -80,7 +81,7 @@ def collate(samples: Sequence[Any], indices: Sequence[int], padding: Padding, le
     if not isinstance(samples[0], Mapping):
         return default_collate(list(samples))
     columns = {
-        "labels" if name in ("label", "label_ids") else name: [_tensor(sample[name]) for sample in samples]
+        "labels" if name in LABELS else name: [_label(sample[name], name) for sample in samples]
         for name, value in samples[0].items()
         if value is not None and not isinstance(value, str)
     }
@@ -149,6 +150,15 @@ def sequence_names(columns: Mapping[str, Sequence[Tensor]]) -> list[str]:
 
 def _tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.as_tensor(value)
+
+
+def _label(value: Any, name: str) -> Tensor:
+    """A feature as a tensor. Numbers of double precision become float32 in labels, and truth values become classes, as
+    in transformers."""
+    tensor = _tensor(value)
+    if name in (*LABELS, "labels") and not isinstance(value, Tensor) and tensor.dtype == torch.float64:
+        return tensor.float()
+    return tensor.long() if name in LABELS and tensor.dtype == torch.bool else tensor
 
 
 def _fitting(longest: int, length: int | None, padding: Padding, *indices: int) -> int:

@@ -17,6 +17,14 @@ from torch import Tensor, nn
 
 from stepmark.data.batch import MicroBatch, StepBatch, StepLoader
 from stepmark.data.prefetcher import DevicePrefetcher
+from stepmark.evaluation.predictions import (
+    NO_ROWS,
+    SampleRows,
+    ignored_outputs,
+    predictions_of,
+    rows_on_host,
+    with_last,
+)
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.training.lazy.transformers_forward import lazy_forward
@@ -27,6 +35,7 @@ from stepmark.training.pipelined_micro_batches import PipelinedForward
 
 BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
+BatchMetrics = Callable[[SampleRows, bool], Any]
 
 HELD_BATCHES = 16  # losses that stay on the device before they are fetched, and batches of predictions per gather
 
@@ -35,8 +44,9 @@ HELD_BATCHES = 16  # losses that stay on the device before they are fetched, and
 class Evaluation:
     """The result of an evaluation.
 
-    `loss` is the mean over `tokens` targets of `samples` samples, None without targets. `predictions` and `labels` are
-    numpy arrays of all samples in their order, if they were gathered; tuples of arrays if the model has several.
+    `loss` is the mean over `tokens` targets of `samples` samples, None without targets. `rows` are numpy arrays of all
+    samples in their order, if they were gathered; nests of arrays if the model has several. `computed` is what the last
+    call of `batch_metrics` returned.
     """
 
     loss: float | None
@@ -44,8 +54,16 @@ class Evaluation:
     samples: int
     batches: int
     seconds: float
-    predictions: Any = None
-    labels: Any = None
+    rows: SampleRows = NO_ROWS
+    computed: Any = None
+
+    @property
+    def predictions(self) -> Any:
+        return self.rows.predictions
+
+    @property
+    def labels(self) -> Any:
+        return self.rows.labels
 
 
 @dataclass(frozen=True)
@@ -82,6 +100,8 @@ class Evaluator:
         loader: StepLoader,
         *,
         gather: bool = False,
+        include: Sequence[str] = (),
+        batch_metrics: BatchMetrics | None = None,
         ignore_keys: Sequence[str] | None = None,
         before_batch: Callable[[], Any] = lambda: None,
         after_batch: Callable[[], Any] = lambda: None,
@@ -91,38 +111,46 @@ class Evaluator:
         Args:
             loader: the samples, on the host; iterated from its position to the end of the epoch.
             gather: also collect predictions and labels of all samples, in host memory.
-            ignore_keys: outputs of the model that are not predictions; default None: `logits` are the predictions of a
-                model that has them.
+            include: what to collect besides: `inputs`, the model's main input, and `loss`, that of each sample's batch.
+            batch_metrics: called with each batch's rows of all ranks, and whether it is the last one.
+            ignore_keys: outputs of the model that are not predictions, besides the loss; default None: those that its
+                configuration names (`keys_to_ignore_at_inference`), and its cache.
             before_batch, after_batch: called on the host around each batch. An error that `before_batch` raises on all
                 ranks ends the evaluation."""
         started = time.perf_counter()
         pending: list[Tensor] = []
         sums = [0.0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, batches with a loss
-        kept: list[tuple[Any, Any]] = []
+        kept: list[SampleRows] = []
+        computed: Any = None
+        loss_only = not gather and batch_metrics is None
         with evaluating(self.model), contextlib.closing(iter(DevicePrefetcher(loader, self.runtime))) as batches:
-            for micro_batch, (loss, logits, labels) in self._results(batches, before_batch, not gather, ignore_keys):
+            results = self._results(batches, before_batch, loss_only, ignore_keys)
+            for (micro_batch, result), last in with_last(results) if batch_metrics else ((each, 0) for each in results):
+                loss = result[0]
                 sums[1] += self.loss.count(self.model, micro_batch)
                 sums[2] += micro_batch.rows
                 sums[3] += 1
                 if loss is not None:
                     pending.append(loss)
                     sums[4] += 1
-                if gather:
-                    kept.append((self._rows(logits, micro_batch.rows), self._rows(labels, micro_batch.rows)))
+                rows = None if loss_only else self._rows(micro_batch, result, include)
+                if gather and rows is not None:
+                    kept.append(rows)
+                if batch_metrics is not None:
+                    computed = batch_metrics(SampleRows.joined(self._all_gather(rows)), bool(last))
                 if len(pending) == HELD_BATCHES:
                     sums[0] += self._fetch_losses(pending)
                 after_batch()
         sums[0] += self._fetch_losses(pending)
         totals = [sum(column) for column in zip(*self._all_gather(sums), strict=True)]
-        predictions, labels = self._gather(kept) if gather else (None, None)
         return Evaluation(
             loss=totals[0] / totals[1] if totals[4] and totals[1] else None,
             tokens=int(totals[1]),
             samples=int(totals[2]),
             batches=int(sums[3]),
             seconds=time.perf_counter() - started,
-            predictions=predictions,
-            labels=labels,
+            rows=self._gather(kept) if gather else NO_ROWS,
+            computed=computed,
         )
 
     def _results(
@@ -158,10 +186,13 @@ class Evaluator:
                 mean, logits, labels = self.prediction_step(inputs, loss_only, ignore_keys)
                 weight = None if mean is None else self._weight(micro_batch)
                 loss = None if mean is None or weight is None else weighted_sum(mean, weight)
-            if self.preprocess_logits is not None and logits is not None:
+            if loss_only:  # what nobody reads is not an output of the graph
+                logits = labels = None
+            elif self.preprocess_logits is not None and logits is not None:
                 logits = self.preprocess_logits(logits, labels)
+            loss = None if loss is None else loss.float()
         self.runtime.step_boundary()
-        return (None if loss is None else loss.float()), logits, labels
+        return loss, logits, labels
 
     def predict_batch(self, inputs: Any, ignore_keys: Sequence[str] | None = None) -> tuple[Tensor | None, Any, Any]:
         """The mean loss of a batch on the device (None where it has no labels), its predictions and labels."""
@@ -173,7 +204,7 @@ class Evaluator:
     def _call(self, inputs: Any, weight: Weight | None, ignore_keys: Sequence[str] | None) -> tuple[Tensor | None, Any]:
         """The weighted loss, None without a weight, and the predictions."""
         loss, outputs = (None, self.model(**inputs)) if weight is None else self.loss(self.model, inputs, weight)
-        return loss, _logits(outputs, ignore_keys)
+        return loss, predictions_of(outputs, ignored_outputs(self.model) if ignore_keys is None else ignore_keys)
 
     def _weight(self, micro_batch: MicroBatch) -> Weight:
         """The weight with which a mean over the batch's targets becomes their sum."""
@@ -185,7 +216,9 @@ class Evaluator:
         return lazy_forward(inputs) if self.runtime.lazy else contextlib.nullcontext()
 
     def _has_loss(self, inputs: Any) -> bool:
-        return bool(self.loss.labels.present(inputs)) or self._loss_without_labels or self._only_for_loss(inputs)
+        asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True
+        known = bool(self.loss.labels.present(inputs)) or asked or self._loss_without_labels
+        return known or self._only_for_loss(inputs)
 
     def _only_for_loss(self, inputs: Any) -> bool:
         """Whether only an overridden loss can use the batch: the model does not accept all of it."""
@@ -213,15 +246,17 @@ class Evaluator:
         pending.clear()
         return total
 
-    def _rows(self, tree: Any, rows: int) -> Any:
-        """Predictions or labels of the batch's real rows, as numpy arrays on the host."""
-        if isinstance(tree, (list, tuple)):
-            return tuple(self._rows(value, rows) for value in tree)
-        if not isinstance(tree, Tensor):
-            return tree
-        (on_host,) = self.runtime.to_host([tree])
-        on_host = on_host.float() if on_host.dtype == torch.bfloat16 else on_host
-        return on_host.numpy()[:rows]
+    def _rows(self, micro_batch: MicroBatch, result: BatchResult, include: Sequence[str]) -> SampleRows:
+        """The batch's real rows, as numpy arrays on the host."""
+        loss, *trees = result
+        if "inputs" in include:
+            name = getattr(unwrapped(self.model), "main_input_name", "input_ids")
+            trees.append(micro_batch.inputs.get(name) if isinstance(micro_batch.inputs, Mapping) else None)
+        rows = SampleRows(*(rows_on_host(each, micro_batch.rows, self.runtime) for each in trees))
+        if loss is None or "loss" not in include:
+            return rows
+        mean = self._fetch_losses([loss]) / max(self.loss.count(self.model, micro_batch), 1)
+        return rows._replace(losses=np.full(micro_batch.rows, mean, dtype=np.float32))
 
     def _all_gather(self, value: Any) -> list[Any]:
         """The values of the reporting ranks."""
@@ -229,34 +264,14 @@ class Evaluator:
         values = self.host.all_gather(value if self.host.rank in reporting else None)
         return [values[rank] for rank in reporting]
 
-    def _gather(self, kept: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    def _gather(self, kept: list[SampleRows]) -> SampleRows:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. Only a few batches
         are gathered at a time, to limit memory."""
-        in_order: list[tuple[Any, Any]] = []
+        in_order: list[SampleRows] = []
         for first in range(0, len(kept), HELD_BATCHES):
             by_rank = self._all_gather(kept[first : first + HELD_BATCHES])
             in_order += [rows for batch in zip(*by_rank, strict=True) for rows in batch]
-        return concatenate([pair[0] for pair in in_order]), concatenate([pair[1] for pair in in_order])
-
-
-def concatenate(arrays: list[Any]) -> Any:
-    """Joins arrays (or tuples of arrays) along the first dim; where other dims differ, shorter ones are padded with
-    -100."""
-    present = [array for array in arrays if array is not None]
-    if not present:
-        return None
-    if isinstance(present[0], tuple):
-        return tuple(concatenate([array[index] for array in present]) for index in range(len(present[0])))
-    widest = tuple(max(sizes) for sizes in zip(*(array.shape[1:] for array in present), strict=True))
-    filled = [
-        np.pad(
-            array,
-            [(0, 0), *((0, wide - size) for wide, size in zip(widest, array.shape[1:], strict=True))],
-            constant_values=-100,
-        )
-        for array in present
-    ]
-    return np.concatenate(filled)
+        return SampleRows.joined(in_order) if in_order else NO_ROWS
 
 
 def perplexity(loss: float) -> float:
@@ -268,16 +283,3 @@ def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
     """The sum of the losses over a batch's targets, 0 without targets; `mean` may be on the host."""
     mean = mean.to(weight.count.device).mean()
     return torch.where(weight.count > 0, mean, torch.zeros_like(mean)) * weight.share
-
-
-def _logits(outputs: Any, ignore_keys: Sequence[str] | None = None) -> Any:
-    """The predictions: `logits`, or, where there are none or `ignore_keys` says what to leave out, all outputs but the
-    loss, caches and `ignore_keys`, alone where it is one."""
-    if isinstance(outputs, Mapping):
-        if "logits" in outputs and ignore_keys is None:
-            return outputs["logits"]
-        left_out = ("loss", "past_key_values", *(ignore_keys or ()))
-        outputs = tuple(value for key, value in outputs.items() if key not in left_out)
-    if isinstance(outputs, (tuple, list)):
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
-    return getattr(outputs, "logits", outputs)

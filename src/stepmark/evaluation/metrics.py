@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import numbers
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from stepmark.errors import MetricsError
+from stepmark.errors import MetricsError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, perplexity
+from stepmark.evaluation.predictions import SampleRows
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction
@@ -30,15 +32,41 @@ def summarize(
         found["loss"] = evaluation.loss
         if causal:
             found["perplexity"] = perplexity(evaluation.loss)
-    if compute_metrics is not None and evaluation.predictions is not None and evaluation.labels is not None:
+    if evaluation.computed is not None:
+        found |= plain_values(evaluation.computed, f"compute_metrics ({name_of(compute_metrics)})")
+    elif compute_metrics is not None and evaluation.predictions is not None and evaluation.labels is not None:
         from transformers.trainer_utils import EvalPrediction
 
-        computed = compute_metrics(EvalPrediction(evaluation.predictions, evaluation.labels))
+        computed = compute_metrics(EvalPrediction(*evaluation.rows))
         found |= plain_values(computed, f"compute_metrics ({name_of(compute_metrics)})")
     found["runtime"] = evaluation.seconds
     found["samples_per_second"] = evaluation.samples / evaluation.seconds
     found["steps_per_second"] = evaluation.batches / evaluation.seconds
     return with_prefix(found, prefix)
+
+
+def check_by_batch(compute_metrics: Callable[..., Any]) -> None:
+    """Raises UsageError for a function that `batch_eval_metrics` cannot call."""
+    parameters = inspect.signature(compute_metrics).parameters
+    if "compute_result" not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+        raise UsageError(
+            f"batch_eval_metrics: {name_of(compute_metrics)} has no argument compute_result, true for the last batch "
+            "alone; add it"
+        )
+
+
+def by_batch(compute_metrics: Callable[..., Any]) -> Callable[[SampleRows, bool], Any]:
+    """Calls `compute_metrics(prediction, compute_result=…)` with each batch's tensors, as `batch_eval_metrics` asks;
+    the result is None for all but the last."""
+    from transformers.trainer_utils import EvalPrediction
+
+    def compute(rows: SampleRows, last: bool) -> Any:
+        if rows.predictions is None or rows.labels is None:
+            return None
+        found = compute_metrics(EvalPrediction(*rows.as_tensors()), compute_result=last)
+        return found if last else None
+
+    return compute
 
 
 def with_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

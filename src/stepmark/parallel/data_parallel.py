@@ -57,8 +57,8 @@ class DataParallelGradients:
         if self._mesh.data_parallel.size > 1:
             gradients, loss, tokens = self._mean(gradients, loss, tokens)
         gradients = add_ends(gradients, self._replications, self._mesh)
-        (loss,) = self._mesh.pipeline.all_reduce([loss])  # that of the last stage; elsewhere it is 0
-        return ReducedGradients(gradients, loss, tokens, self._norm(gradients))
+        norm, loss = self._norm(gradients, loss)
+        return ReducedGradients(gradients, loss, tokens, norm)
 
     def _mean(
         self, gradients: Sequence[Tensor | None], loss: Tensor, tokens: Tensor
@@ -79,17 +79,20 @@ class DataParallelGradients:
         sums = [each for bucket, values in zip(buckets, reduced, strict=True) for each in _split(values, bucket)]
         return [each / total for each in sums[2:]], sums[0] / total, total
 
-    def _norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The 2-norm of the complete model's gradient: every element counts once, however many ranks hold it."""
+    def _norm(self, gradients: Sequence[Tensor | None], loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The 2-norm of the complete model's gradient, of which every element counts once, however many ranks hold it,
+        and the loss, which only the last stage of a pipeline has: elsewhere it is 0."""
         present = [gradient for gradient in gradients if gradient is not None]
         if self._mesh.tensor_parallel.size == self._mesh.pipeline.size == 1:
-            return nn.utils.get_total_norm(present) if present else torch.zeros(())
+            return nn.utils.get_total_norm(present) if present else torch.zeros(()), loss
         pairs = zip(self._replications, gradients, strict=True)
         copies = [replication.copies for replication, gradient in pairs if gradient is not None]
         square = squares(present, copies) if present else torch.zeros(1, device=self._mesh.runtime.device)
         (square,) = self._mesh.tensor_parallel.all_reduce([square])
-        (square,) = self._mesh.pipeline.all_reduce([square])
-        return square.reshape(()).sqrt()
+        if self._mesh.pipeline.size > 1:
+            (both,) = self._mesh.pipeline.all_reduce([torch.cat([square, loss.float().reshape(1)])])
+            square, loss = both[0], both[1]
+        return square.reshape(()).sqrt(), loss
 
     @torch.no_grad()
     def reset(self) -> None:

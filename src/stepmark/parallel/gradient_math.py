@@ -34,14 +34,19 @@ def add_partial(
 def add_ends(
     gradients: Sequence[Tensor | None], replications: Sequence[Replication], mesh: Mesh
 ) -> list[Tensor | None]:
-    """Sums the gradients of tables that both ends of a pipeline use. They are reduced over the data parallel ranks
-    before, and a sum of two is the same in either order: the copies stay equal bit for bit."""
+    """Sums the gradients of tables that both ends of a pipeline use, in one call. They are reduced over the data
+    parallel ranks before, and a sum of two is the same in either order: the copies stay equal bit for bit."""
     complete = list(gradients)
     if mesh.ends.size == 1:
         return complete
-    for index, (gradient, replication) in enumerate(zip(gradients, replications, strict=True)):
-        if gradient is not None and replication.stages > 1:
-            (complete[index],) = mesh.ends.all_reduce([gradient])
+    tied = {
+        index: gradient
+        for index, (gradient, replication) in enumerate(zip(gradients, replications, strict=True))
+        if gradient is not None and replication.stages > 1
+    }
+    sums = mesh.ends.all_reduce(list(tied.values())) if tied else []
+    for index, total in zip(tied, sums, strict=True):
+        complete[index] = total
     return complete
 
 

@@ -15,7 +15,7 @@ from stepmark.errors import DataError, UsageError
 from stepmark.recipe.hub import work_offline_without_hub
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
-from stepmark.runtime.device import check_pipeline, choose_device
+from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
 from stepmark.trainer.telemetry.log_lines import message_line
 
@@ -51,7 +51,6 @@ def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None,
     quiet_libraries()
     prepare_environment()
     device = choose_device(args.device_name)
-    check_pipeline(device, args.pipeline_parallel_size)
     if device != "xla":
         leave_out_torch_xla()
     unreachable = work_offline_without_hub(recipe)

@@ -78,6 +78,13 @@ class Runtime(Protocol):
     def current_seed(self) -> int:
         """The seed that `seed` set, as long as nothing was drawn since."""
 
+    def generator_state(self) -> Tensor:
+        """The state of the generator of the device's random operations, on the host; int64 numbers or bytes. Waits for
+        nothing."""
+
+    def set_generator_state(self, state: Tensor) -> None:
+        """Continues from what `generator_state` returned, on this rank or on another."""
+
     def counters(self) -> GraphCounters | None:
         """Graphs compiled and executed so far, None on an eager device. Waits for the device first."""
 

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from stepmark.errors import DeviceError, UsageError
+from stepmark.errors import DeviceError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device_names import check_device_name
 from stepmark.runtime.eager import EagerRuntime
@@ -28,15 +28,6 @@ def choose_device(wish: str = "auto") -> str:
     if device == "xla":
         check_no_type_override()
     return device
-
-
-def check_pipeline(device: str, stages: int) -> None:
-    """Raises UsageError where a device type (see `choose_device`) cannot run so many pipeline stages."""
-    if device == "xla" and stages > 1:
-        raise UsageError(
-            "pipeline_parallel_size: lazy devices (xla) do not support pipelines yet; set it to 1 and use "
-            "tensor_parallel_size, or choose an eager device"
-        )
 
 
 def _default_device() -> str:

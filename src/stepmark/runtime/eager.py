@@ -45,14 +45,12 @@ class EagerRuntime:
         return torch.initial_seed() % 2**63
 
     def generator_state(self) -> Tensor:
-        """The state of the generator of the device's random operations: bytes, on the host."""
         if self.host_memory:
             return torch.get_rng_state()
         state: Tensor = torch.get_device_module(self.device).get_rng_state(self.device)
         return state
 
     def set_generator_state(self, state: Tensor) -> None:
-        """Continues from what `generator_state` returned."""
         if self.host_memory:
             torch.set_rng_state(state)
         else:

@@ -1,13 +1,15 @@
-"""Point-to-point transfers among the ranks of one pipeline, on eager devices.
+"""Point-to-point transfers among the ranks of one pipeline.
 
 Two ranks exchange: each posts what it sends and what it expects, in one operation, and goes on computing. Both have to
 hold their exchanges with each other in the same order. The caller keeps a sent tensor unchanged until `Exchange.left`.
+Here are the transfers of eager devices and of the host; lazy_links.py has those of lazy devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,9 @@ class Form:
         return cls(tuple(sizes[:dims]), DTYPES[dtype])
 
 
+ENCODED = Form((HEADER,), torch.int64)
+
+
 class Exchange:
     """What two ranks give each other; `received` must not be read before `arrived`."""
 
@@ -55,6 +60,11 @@ class Exchange:
         self._sent = list(sent)  # in use until they have left
         self._receiving = list(receiving)
         self.received = received
+
+    @classmethod
+    def done(cls, received: list[Tensor]) -> Exchange:
+        """An exchange with nothing to wait for."""
+        return cls((), (), (), received)
 
     def arrived(self) -> list[Tensor]:
         """What the other rank has sent, when it is here; an accelerator's stream waits instead of the host."""
@@ -72,8 +82,25 @@ class Exchange:
         self._sent.clear()
 
 
-class StageLinks:
-    """The links between the ranks of one pipeline, by their coordinates on its axis."""
+class HostLinks(Protocol):
+    """Transfers of host tensors between the ranks of one pipeline, by their coordinates on its axis."""
+
+    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        """Starts an exchange with rank `other`, which expects the forms of `outgoing`."""
+
+    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
+        """Tells rank `other` the forms of `outgoing`, and receives those of `count` tensors, encoded."""
+
+
+class StageLinks(HostLinks, Protocol):
+    """The same with tensors of the device as well."""
+
+    def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        """Starts an exchange of the device's tensors with rank `other`, which expects the forms of `outgoing`."""
+
+
+class GroupLinks:
+    """Links between processes: a torch.distributed group. See `StageLinks`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """`group`: the pipeline's ranks, for tensors of `device` and of the host."""
@@ -81,20 +108,17 @@ class StageLinks:
         self._device = device
 
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
-        """Starts an exchange of the device's tensors with rank `other`, which expects the forms of `outgoing`."""
         sent = [tensor.detach().contiguous() for tensor in outgoing]
         received = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in incoming]
         return self._start(other, sent, received)
 
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
-        """The same with the host's tensors."""
         received = [torch.empty(form.shape, dtype=form.dtype) for form in incoming]
         return self._start(other, list(outgoing), received)
 
     def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
-        """Tells rank `other` the forms of `outgoing`, and receives those of `count` tensors, encoded."""
         headers = [Form.of(tensor).encoded() for tensor in outgoing]
-        return self.exchange_on_host(other, headers, [Form((HEADER,), torch.int64)] * count)
+        return self.exchange_on_host(other, headers, [ENCODED] * count)
 
     def _start(self, other: int, sent: list[Tensor], received: list[Tensor]) -> Exchange:
         group = self._group.process_group

@@ -251,8 +251,8 @@ class PeerWatch:
 
 
 def _innermost(frame: FrameType | None) -> str:
-    """The innermost function of a thread, preferably in this package, with file and line; the first heartbeat is sent by
-    the training thread itself, whose place is where it came from."""
+    """The innermost function of a thread, preferably in this package, with file and line. The first heartbeat is sent
+    by the training thread itself, whose place is where it came from."""
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     innermost = frame

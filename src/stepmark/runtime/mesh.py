@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,12 @@ from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
-from stepmark.runtime.device import check_pipeline
-from stepmark.runtime.links import StageLinks
-from stepmark.runtime.rank_grid import RankGrid, group_of
+from stepmark.runtime.links import GroupLinks, HostLinks, StageLinks
+from stepmark.runtime.rank_grid import RankGrid, group_of, with_every_rank
+from stepmark.runtime.replica_threads import ThreadGroup
+
+if TYPE_CHECKING:
+    from stepmark.runtime.xla import XlaRuntime
 
 PIPELINE, DATA, TENSOR = "pp", "dp", "tp"
 
@@ -73,24 +77,23 @@ class Mesh:
             The mesh as seen from this rank.
 
         Raises:
-            UsageError: The number of ranks is not a multiple of the product of both sizes, or a lazy device is to run
-                a pipeline.
+            UsageError: The number of ranks is not a multiple of the product of both sizes.
             DeviceError: The device is missing.
             LaunchError: The ranks cannot find each other.
         """
         context = context or start(device)
         _check_sizes(context.world.size, tensor_parallel_size, pipeline_parallel_size)
-        check_pipeline(context.runtime.device.type, pipeline_parallel_size)
         data = context.world.size // (tensor_parallel_size * pipeline_parallel_size)
         inner = {DATA: data, TENSOR: tensor_parallel_size}
         grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
-        axes = {axis: _collectives(context, grid.groups(axis)) for axis in grid.axes}
+        _share_graphs(context, grid)
+        axes = {axis: _collectives(context, grid.groups(axis), axis == PIPELINE) for axis in grid.axes}
         if pipeline_parallel_size == 1:
             return cls(context, grid, axes)
         pipelines = grid.groups(PIPELINE)
         ends = axes[PIPELINE]
         if pipeline_parallel_size > 2:
-            ends = _collectives(context, [[ranks[0], ranks[-1]] for ranks in pipelines])
+            ends = _collectives(context, [[ranks[0], ranks[-1]] for ranks in pipelines], between_stages=True)
         return cls(context, grid, axes, ends, _links(context, pipelines))
 
     @property
@@ -140,25 +143,63 @@ def _check_sizes(ranks: int, tensor: int, pipeline: int) -> None:
         )
 
 
-def _links(context: Context, pipelines: Sequence[list[int]]) -> StageLinks:
-    """The links of this rank's pipeline; a first collective opens the connections of all its ranks."""
-    group = _process_group(group_of(context.world.rank, pipelines), pipelines, backend_for(context.runtime))
-    dist.all_reduce(torch.zeros(1, device=context.runtime.device), group=group)
-    return StageLinks(group, context.runtime.device)
+def _share_graphs(context: Context, grid: RankGrid) -> None:
+    """From here on the ranks of a pipeline stage run the same graphs, and other stages run others."""
+    if not getattr(context.runtime, "in_graph_collectives", False):
+        return
+    stage_size = grid.axes[DATA] * grid.axes[TENSOR]
+    first = context.world.rank // stage_size * stage_size
+    _xla(context).graph_ranks = range(first, first + stage_size)
 
 
-def _collectives(context: Context, groups: Sequence[list[int]]) -> Collectives:
-    """The collectives of this rank's group; of size 1 for a rank that is in none of them."""
+def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:
+    """The links of this rank's pipeline."""
+    rank, runtime = context.world.rank, context.runtime
+    own = group_of(rank, pipelines)
+    if isinstance(context.host, ThreadGroup):
+        return _in_graph(context, context.host.links(own), pipelines)
+    group = _process_group(own, pipelines, backend_for(runtime))
+    device = torch.device("cpu") if runtime.lazy else runtime.device
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # opens the connections of all its ranks
+    links = GroupLinks(group, device)
+    if not runtime.lazy:
+        return links
+    if getattr(runtime, "in_graph_collectives", False):
+        return _in_graph(context, links, pipelines)
+    from stepmark.runtime.lazy_links import BridgeLinks
+
+    return BridgeLinks(_xla(context), links)
+
+
+def _in_graph(context: Context, on_host: HostLinks, pipelines: list[list[int]]) -> StageLinks:
+    """The links whose transfers are graphs."""
+    from stepmark.runtime.lazy_links import GraphLinks
+
+    return GraphLinks(_xla(context), on_host, context.world.rank, pipelines)
+
+
+def _xla(context: Context) -> XlaRuntime:
+    """The rank's lazy device."""
+    from stepmark.runtime.xla import XlaRuntime
+
+    assert isinstance(context.runtime, XlaRuntime)
+    return context.runtime
+
+
+def _collectives(context: Context, groups: Sequence[list[int]], between_stages: bool = False) -> Collectives:
+    """The collectives of this rank's group; of size 1 for a rank that is in none of them. `between_stages`: the group's
+    ranks have different stages of a pipeline."""
+    in_graph = getattr(context.runtime, "in_graph_collectives", False)
     if not any(context.world.rank in group for group in groups):
-        _process_group(groups[0], groups, backend_for(context.runtime))  # all ranks take part in creating groups
+        if not in_graph:
+            _process_group(groups[0], groups, backend_for(context.runtime))  # all ranks take part in creating groups
         return NoCollectives()
     own = group_of(context.world.rank, groups)
     if len(own) == 1:
         return NoCollectives()
     runtime, everybody = context.runtime, len(own) == context.world.size
-    if getattr(runtime, "in_graph_collectives", False):
-        position = own.index(context.world.rank)
-        return GraphCollectives(runtime, position, len(own), None if everybody else list(groups))
+    if in_graph:
+        return _graph_collectives(context, own, None if everybody else list(groups), between_stages)
     default = everybody and not context.shares_default_group
     group = None if default else _process_group(own, groups, backend_for(runtime))
     if not runtime.lazy:
@@ -166,6 +207,18 @@ def _collectives(context: Context, groups: Sequence[list[int]]) -> Collectives:
     from stepmark.runtime.host_bridge import BridgeCollectives
 
     return BridgeCollectives(runtime, group)
+
+
+def _graph_collectives(
+    context: Context, own: Sequence[int], groups: list[list[int]] | None, between_stages: bool
+) -> Collectives:
+    """`groups`: None where there is one group, of all ranks."""
+    if not between_stages:
+        return GraphCollectives(context.runtime, own.index(context.world.rank), len(own), groups)
+    from stepmark.runtime.lazy_links import SeparateGraphs
+
+    complete = None if groups is None else with_every_rank(groups, context.world.size)
+    return SeparateGraphs(_xla(context), context.world.rank, own, complete)
 
 
 def _process_group(own: Sequence[int], groups: Sequence[list[int]], backend: str) -> dist.ProcessGroup:

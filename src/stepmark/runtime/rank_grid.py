@@ -50,3 +50,26 @@ class RankGrid:
 def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
     """The group that contains `rank`."""
     return next(group for group in groups if rank in group)
+
+
+def links_of_color(first: int, second: int, stages: int) -> list[tuple[int, int]]:
+    """The links that share a graph with the one between stages `first` and `second`: no two of them share a stage.
+    Neighbours are linked, and the last stage with the first."""
+    if second - first > 1:
+        return [(first, second)]
+    return [(each, each + 1) for each in range(first % 2, stages - 1, 2)]
+
+
+def linked_groups(pipelines: Sequence[Sequence[int]], links: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The ranks of these links in every pipeline, in pairs, and all other ranks, in pairs as well; if their number is
+    odd, one remains alone."""
+    pairs = [[pipeline[first], pipeline[second]] for first, second in links for pipeline in pipelines]
+    return with_every_rank(pairs, sum(len(pipeline) for pipeline in pipelines))
+
+
+def with_every_rank(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """The groups, and groups of the same size of all others of `count` ranks, of which the last may be smaller."""
+    named = {rank for group in groups for rank in group}
+    left = [rank for rank in range(count) if rank not in named]
+    size = len(groups[0])
+    return [*map(list, groups), *(left[at : at + size] for at in range(0, len(left), size))]

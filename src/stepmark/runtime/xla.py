@@ -36,13 +36,20 @@ from torch_xla._internal import pjrt  # noqa: E402
 register_operations()
 
 
+Dispatch = Callable[[Sequence[int] | None], None]
+
+
 class XlaRuntime:
-    """See `Runtime`. `dispatch` runs one graph; replica threads pass one that takes turns."""
+    """See `Runtime`.
+
+    `dispatch(ranks)` runs one graph, which only these ranks run (None: all of them); replica threads pass one that
+    takes turns. Where the ranks are stages of a pipeline, `graph_ranks` are those that run the same graphs as this one.
+    """
 
     name = "xla"
     lazy = True
 
-    def __init__(self, local_rank: int = 0, local_size: int = 1, dispatch: Callable[[], None] | None = None) -> None:
+    def __init__(self, local_rank: int = 0, local_size: int = 1, dispatch: Dispatch | None = None) -> None:
         check_no_type_override()
         if xr.device_type() != "CPU" and local_size > 1:
             pjrt.initialize_multiprocess(local_rank, local_size)
@@ -50,7 +57,8 @@ class XlaRuntime:
         self.host_memory = xr.device_type() == "CPU"
         self.in_graph_collectives = not self.host_memory or xr.world_size() > 1
         self._own_transfers = 0
-        self._dispatch = dispatch or (lambda: torch_xla.sync(wait=False))
+        self.graph_ranks: Sequence[int] | None = None
+        self._dispatch: Dispatch = dispatch or (lambda ranks: torch_xla.sync(wait=False))
 
     def place(self, batch: Any) -> Any:
         return map_tensors(batch, self._send)
@@ -75,15 +83,25 @@ class XlaRuntime:
         return fetched
 
     def step_boundary(self, *, wait: bool = False) -> None:
-        self._dispatch()
+        self._dispatch(self.graph_ranks)
         if wait:
             xm.wait_device_ops()
+
+    def boundary_among(self, ranks: Sequence[int]) -> None:
+        """Runs pending operations as one graph, which is the same on `ranks` and which only they run."""
+        self._dispatch(ranks)
 
     def seed(self, value: int) -> None:
         xm.set_rng_state(value, str(self.device))
 
     def current_seed(self) -> int:
         return int(xm.get_rng_state(str(self.device))) % 2**63
+
+    def generator_state(self) -> Tensor:
+        return torch.tensor([_signed(xm.get_rng_state(str(self.device)))])
+
+    def set_generator_state(self, state: Tensor) -> None:
+        self.seed(int(state) % 2**64)
 
     def counters(self) -> GraphCounters | None:
         xm.wait_device_ops()
@@ -102,7 +120,7 @@ class XlaRuntime:
     def dispatching(self, dispatch: Callable[[Callable[[], None]], None]) -> Iterator[None]:
         """Inside the block, `dispatch` is called at each step boundary with the function that runs what is pending."""
         run = self._dispatch
-        self._dispatch = lambda: dispatch(run)
+        self._dispatch = lambda ranks: dispatch(lambda: run(ranks))
         try:
             yield
         finally:
@@ -131,6 +149,11 @@ def _host_view(tensor: Tensor) -> Tensor:
         return tensor.cpu()
     view = torch.utils.dlpack.from_dlpack(xla_dlpack.to_dlpack(tensor))
     return view if view.dtype == tensor.dtype else tensor.cpu()
+
+
+def _signed(value: int) -> int:
+    """A number of 64 bits as int64 has it."""
+    return value - 2**64 if value >= 2**63 else value
 
 
 def _samples(metric: str) -> int:
@@ -236,8 +259,10 @@ def spawn_replicas(replica: Callable[[Callable[[], None]], None]) -> None:
     pjrt._run_thread_per_device(0, 1, lambda: replica(lambda: torch_xla.sync(wait=False)), pjrt.initialize_multiprocess)
 
 
-def wait_for_device() -> None:
-    xm.wait_device_ops()
+def wait_for_own_device() -> None:
+    """Waits for this thread's device, and for no other replica's."""
+    own = torch_xla._XLAC._xla_real_devices([str(torch_xla.device())])
+    xm.wait_device_ops(own)
 
 
 def graph_world() -> tuple[int, int]:

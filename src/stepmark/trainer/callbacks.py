@@ -92,6 +92,11 @@ class RunCallbacks:
         self.run_log.status("running", self.state.global_step)
         self.begun = self._training = True
 
+    @property
+    def training(self) -> bool:
+        """Whether training has begun and not ended."""
+        return self._training
+
     def close(self) -> None:
         """Training has ended, in one way or another."""
         self._training = False
@@ -147,7 +152,7 @@ class RunCallbacks:
     def restore_state(self, saved: TrainerState) -> None:
         """Continues the history and the search for the best model of `saved`, and restores the callbacks' states: what
         they have counted, and with `restore_callback_states_from_checkpoint` also what they were made with."""
-        for name in ("log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
+        for name in ("log_history", "total_flos", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(self.state, name, getattr(saved, name))
         states: Any = saved.stateful_callbacks  # plain values, once they were read from a file
         # A class of which there are several has a list of them, in order.

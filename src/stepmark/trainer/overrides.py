@@ -26,6 +26,8 @@ CALLED = (
     "add_callback",
     "remove_callback",
     "pop_callback",
+    "create_model_card",
+    "push_to_hub",
 )
 
 _LOSS = "compute_loss"
@@ -34,7 +36,7 @@ _BATCH = "get_train_dataloader and get_eval_dataloader, or pass a data_collator"
 _SAVE = "save_model, or pass a callback (on_save)"
 _RESTORE = "nothing: resume_from_checkpoint restores the complete run; pass a callback with state for more"
 _SETTING = "nothing; set the device, dtype and sharding in TrainingArguments"
-_HUB = "nothing; push the folder of the model when train() has returned"
+_HUB = "push_to_hub"
 
 INSTEAD = {
     "training_step": _STEP,
@@ -100,8 +102,6 @@ INSTEAD = {
     "_move_model_to_device": _SETTING,
     "end": _SETTING,
     "init_hf_repo": _HUB,
-    "create_model_card": _HUB,
-    "push_to_hub": _HUB,
     "_push_from_checkpoint": _HUB,
     "_finish_current_push": _HUB,
     "hyperparameter_search": "train",
@@ -119,6 +119,19 @@ def check_overrides(cls: type, base: type) -> None:
         owner = next((each for each in cls.__mro__ if name in vars(each)), None)
         if owner is not None and not issubclass(base, owner):
             raise UsageError(f"{cls.__name__}: {name} is never called by stepmark's Trainer; override {instead}")
+
+
+def check_assignment(trainer: Any, name: str, value: Any) -> None:
+    """Raises UsageError for a hook of transformers' Trainer that is never called here, and for another model than the
+    Trainer was made with, set as an attribute of a Trainer."""
+    kind = type(trainer).__name__
+    if name in INSTEAD:
+        raise UsageError(f"{kind}: {name} is never called by stepmark's Trainer; override {INSTEAD[name]}")
+    own = vars(trainer).get("model")
+    if name == "model" and own is not None and value is not own:
+        raise UsageError(
+            f"{kind}: its model, which was moved and sharded for the device, cannot be replaced; make a new Trainer"
+        )
 
 
 def overrides(trainer: Any, base: type, name: str) -> bool:

@@ -14,15 +14,16 @@ class StrategyCallback(DefaultFlowCallback):
     """Sets the control's flags by the strategies of the arguments.
 
     `epoch` fires at the end of every epoch, also where `max_steps` or a callback ends it early. `steps` evaluates and
-    saves at the end of the run too, so that no training is lost. A callback that ends the last epoch of
-    `num_train_epochs` early ends the run.
+    saves at the end of the run too, so that no training is lost. There are no evaluations before `eval_delay`. A
+    callback that ends the last epoch of `num_train_epochs` early ends the run.
     """
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
         step = state.global_step
         first = step == 1 and args.logging_first_step
         control.should_log |= first or _every(args.logging_strategy, step, state.logging_steps)
-        control.should_evaluate |= _every(args.eval_strategy, step, state.eval_steps)
+        due = step >= args.eval_delay
+        control.should_evaluate |= due and _every(args.eval_strategy, step, state.eval_steps)
         control.should_save |= _every(args.save_strategy, step, state.save_steps)
         if step >= state.max_steps:
             self._end_run(args, control)
@@ -30,7 +31,8 @@ class StrategyCallback(DefaultFlowCallback):
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
         control.should_log |= args.logging_strategy == "epoch"
-        control.should_evaluate |= args.eval_strategy == "epoch"
+        due = state.epoch is not None and state.epoch >= args.eval_delay
+        control.should_evaluate |= due and args.eval_strategy == "epoch"
         control.should_save |= args.save_strategy == "epoch"
         in_last_epoch = state.epoch is not None and state.epoch > state.num_train_epochs - 1
         if control.should_epoch_stop and in_last_epoch and args.max_steps < 1 and not control.should_training_stop:

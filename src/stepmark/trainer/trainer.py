@@ -21,31 +21,32 @@ from stepmark.data.loader import DataLoader
 from stepmark.data.stream_loader import check_readable_again
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
-from stepmark.evaluation.metrics import summarize
+from stepmark.evaluation.metrics import by_batch, check_by_batch, summarize
 from stepmark.launch.restarts import check_restarts
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
-from stepmark.runtime.device import check_pipeline, choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.custom_loss import call_compute_loss
 from stepmark.trainer.evaluation_sets import evaluation_sets, logged_evaluation
 from stepmark.trainer.given_loader import GivenLoader
+from stepmark.trainer.hub_uploads import HubCallback, HubMethods, check_hub
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.silent_ranks import watch_peers
 from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.model_export import write_model
 from stepmark.trainer.model_factory import model_of
 from stepmark.trainer.outputs import SavedFiles, prepare_output_folder, write_model_files
-from stepmark.trainer.overrides import check_overrides, overrides
+from stepmark.trainer.overrides import check_assignment, check_overrides, overrides
 from stepmark.trainer.parameter_queries import ParameterQueries
-from stepmark.trainer.results import PredictionOutput, TrainOutput, metric_lines
+from stepmark.trainer.results import PredictionOutput, TrainOutput
 from stepmark.trainer.resume import TRAINER_STATE
 from stepmark.trainer.run_identity import identity
 from stepmark.trainer.run_results import RunResults, record_end
+from stepmark.trainer.script_methods import ScriptMethods
 from stepmark.trainer.setup import (
     RunParts,
     check_start,
@@ -66,12 +67,13 @@ from stepmark.trainer.transformers_arguments import converted
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_wrappers import without_wrapper
+from stepmark.training.noisy_embeddings import noisy_embeddings
 from stepmark.training.pipelined_micro_batches import PipelinedForward
 from stepmark.training.step import TrainStep
 
 
 @explains_keywords
-class Trainer(ParameterQueries):
+class Trainer(ParameterQueries, ScriptMethods, HubMethods):
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
     A subclass may override `compute_loss`, `get_train_dataloader`, `get_eval_dataloader`, `create_optimizer`,
@@ -136,7 +138,6 @@ class Trainer(ParameterQueries):
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
         model = without_wrapper(model)
-        check_pipeline(choose_device(self.args.device_name), self.args.pipeline_parallel_size)
         prepare_compile_cache(self.args.compile_cache)
         self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
@@ -146,6 +147,8 @@ class Trainer(ParameterQueries):
         if isinstance(self._saved, Adapter) and self.mesh.tensor_parallel.size > 1:
             raise UsageError("tensor_parallel_size: an adapter of peft cannot be sharded; set it to 1")
         self._check_pipeline(compute_loss_func)
+        if self.args.batch_eval_metrics and compute_metrics is not None:
+            check_by_batch(compute_metrics)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -156,28 +159,10 @@ class Trainer(ParameterQueries):
         self._step_optimizer: StepOptimizer | None = None
         self._made_tensors: set[int] = set()  # that it updates
         self._best_step: int | None = None  # of the best model, where the model holds its weights
-        self.loss = MicroBatchLoss(
-            model,
-            compute_loss_func=compute_loss_func,
-            label_smoothing=self.args.label_smoothing_factor,
-            label_names=self.args.label_names,
-            lazy=self.context.runtime.lazy,
-        )
-        if overrides(self, Trainer, "compute_loss"):
-            self.loss.override = self._overridden_loss
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.compute_loss_func = compute_loss_func
         self._pausable: PausableEvaluation | None = None  # that of the evaluation in the training loop
         self._saved_files = SavedFiles(Path(self.args.output_dir), self.context.host)
-        self.evaluator = Evaluator(
-            model,
-            self.loss,
-            self.context.runtime,
-            self.context.host,
-            self._autocast_dtype,
-            preprocess_logits_for_metrics,
-            reporting=self.mesh.reporting_ranks,
-            prediction_step=self._overridden_step if overrides(self, Trainer, "prediction_step") else None,
-            stages=self._pipelined_forward(),
-        )
         self._callbacks = RunCallbacks(
             self.args,
             [each for each in (*reporters(self.args), *(callbacks or ())) if _is_called(each)],
@@ -187,7 +172,27 @@ class Trainer(ParameterQueries):
             leads_node=self.context.world.local_rank == 0,
             log=lambda logs: self.log(logs),
         )
+        if self.args.push_to_hub and not extracting_graphs():
+            self._upload_checkpoints()
         self._callbacks.event("on_init_end")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, which the next call of `train` or `evaluate` uses, as in transformers.
+
+        Raises:
+            UsageError: Setting it would have no effect: another model, or a hook that is never called.
+        """
+        check_assignment(self, name, value)
+        super().__setattr__(name, value)
+        if name == "compute_loss" and "loss" in vars(self):
+            self.loss.override = self._overridden_loss
+
+    def _upload_checkpoints(self) -> None:
+        """Creates the repository, and uploads checkpoints as `hub_strategy` says."""
+        check_hub(self.args, self.mesh.tensor_parallel.size * self.mesh.pipeline.size)
+        self.init_hf_repo()
+        if self.args.hub_strategy != "end":
+            self.add_callback(HubCallback(self._repository))
 
     def _check_pipeline(self, compute_loss_func: Any) -> None:
         """Raises UsageError for what needs the complete model, where no rank has it."""
@@ -211,6 +216,11 @@ class Trainer(ParameterQueries):
     def state(self) -> TrainerState:
         """The progress of training, as transformers' callbacks see it."""
         return self._callbacks.state
+
+    @property
+    def is_in_train(self) -> bool:
+        """Whether `train` is running."""
+        return self._callbacks.training
 
     @property
     def control(self) -> TrainerControl:
@@ -431,9 +441,50 @@ class Trainer(ParameterQueries):
         return self.context.runtime.place(inputs)
 
     @property
+    def compute_loss_func(self) -> Callable[..., torch.Tensor] | None:
+        """The loss in place of the model's own; it may be set."""
+        return self._compute_loss_func
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Callable[..., torch.Tensor] | None) -> None:
+        self._compute_loss_func = function
+        self._set_loss()
+
+    @property
     def label_names(self) -> list[str]:
-        """The names of the inputs that are labels."""
+        """The names of the inputs that are labels; they may be set."""
         return list(self.loss.labels.names)
+
+    @label_names.setter
+    def label_names(self, names: Sequence[str]) -> None:
+        self.args.label_names = list(names)
+        self._set_loss()
+
+    def _set_loss(self) -> None:
+        self.loss = MicroBatchLoss(
+            self.model,
+            compute_loss_func=self._compute_loss_func,
+            label_smoothing=self.args.label_smoothing_factor,
+            label_names=self.args.label_names,
+            lazy=self.context.runtime.lazy,
+        )
+        if overrides(self, Trainer, "compute_loss"):
+            self.loss.override = self._overridden_loss
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """Evaluates with the loss and the functions that the Trainer has now."""
+        return Evaluator(
+            self.model,
+            self.loss,
+            self.context.runtime,
+            self.context.host,
+            self._autocast_dtype,
+            self.preprocess_logits_for_metrics,
+            reporting=self.mesh.reporting_ranks,
+            prediction_step=self._overridden_step if overrides(self, Trainer, "prediction_step") else None,
+            stages=self._pipelined_forward(),
+        )
 
     # Training
 
@@ -526,7 +577,8 @@ class Trainer(ParameterQueries):
         loop.begin(restored)
         began = time.perf_counter()
         callbacks.event("on_train_begin")
-        loop.run(restored)
+        with noisy_embeddings(self.model, self.args.neftune_noise_alpha):
+            loop.run(restored)
         seconds, steps = time.perf_counter() - began, self.state.global_step - first
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             checkpointer.restore({"model": self._saved}, Path(self.state.best_model_checkpoint))
@@ -534,6 +586,7 @@ class Trainer(ParameterQueries):
         samples = steps * parts.loader.layout.global_batch
         metrics = {
             "epoch": self.state.epoch,
+            "total_flos": self.state.total_flos,
             "train_loss": loop.mean_loss(),
             "train_runtime": seconds,
             "train_samples_per_second": samples / seconds,
@@ -542,6 +595,8 @@ class Trainer(ParameterQueries):
         if steps:  # a process that found the run finished has trained nothing
             callbacks.log({name: value for name, value in metrics.items() if name != "epoch"})
         callbacks.event("on_train_end")
+        if self._repository is not None:
+            self._repository.wait()
         metrics = self._results.write_training(metrics, steps, self.train_dataset)
         if self.is_world_process_zero() and not extracting_graphs():
             with self._results.writing():
@@ -608,7 +663,8 @@ class Trainer(ParameterQueries):
         Args:
             eval_dataset: The data, or several datasets by name, or the name of one of the Trainer's sets; default: the
                 Trainer's own.
-            ignore_keys: Outputs of the model that are not predictions. Default: all but `logits`, if there are logits.
+            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
+                its configuration names.
             metric_key_prefix: What the metrics' names begin with; the names of several datasets are appended to it.
 
         Returns:
@@ -652,7 +708,7 @@ class Trainer(ParameterQueries):
         if key not in evaluation.completed:
             found = self.run_evaluation(
                 self.get_eval_dataloader(dataset),
-                gather=self.compute_metrics is not None,
+                gather=self.compute_metrics is not None and not self.args.batch_eval_metrics,
                 ignore_keys=ignore_keys,
                 before_batch=evaluation.before_batch,
             )
@@ -691,7 +747,8 @@ class Trainer(ParameterQueries):
 
         Args:
             test_dataset: The data.
-            ignore_keys: Outputs of the model that are not predictions. Default: all but `logits`, if there are logits.
+            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
+                its configuration names.
             metric_key_prefix: What the metrics' names begin with.
 
         Returns:
@@ -720,7 +777,8 @@ class Trainer(ParameterQueries):
             model: The model.
             inputs: A batch on the device.
             prediction_loss_only: Return no predictions and labels.
-            ignore_keys: Outputs of the model that are not predictions. Default: all but `logits`, if there are logits.
+            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
+                its configuration names.
 
         Returns:
             The batch's mean loss, a 0-dim tensor (None without labels), predictions and labels: tensors, or tuples.
@@ -744,9 +802,13 @@ class Trainer(ParameterQueries):
         before_batch: Callable[[], None] = lambda: None,
     ) -> Evaluation:
         """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. Collective."""
+        by_batches = self.compute_metrics is not None and self.args.batch_eval_metrics
+        loss_only = self.args.prediction_loss_only
         return self.evaluator(
             self._loaders.steps_of(batches),
-            gather=gather,
+            gather=gather and not loss_only,
+            include=self.args.include_for_metrics or (),
+            batch_metrics=by_batch(self.compute_metrics) if by_batches and not loss_only else None,
             ignore_keys=ignore_keys,
             before_batch=before_batch,
             after_batch=lambda: self._callbacks.event("on_prediction_step"),
@@ -754,43 +816,6 @@ class Trainer(ParameterQueries):
 
     def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
         return summarize(evaluation, prefix, causal=self.loss.causal_shift, compute_metrics=self.compute_metrics)
-
-    # What scripts do with metrics
-
-    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Prints metrics on rank 0.
-
-        Args:
-            split: The heading: `train`, `eval` or `predict` for example.
-            metrics: The metrics by name.
-        """
-        if self.is_world_process_zero():
-            print("\n".join(metric_lines(split, metrics)), flush=True)
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Writes metrics to `<split>_results.json` in the run's folder, on rank 0.
-
-        Args:
-            split: `train`, `eval` or `predict` for example.
-            metrics: The metrics by name.
-            combined: Also add them to all_results.json. Default: True.
-
-        Raises:
-            StepmarkError: The folder cannot be written to.
-        """
-        with self._results.writing():
-            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-            self._callbacks.run_log.results(split, dict(metrics), combined=combined)
-
-    def save_state(self) -> None:
-        """Writes trainer_state.json to the run's folder, on rank 0; training does so itself.
-
-        Raises:
-            StepmarkError: The folder cannot be written to.
-        """
-        if self.is_world_process_zero() and not extracting_graphs():
-            with self._results.writing():
-                self._write_state(Path(self.args.output_dir))
 
 
 def _is_called(callback: TrainerCallback | type[TrainerCallback]) -> bool:

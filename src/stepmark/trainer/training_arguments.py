@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
+from stepmark.config.transformers_defaults import IGNORED, check_ignored, ignored_argument
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
 
@@ -31,6 +32,22 @@ class TrainingArguments(TrainingFields):
             other value but -1 is an error.
         restore_callback_states_from_checkpoint: Whether callbacks in a resumed run get back what they were made with,
             such as a patience, besides what they have counted. Default: false.
+        prediction_loss_only: Evaluations and `predict` compute the loss alone. Default: false.
+        include_for_metrics: What `compute_metrics` gets besides: `inputs` (the model's main input) and `loss` (of each
+            sample's batch). Default: nothing.
+        batch_eval_metrics: `compute_metrics(prediction, compute_result=…)` is called for each batch, with tensors of
+            all ranks, and returns metrics where `compute_result` is true, for the last one. Nothing is collected.
+            Default: false.
+        push_to_hub: Upload the model to the Hugging Face hub: by `push_to_hub`, and during training as `hub_strategy`
+            says. Default: false.
+        hub_model_id: The repository; default: the name of `output_dir`.
+        hub_strategy: `every_save` (the default) uploads the model of each checkpoint, while training goes on;
+            `checkpoint` also the checkpoint as `last-checkpoint`, `all_checkpoints` under its own name; `end` nothing
+            before `push_to_hub`.
+        hub_token: A token with write permission; default: that of `hf auth login`.
+        hub_private_repo: Whether a new repository is private; default: as the hub's organization says.
+        hub_always_push: Upload a checkpoint although the one before is still on its way. Default: false.
+        hub_revision: The branch; default: the main one.
 
     Raises:
         UsageError: As `TrainingFields`.
@@ -41,6 +58,16 @@ class TrainingArguments(TrainingFields):
     do_predict: bool = False
     local_rank: int = ALONE
     restore_callback_states_from_checkpoint: bool = False
+    prediction_loss_only: bool = False
+    include_for_metrics: list[str] | None = None
+    batch_eval_metrics: bool = False
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_strategy: str = "every_save"
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None
+    hub_always_push: bool = False
+    hub_revision: str | None = None
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         for kind in cls.__mro__[: cls.__mro__.index(TrainingArguments)]:
@@ -53,12 +80,32 @@ class TrainingArguments(TrainingFields):
             self.output_dir = TrainingFields.output_dir
         super().__post_init__()
         self.lr_scheduler_kwargs, self.report_to = self.scheduler_options or None, self.reporters
+        self.include_for_metrics = list(self.include_for_metrics or [])
+        unknown = sorted(set(self.include_for_metrics) - {"inputs", "loss"})
+        if unknown:
+            raise UsageError(f"include_for_metrics: {unknown[0]!r} is unknown; choose inputs, loss or both")
+        self.hub_strategy = getattr(self.hub_strategy, "value", self.hub_strategy)
         self.do_eval = self.do_eval or self.eval_strategy != "no"
         world = World.from_environment()
         launched = world.local_rank if world.size > 1 else ALONE
         if self.local_rank not in (ALONE, launched, world.local_rank):
             raise UsageError(f"local_rank: is {self.local_rank}, but the launcher says {launched}; leave it out")
         self.local_rank = launched
+
+    def __getattr__(self, name: str) -> Any:  # of what is not found otherwise
+        return ignored_argument(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises UsageError for an argument of transformers that would have no effect."""
+        if check_ignored(self, name, value):
+            vars(self).setdefault(IGNORED, {})[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def use_cpu(self) -> bool:
+        """Whether `device` is `cpu`."""
+        return self.device_name == "cpu"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
@@ -194,4 +241,5 @@ class TrainingArguments(TrainingFields):
 
     def _values(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "device"}
-        return {**values, "device": self.device_name}
+        secret = {} if self.hub_token is None else {"hub_token": "<HUB_TOKEN>"}
+        return {**values, "device": self.device_name, **secret}

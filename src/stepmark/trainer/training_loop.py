@@ -26,6 +26,8 @@ from stepmark.trainer.strategies import is_better
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
+from stepmark.trainer.telemetry.total_flos import TotalFlos
+from stepmark.training.model_options import set_training
 from stepmark.training.schedule import advance, follows_metric, restore_schedule, schedule_state
 from stepmark.training.step import StepHooks
 
@@ -56,6 +58,7 @@ class TrainingLoop:
         self._write_files = write_files
         self._before_save = before_save
         self._monitor = Monitor.for_run(parts, callbacks.run_log)
+        self._flos = TotalFlos(parts.model, parts.context.host.size)
         self._losses = LossMeter(parts.context.runtime, self._monitor.look)
         self._epoch_open = False
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
@@ -180,6 +183,7 @@ class TrainingLoop:
     def _train_step(self, batch: StepBatch) -> None:
         callbacks, parts = self._callbacks, self._parts
         callbacks.event("on_step_begin")
+        set_training(parts.model, parts.optimizer.inner)
         hooks = StepHooks(
             after_micro_step=lambda: callbacks.event("on_substep_end"),
             before_update=lambda: callbacks.event("on_pre_optimizer_step"),
@@ -194,6 +198,7 @@ class TrainingLoop:
             self._preemption.step_ended()
         callbacks.state.global_step += 1
         callbacks.state.epoch = batch.epoch
+        callbacks.state.total_flos += self._flos.of(batch)
         self._show_progress()
         callbacks.event("on_step_end")
         self._monitor.step_ended(self._step, batch)

@@ -13,6 +13,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.config.transformers_defaults import SWITCHES, is_done
 from stepmark.config.unknown_field_message import unknown_field
 from stepmark.errors import UsageError
+from stepmark.trainer.seq2seq_arguments import Seq2SeqTrainingArguments
 from stepmark.trainer.training_arguments import TrainingArguments
 
 
@@ -29,7 +30,9 @@ def converted(args: Any) -> Any:
         return TrainingArguments.of(args)
     if not isinstance(args, transformers.TrainingArguments):
         return args
-    own = [name for name in field_names(TrainingArguments) if name != "local_rank"]  # that is the launcher's
+    seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
+    kind = Seq2SeqTrainingArguments if seq2seq else TrainingArguments
+    own = [name for name in field_names(kind) if name != "local_rank"]  # that is the launcher's
     values = {name: _plain(value) for name, value in _fields(args).items()}
     defaults = {name: _plain(value) for name, value in _fields(_default(args)).items()}
     switched = {name: values.pop(name) for name in SWITCHES if name in values}
@@ -43,7 +46,7 @@ def converted(args: Any) -> Any:
     ]
     if lacking:
         raise UsageError("; ".join(unknown_field(name, own) for name in lacking))
-    return TrainingArguments(**{name: value for name, value in values.items() if name in own}, **switched)
+    return kind(**{name: value for name, value in values.items() if name in own}, **switched)
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
 
 def _default(args: transformers.TrainingArguments) -> transformers.TrainingArguments:
     """What transformers makes of no arguments but the folder and the device."""
-    return transformers.TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
+    return transformers.Seq2SeqTrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
 
 
 def _plain(value: Any) -> Any:

@@ -120,7 +120,7 @@ class MicroBatchLoss:
         if self.override is None:
             return self._share(model, inputs, weight)
         given = with_targets(self.labels, inputs, weight) if isinstance(inputs, Mapping) else inputs
-        with self._lazy_device(inputs):
+        with self.recording(inputs):
             loss, outputs = self.override(model, given, weight.count.clamp(min=1))
         return self._weighted(loss, weight), outputs
 
@@ -144,7 +144,7 @@ class MicroBatchLoss:
         return (labels != self.labels.ignored).sum().float().clamp(min=1)
 
     def _share(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        with self._lazy_device(inputs):
+        with self.recording(inputs):
             if "labels" in inputs and (self._compute is not None or self._smoothing):
                 return self._from_logits(model, inputs, weight)
             if self._compute is not None:
@@ -154,7 +154,8 @@ class MicroBatchLoss:
             mean = loss / weight.count.clamp(min=1) if self._sums_samples else loss
             return self._weighted(mean, weight), outputs
 
-    def _lazy_device(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def recording(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Around a call of the model, on a lazy device; nothing elsewhere."""
         return lazy_forward(inputs) if self._lazy else nullcontext()
 
     def _own_loss(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
@@ -197,7 +198,7 @@ class MicroBatchLoss:
             loss = self._own_loss if self._compute is None else self._from_logits
             return loss(model, given, Weight(one, one))[0]
 
-        with torch.no_grad(), _same_random_numbers(one.device), evaluating(model), self._lazy_device(inputs):
+        with torch.no_grad(), _same_random_numbers(one.device), evaluating(model), self.recording(inputs):
             counted = counts_first_label(call, inputs, self.labels.ignored)
         return bool(self._class_shift) if counted is None else not counted
 

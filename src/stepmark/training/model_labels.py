@@ -155,11 +155,13 @@ def counts_first_label(call: Call, inputs: Mapping[str, Any], ignored: int) -> b
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; every module's mode is restored at the end."""
+    """The model in eval mode; every module's mode is restored at the end. Its own `train` is called as well: some
+    modules, such as Levit's, drop there what they have computed from weights in eval mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
+        model.train()
         for module, mode in modes:
             module.training = mode

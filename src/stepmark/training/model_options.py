@@ -49,3 +49,14 @@ def check_bf16(device: torch.device) -> None:
     missing = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     if missing:
         raise DeviceError(f"bf16: {torch.cuda.get_device_name(device)} does not support bfloat16; train in float32")
+
+
+def set_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Puts a model, and an optimizer that has two modes as schedule-free ones have, into training mode.
+
+    `from_pretrained` returns models in evaluation mode, and a callback may have left one there.
+    """
+    model.train()
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,22 +21,34 @@ from stepmark.optim.protocols import GradientReducer
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, Schedule, Task, Transfer, make_schedule
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
+from stepmark.parallel.tensor.dropout import begin_regions
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed
+from stepmark.training.lazy.saved_weights import weights_made_again
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import TokenCounts, autocast
 
 Result = TypeVar("Result")
 
 
-class StageInputs:
-    """What stages without a loss are called with: the batch without its labels."""
+class StageCalls:
+    """Calls of stages without a loss: with the batch without its labels."""
 
-    def __init__(self, loss: MicroBatchLoss) -> None:
+    def __init__(self, stages: StagedModel, loss: MicroBatchLoss) -> None:
+        self._stages = stages
+        self._recording = loss.recording
         self._left_out = {"labels", "shift_labels", *loss.labels.names}
 
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, stage: int, received: Callable[[], Tensor] | None, batch: MicroBatch) -> Tensor:
+        """See `StagedModel.hidden_states`."""
+        inputs = self.inputs(batch)
+        with self._recording(inputs):
+            return self._stages.hidden_states(stage, received, lambda: self._stages.model(**inputs))
+
+    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        """What the model is called with."""
+        inputs: Mapping[str, Any] = batch.inputs
         kept = {name: value for name, value in inputs.items() if name not in self._left_out}
         return {**kept, "use_cache": False}
 
@@ -62,7 +76,7 @@ class PipelinedSchedule:
         self.gradients = gradients
         self.mesh = mesh
         self.transfers = Transfers(mesh, draws=stages.plan.draws)
-        self.inputs = StageInputs(loss)
+        self.call = StageCalls(stages, loss)
         self.autocast = autocast
         self._kind = kind
         self._seed = seed
@@ -92,6 +106,7 @@ class _Step:
     ) -> None:
         self._parts = parts
         self._rank = parts.mesh.pipeline.rank
+        self._runtime = parts.mesh.runtime
         self._schedule = schedule
         self._micro_batches = micro_batches
         self._counts = counts
@@ -105,11 +120,17 @@ class _Step:
     def tick(self, number: int, seed: Callable[[int], int]) -> None:
         """Runs this rank's tasks of a tick, and starts its exchanges."""
         for task in self._schedule.ticks[number][self._rank]:
+            both = self._runtime.lazy and task.stage == self._parts.stages.last
+            if both and task.kind == BACKWARD:
+                continue  # it ran with its forward pass, in one graph
+            self._runtime.seed(seed(task.micro_batch))
             if task.kind == FORWARD:
-                self._parts.mesh.runtime.seed(seed(task.micro_batch))
                 self._forward(task)
             else:
-                self._backward(task)
+                begin_regions(self._parts.stages.model)  # those that are computed again
+            if both or task.kind == BACKWARD:
+                self._backward(replace(task, kind=BACKWARD))
+            self._runtime.step_boundary()
         for pair, transfers in self._schedule.exchanges(number).items():
             if self._rank in pair:
                 self._exchange(sum(pair) - self._rank, transfers)
@@ -120,10 +141,10 @@ class _Step:
         before = task.needs(self._schedule.stages)
         activation = None if before is None else self._arriving.pop(before)
         received = None if activation is None else (lambda: self._received(activation))
-        with autocast(parts.mesh.runtime, parts.autocast):
+        with autocast(self._runtime, parts.autocast):
             if task.stage < parts.stages.last:
-                call = lambda: parts.stages.model(**parts.inputs(micro_batch.inputs))  # noqa: E731
-                output = parts.stages.hidden_states(task.stage, received, call)
+                with weights_made_again() if self._runtime.lazy else nullcontext():
+                    output = self._parts.call(task.stage, received, micro_batch)
                 self._to_send[task] = parts.transfers.of_stage(output.detach())
             else:
                 assert received is not None
@@ -173,7 +194,7 @@ class _Step:
         self._arriving |= zip((task for task in theirs if task.kind == BACKWARD), back, strict=True)
 
     def _key(self, task: Task) -> tuple[int, Hashable]:
-        return task.stage, shapes_of(self._parts.inputs(self._micro_batches[task.micro_batch].inputs))
+        return task.stage, shapes_of(self._parts.call.inputs(self._micro_batches[task.micro_batch]))
 
     def _form_of_gradient(self, task: Task) -> Form:
         """Of the gradient that a later stage's backward pass sends: that of this rank's output."""
@@ -193,7 +214,7 @@ class PipelinedForward:
         self._rank, self._ranks = mesh.pipeline.rank, mesh.pipeline.size
         self._runtime = mesh.runtime
         self._autocast = autocast_dtype
-        self._inputs = StageInputs(loss)
+        self._call = StageCalls(stages, loss)
         self._transfers = Transfers(mesh, draws=False)
 
     def __call__(
@@ -220,9 +241,11 @@ class PipelinedForward:
     @property
     def _group(self) -> int:
         """Batches that go through one of a rank's stages before the next stage has its turn. Two accelerators would
-        wait for each other, since both send and their transfers are in one queue."""
+        wait for each other, since both send and their transfers are in one queue; so would ranks whose transfers are
+        graphs, which both sides run."""
         both_ways = self._ranks == 2 and not self._runtime.host_memory
-        return 1 if len(self._stages.own) == 1 or both_ways else self._ranks
+        graphs = getattr(self._runtime, "in_graph_collectives", False)
+        return 1 if len(self._stages.own) == 1 or both_ways or graphs else self._ranks
 
     def _run(
         self, batches: list[MicroBatch], compute: Callable[[MicroBatch], Result]
@@ -236,8 +259,7 @@ class PipelinedForward:
 
     def _pass(self, stage: int, batch: MicroBatch, compute: Callable[[MicroBatch], Result]) -> Result | None:
         """One stage's forward pass on one batch."""
-        inputs = self._inputs(batch.inputs)
-        shapes = shapes_of(inputs)
+        shapes = shapes_of(self._call.inputs(batch))
         received = None
         if stage:
             (activation,), _ = self._transfers.begin((stage - 1) % self._ranks, [], [(stage - 1, shapes)], [], [])
@@ -245,7 +267,7 @@ class PipelinedForward:
         if stage == self._stages.last:
             assert received is not None
             return self._stages.final(received, lambda: compute(batch))
-        hidden = self._stages.hidden_states(stage, received, lambda: self._stages.model(**inputs))
+        hidden = self._call(stage, received, batch)
         self._transfers.begin((stage + 1) % self._ranks, [(stage, shapes, Activation(hidden))], [], [], [])
         self._transfers.settle(keep=2 * self._ranks)
         return None

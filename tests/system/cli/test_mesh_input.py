@@ -10,34 +10,49 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
-
-def train(folder: Path, *flags: str, **fields: Any) -> tuple[int, str, str]:
-    """Exit code, the error and all that was said."""
-    recipe = write_recipe(folder, **fields)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "stepmark", "train", str(recipe), *flags]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=180)
-    errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, done.stderr
-    return done.returncode, errors[0], done.stderr
-
-
-@pytest.mark.parametrize(
+CASES = pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"tensor_parallel_size": 2, "config_overrides": {"n_head": 3, "n_embd": 24}}, "3"),
-        pytest.param(
-            {"tensor_parallel_size": 2, "config_name": "opt", "config_overrides": {}},
-            "OPTForCausalLM has no",
-            marks=pytest.mark.prove,
-        ),
+        pytest.param({"config_overrides": {"n_head": 3, "n_embd": 24}}, "3", id="heads"),
+        pytest.param({"config_name": "opt", "config_overrides": {}}, "OPTForCausalLM has no", id="no plan"),
     ],
-    ids=["heads", "no plan"],
 )
-def test_a_mesh_that_cannot_be_is_refused_first(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
-    code, error, output = train(tmp_path, "--nproc", "2", **fields)
-    assert code == 2
-    assert told in error
+
+
+def write(folder: Path, fields: dict[str, Any]) -> str:
+    return str(write_recipe(folder, tensor_parallel_size=2, **fields))
+
+
+def errors_in(output: str) -> list[str]:
+    return [line.removeprefix("error: ") for line in output.splitlines() if line.startswith("error: ")]
+
+
+def call(arguments: list[str]) -> None:
+    from stepmark.__main__ import main
+
+    main(arguments)
+
+
+@CASES
+def test_ranks_refuse_a_mesh_that_cannot_be(ranks: Ranks, tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+    done = ranks.run("tests.system.cli.test_mesh_input:call", ["train", write(tmp_path, fields)], nproc=2)
+    assert done.codes == [2, 2]
+    output = "".join(done.logs)
+    assert all(told in error for error in errors_in(output)), output
+    assert errors_in(output)
     assert "tokenized" not in output
+
+
+@pytest.mark.prove
+@CASES
+def test_a_mesh_that_cannot_be_is_refused_first(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+    command = [sys.executable, "-m", "stepmark", "train", write(tmp_path, fields), "--nproc", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 2
+    (error,) = errors_in(done.stderr)
+    assert told in error
+    assert "tokenized" not in done.stderr

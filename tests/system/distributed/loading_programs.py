@@ -70,9 +70,9 @@ def _loss(model: nn.Module, mesh: Mesh, device: str) -> float:
     return float(mesh.runtime.to_host([loss.view(1)])[0])
 
 
-def measure(folder: str, how: str, tp: int) -> dict[str, int]:
+def measure(folder: str, how: str, tp: int, pp: int = 1) -> dict[str, int]:
     """Bytes of: memory at its peak over that before, what was asked of the files, the shard, the whole, the largest."""
-    mesh = Mesh.create(tensor_parallel_size=tp, device="cpu")
+    mesh = Mesh.create(tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu")
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)

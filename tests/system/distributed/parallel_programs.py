@@ -176,9 +176,9 @@ def zero_1_graphs(replicas: int) -> list[dict[str, Any]]:
         step, batches = training(context, options, made[context.world.rank])
         dispatch = context.runtime._dispatch
 
-        def watched() -> None:
+        def watched(ranks: Any) -> None:
             graphs.append(_pending(step))
-            dispatch()
+            dispatch(ranks)
 
         for number, batch in zip(range(5), batches, strict=False):
             context.runtime._dispatch = dispatch if number else watched

@@ -61,7 +61,7 @@ def torchrun(*arguments: str) -> list[str]:
 # --nproc
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.prove), 1])
 def test_a_rank_that_raises_ends_the_job_with_its_error_alone(
     environment: dict[str, str], tmp_path: Path, rank: int
 ) -> None:
@@ -188,6 +188,7 @@ def test_torchrun_trains(environment: dict[str, str], tmp_path: Path) -> None:
     assert done.stderr.count("device: cpu, 2 ranks") == 1
 
 
+@pytest.mark.prove
 def test_a_failing_rank_under_torchrun_reports_once_and_first(environment: dict[str, str], tmp_path: Path) -> None:
     environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="raise")
     done = run(torchrun(recipe(tmp_path)), environment, tmp_path)
@@ -249,7 +250,8 @@ def test_slurm_trains(environment: dict[str, str], tmp_path: Path) -> None:
     assert told[1] == ""
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.prove), 1])
+@pytest.mark.prove
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_task_that_is_killed_is_named_by_the_other(environment: dict[str, str], tmp_path: Path, rank: int) -> None:
     environment["PYTHONPATH"] = install(tmp_path / "site", rank=rank, what="kill")
     tasks = slurm_tasks(environment, tmp_path)

@@ -68,3 +68,17 @@ def test_bytes_read_and_memory_held(ranks: Ranks, tmp_path: Path, how: str, laye
         assert found["peak"] <= found["shard"] + found["largest"] + (256 << 20 if layers > 3 else 64 << 20)
         if how == "folder":
             assert found["asked"] - found["replicated"] <= (found["whole"] - found["replicated"]) * (0.5 + 0.05)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("how", ["folder", "new"])
+def test_a_pipeline_stage_reads_its_bytes_and_holds_little_more(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    large_folder(tmp_path, 15)
+    held = []
+    for found in ranks.run(f"{PROGRAMS}:measure", str(tmp_path), how, 1, 2, nproc=2).check():
+        print(f"{how}: {found}")
+        assert found["peak"] <= found["shard"] + 100 * 10**6
+        assert how == "new" or found["asked"] == found["shard"]
+        held.append(found["shard"])
+    assert sum(held) == found["whole"]
+    assert max(held) < 0.7 * found["whole"]

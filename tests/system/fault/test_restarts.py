@@ -22,9 +22,9 @@ from tests.support.recipes import write_recipe
 FIELDS = {"logging_steps": 1, "max_steps": 3, "save_steps": 1, "async_save": False, "max_restarts": 2}
 
 
-def command(folder: Path, **fields: object) -> list[str]:
+def command(folder: Path, nproc: int, **fields: object) -> list[str]:
     recipe = write_recipe(folder, **{**FIELDS, **fields})
-    return [sys.executable, "-m", "stepmark", "train", str(recipe), "--nproc", "2"]
+    return [sys.executable, "-m", "stepmark", "train", str(recipe), "--nproc", str(nproc)]
 
 
 def environment(folder: Path, site: str) -> dict[str, str]:
@@ -33,9 +33,9 @@ def environment(folder: Path, site: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(folder / "cache"), "PYTHONPATH": site}
 
 
-def run(folder: Path, site: str, **fields: object) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, site: str, nproc: int = 2, **fields: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(folder, **fields),
+        command(folder, nproc, **fields),
         env=environment(folder, site),
         cwd=folder,
         capture_output=True,
@@ -48,22 +48,23 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_metrics(folder / "out") if "loss" in line}
 
 
-def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.prove)])
+def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, nproc: int) -> None:
     for name in ("killed", "plain"):
         (tmp_path / name).mkdir()
-    done = run(tmp_path / "killed", install(tmp_path / "site", 1, "kill", "batch", once=True))
+    done = run(tmp_path / "killed", install(tmp_path / "site", nproc - 1, "kill", "batch", once=True), nproc)
     assert done.returncode == 0, done.stderr
-    killed = "rank 1: was killed by SIGKILL (out of memory?)"
+    killed = f"{'rank 1: ' if nproc > 1 else ''}was killed by SIGKILL (out of memory?)"
     assert done.stderr.count("\nfailed at step 2: " + killed + "; attempt 2 starts in 1 s\n") == 1
     events = read_lines(tmp_path / "killed" / "out" / EVENTS)
     again = [event for event in events if event["event"] in ("restarting", "resumed", "done")]
     assert [(event["event"], event["step"]) for event in again] == [("restarting", 2), ("resumed", 1), ("done", 3)]
     attempts = read_attempts(read_history(tmp_path / "killed" / "out"))
     assert [(one.ranks, one.first, one.last, one.ended) for one in attempts] == [
-        (2, 0, 2, f"failed: {killed}"),
-        (2, 1, 3, "done"),
+        (nproc, 0, 2, f"failed: {killed}"),
+        (nproc, 1, 3, "done"),
     ]
-    assert run(tmp_path / "plain", "").returncode == 0
+    assert run(tmp_path / "plain", "", nproc).returncode == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
     assert "restart_delay" not in json.loads((tmp_path / "killed" / "out" / "status.json").read_text())
 

@@ -76,6 +76,35 @@ def test_a_killed_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, case: di
     assert {result["weights"] for result in resumed} == {undisturbed[0]["weights"]}
 
 
+PIPELINES = [
+    pytest.param("cpu", 2, {}, id="cpu"),
+    pytest.param("xla", 2, {}, id="xla", marks=[pytest.mark.xla, pytest.mark.prove]),
+    pytest.param("cpu", 4, {"zero_1": True}, id="cpu, ZeRO-1", marks=pytest.mark.prove),
+    pytest.param(
+        "xla", 2, {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}, id="xla, interleaved",
+        marks=[pytest.mark.xla, pytest.mark.prove],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "nproc", "more"), PIPELINES)
+def test_a_killed_pipeline_goes_on_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, device: str, nproc: int, more: dict[str, Any]
+) -> None:
+    """Killed in its first stage, and then in its last one; with dropout, whose numbers travel with hidden states."""
+    case = {"device": device, "nproc": nproc // 2, "accumulation": 2, "workers": 0}
+    pipeline = {"pipeline_parallel_size": 2, "layers": 4, **more}
+    undisturbed = ranks.run(PROGRAM, {**options(case, tmp_path / "whole"), **pipeline}, nproc=nproc).check()
+    killed = {**options(case, tmp_path / "killed"), **pipeline}
+    for step, rank in ((5, 0), (11, nproc - 1)):
+        assert -9 in ranks.run(PROGRAM, {**killed, "kill_at": step, "kill_ranks": [rank]}, nproc=nproc).codes
+    resumed = ranks.run(PROGRAM, killed, nproc=nproc).check()
+    assert resumed[0]["resumed"] == [3, 9]
+    assert resumed[0]["losses"] == undisturbed[0]["losses"]
+    assert resumed[0]["evaluations"] == undisturbed[0]["evaluations"]
+    assert [each["weights"] for each in resumed] == [each["weights"] for each in undisturbed]
+
+
 def test_resuming_at_an_epochs_end_still_ends_the_epoch(ranks: Ranks, tmp_path: Path) -> None:
     """Killed between the save at an epoch's last step and the evaluation that the epoch's end asks for."""
     case = {"device": "cpu", "nproc": 1, "accumulation": 1, "workers": 0}

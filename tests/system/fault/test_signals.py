@@ -190,16 +190,17 @@ def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks,
 
 
 @pytest.mark.xla
-def test_a_signal_during_the_first_compilation(ranks: Ranks, tmp_path: Path) -> None:
-    first = {**options(tmp_path / "run", "xla", 2), "kill_at": 5}
-    assert -9 in ranks.run(PROGRAM, first, nproc=2).codes
-    settings = {**options(tmp_path / "run", "xla", 2), "signal_grace": 0.2}
-    settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 4, "ranks": [0]}
-    assert ranks.run(PROGRAM, settings, nproc=2).codes == [75, 75]
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.prove)])
+def test_a_signal_during_the_first_compilation(ranks: Ranks, tmp_path: Path, nproc: int) -> None:
+    settings = options(tmp_path / "run", "xla", nproc)
+    assert -9 in ranks.run(PROGRAM, {**settings, "kill_at": 5}, nproc=nproc).codes
+    signalled = {"event": "on_pre_optimizer_step", "step": 4, "ranks": [0]}
+    stopped = ranks.run(PROGRAM, {**settings, "signal_grace": 0.2, "signal_at": signalled}, nproc=nproc)
+    assert stopped.codes == [75] * nproc
     assert saved_steps(tmp_path / "run") == [4]
     assert read_status(tmp_path / "run")["state"] == "interrupted"
-    resumed = ranks.run(PROGRAM, options(tmp_path / "run", "xla", 2), nproc=2).check()
-    assert resumed[0]["losses"] == undisturbed(ranks, tmp_path, "xla", 2)[0]["losses"]
+    resumed = ranks.run(PROGRAM, settings, nproc=nproc).check()
+    assert resumed[0]["losses"] == undisturbed(ranks, tmp_path, "xla", nproc)[0]["losses"]
 
 
 def test_without_save_on_signal_a_signal_is_a_signal(ranks: Ranks, tmp_path: Path) -> None:
@@ -209,7 +210,8 @@ def test_without_save_on_signal_a_signal_is_a_signal(ranks: Ranks, tmp_path: Pat
     assert saved_steps(tmp_path) == [4]
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("nproc", marks=pytest.mark.prove), "torchrun"])
+@pytest.mark.prove
+@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
 def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
     """Both pass it on. torchrun has an exit code of its own; the word is in status.json."""
     out = tmp_path / "out"

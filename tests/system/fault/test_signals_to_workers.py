@@ -19,7 +19,7 @@ from tests.support.run_folders import read_status, saved_steps
     ("nproc", "number"),
     [
         (1, signal.SIGINT),
-        (2, signal.SIGTERM),
+        pytest.param(2, signal.SIGTERM, marks=pytest.mark.prove),
         pytest.param(1, signal.SIGTERM, marks=pytest.mark.prove),
         pytest.param(2, signal.SIGINT, marks=pytest.mark.prove),
     ],

@@ -82,8 +82,8 @@ def run_suspended(folder: Path, recipe: Path, nproc: int, phase: str, **variable
 @pytest.mark.parametrize(
     ("nproc", "phase"),
     [
-        (2, "writing"),
-        pytest.param(1, "writing", marks=pytest.mark.prove),
+        (1, "writing"),
+        pytest.param(2, "writing", marks=pytest.mark.prove),
         pytest.param(1, "copying", marks=pytest.mark.prove),
         pytest.param(2, "copying", marks=pytest.mark.prove),
         pytest.param(2, "planning", marks=pytest.mark.prove),

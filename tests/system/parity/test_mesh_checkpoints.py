@@ -28,6 +28,13 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-tp2": (4, {"pp": 2, "tp": 2, "sequence": True, "accumulation": 2}),
     "pp2-dp2-zero": (4, {"pp": 2, "zero_1": True, "accumulation": 2}),
 }
+DEEP = {"num_hidden_layers": 4}
+DEEPER_PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp4": (4, {"pp": 4, "accumulation": 4}),
+    "pp2-interleaved": (2, {"pp": 2, "schedule": "interleaved", "chunks": 2, "accumulation": 2}),
+    "pp2-dp2-tp2-zero": (8, {"pp": 2, "tp": 2, "zero_1": True, "sequence": True, "accumulation": 2}),
+}
+MESHES |= DEEPER_PIPELINES
 
 
 def save(ranks: Ranks, folder: Path, mesh: str, model: dict[str, Any], **more: Any) -> dict[str, int]:
@@ -71,17 +78,18 @@ def test_sample(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("name", ["gpt2", "llama-one-kv-head", "qwen3-tied"])
 def test_all_pairs(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    model = {**MODELS[name], **DEEP}
     for mesh in MESHES:
-        save(ranks, tmp_path, mesh, MODELS[name])
-    check_pairs(ranks, tmp_path, list(MESHES), list(MESHES), model=MODELS[name])
+        save(ranks, tmp_path, mesh, model)
+    check_pairs(ranks, tmp_path, list(MESHES), list(MESHES), model=model)
 
 
 @pytest.mark.prove
 def test_all_pairs_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
     """With the fp32 masters, which are what is trained."""
-    options = {"model": MODELS["gpt2"], "bf16": True}
+    options = {"model": {**MODELS["gpt2"], **DEEP}, "bf16": True}
     for mesh in MESHES:
-        save(ranks, tmp_path, mesh, bf16=True, model=MODELS["gpt2"])
+        save(ranks, tmp_path, mesh, **options)
     check_pairs(ranks, tmp_path, list(MESHES), list(MESHES), tolerance=2e-2, **options)
 
 
@@ -89,7 +97,7 @@ def test_all_pairs_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.xla
 def test_lazy_meshes(ranks: Ranks, tmp_path: Path) -> None:
     """Saved on lazy ranks, restored on eager ones, and the other way round."""
-    meshes = ["tp2", "dp2-tp2-zero"]
+    meshes = ["tp2", "dp2-tp2-zero", "pp2"]
     for mesh in meshes:
         save(ranks, tmp_path, mesh, MODELS["gpt2"], device="xla")
     check_pairs(ranks, tmp_path, meshes, ["dp1", *meshes], model=MODELS["gpt2"])

@@ -109,6 +109,16 @@ def test_dropout_draws_what_one_rank_draws(ranks: Ranks) -> None:
     compare(ranks, 2, options)
 
 
+def test_dropout_of_layers_that_are_computed_again_after_other_micro_batches(ranks: Ranks) -> None:
+    """With tensor parallelism seeds are those of regions, and a stage runs other micro-batches before it computes
+    these again."""
+    model = {"kind": "gpt2", "dropout": 0.2, **FOUR}
+    common = {"model": model, "batch": 8, "accumulation": 4, "steps": 2, "tp": 2}
+    options = [{**common, "pp": 2, "checkpointing": True}]
+    expected = ranks.run(PROGRAM, "cpu", [common], nproc=2).check()[0]
+    check(ranks.run(PROGRAM, "cpu", options, nproc=4).check(), expected, options, 1e-5)
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", list(MODELS))

@@ -15,6 +15,8 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (3, {"tensor_parallel_size": 3}),
     (2, {"zero_1": True}),
+    (2, {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}),
+    (6, {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2, "tensor_parallel_size": 3}),
 ]
 
 

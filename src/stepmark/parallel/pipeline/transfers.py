@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.links import Exchange, Form
 from stepmark.runtime.mesh import Mesh
 
@@ -42,7 +41,6 @@ class Transfers:
 
     def __init__(self, mesh: Mesh, *, draws: bool) -> None:
         """`draws`: the model draws random numbers."""
-        assert isinstance(mesh.runtime, EagerRuntime)
         assert mesh.links is not None
         self._links = mesh.links
         self._runtime = mesh.runtime

@@ -3,13 +3,15 @@
 Where activations are replicated, dropout must drop the same elements on all ranks; where they are sharded, it should
 not. So the generator is seeded during the forward pass: on entering a region of sharded activations from (the seed in
 force when the model's forward pass began, the region's number, the rank), on leaving it from the first two. Recomputing
-a region (gradient checkpointing) runs the same hooks and therefore draws the same numbers. On a lazy device seeds are
-data, not constants of the graph.
+a region (gradient checkpointing) runs the same hooks and therefore draws the same numbers; where other micro-batches
+have begun in between, as in a pipeline, `begin_regions` goes back to the one whose backward pass follows. On a lazy
+device seeds are data, not constants of the graph.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -40,6 +42,22 @@ class RegionSeeds:
         """The following operations work on replicated activations."""
         if self._enabled and module.training:
             self._runtime.seed(derive_seed(self._base, region))
+
+
+_of_models: WeakKeyDictionary[nn.Module, RegionSeeds] = WeakKeyDictionary()
+
+
+def seed_regions(model: nn.Module, seeds: RegionSeeds) -> None:
+    """Makes `seeds` begin with each forward pass of the model."""
+    _of_models[model] = seeds
+    model.register_forward_pre_hook(lambda module, args: seeds.begin(module))
+
+
+def begin_regions(model: nn.Module) -> None:
+    """Seeds the model's regions for the micro-batch whose seed is in force, as its forward pass has done, before a
+    backward pass that may compute them again."""
+    if model in _of_models:
+        _of_models[model].begin(model)
 
 
 def has_dropout(model: nn.Module) -> bool:

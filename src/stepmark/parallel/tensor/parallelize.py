@@ -18,7 +18,7 @@ from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import cut_into_stages
 from stepmark.parallel.tensor.attention_heads import Heads, heads_of
 from stepmark.parallel.tensor.autograd_collectives import reduce_from
-from stepmark.parallel.tensor.dropout import RegionSeeds, has_dropout
+from stepmark.parallel.tensor.dropout import RegionSeeds, has_dropout, seed_regions
 from stepmark.parallel.tensor.layers import TensorParallelRegion, input_dim, shard_columns, shard_rows
 from stepmark.parallel.tensor.plan_checks import check_plan
 from stepmark.parallel.tensor.plans import (
@@ -209,7 +209,7 @@ class _Parallelization:
     def wire(self) -> None:
         model, axis, runtime = self._model, self._axis, self._mesh.runtime
         seeds = RegionSeeds(runtime, axis.rank, has_dropout(model))
-        model.register_forward_pre_hook(lambda module, args: seeds.begin(module))
+        seed_regions(model, seeds)
         modules = dict(model.named_modules())
         regions: dict[str, TensorParallelRegion] = {}
         for name, module, style in self._styles:

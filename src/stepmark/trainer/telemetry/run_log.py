@@ -67,6 +67,7 @@ class RunLog:
         if not self.writes:
             return
         with _lock:
+            self._folder.mkdir(parents=True, exist_ok=True)  # an evaluation may be the first that writes to it
             append_line(self._folder / name, {**values, "time": time.time()})
 
     def attempts(self) -> int:

@@ -1,0 +1,118 @@
+"""Predictions of an evaluation: which of a model's outputs they are, and the arrays of all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stepmark.runtime.base import Runtime
+from stepmark.training.model_labels import unwrapped
+
+CACHE = "past_key_values"
+PADDING = -100
+
+Item = TypeVar("Item")
+
+
+class SampleRows(NamedTuple):
+    """What `compute_metrics` gets of some samples: nests of arrays with a row for each; None where there is none."""
+
+    predictions: Any = None
+    labels: Any = None
+    inputs: Any = None
+    losses: Any = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sequence[Any]]) -> SampleRows:
+        """The rows of several batches, or of one batch on all ranks, in order."""
+        return cls(*(concatenate(list(column)) for column in zip(*parts, strict=True)))
+
+    def as_tensors(self) -> SampleRows:
+        """The same in torch tensors, on the host."""
+        return SampleRows(*(_as_tensors(each) for each in self))
+
+
+NO_ROWS = SampleRows()
+
+
+def _as_tensors(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _as_tensors(value) for name, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(_as_tensors(value) for value in tree)
+    return torch.from_numpy(tree) if isinstance(tree, np.ndarray) else tree
+
+
+def with_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+    """Each item with whether it is the last one, which is known once the next is there."""
+    before: list[Item] = []
+    for item in items:
+        if before:
+            yield before.pop(), False
+        before.append(item)
+    for item in before:
+        yield item, True
+
+
+def ignored_outputs(model: nn.Module) -> list[str]:
+    """The outputs of a model that are not predictions, by its configuration, as in transformers."""
+    config = getattr(unwrapped(model), "config", None)
+    return list(getattr(config, "keys_to_ignore_at_inference", None) or [CACHE])
+
+
+def predictions_of(outputs: Any, ignored: Sequence[str]) -> Any:
+    """All outputs but the loss, caches and `ignored`: alone if it is one, otherwise a tuple in the model's order. None
+    without any."""
+    if isinstance(outputs, Mapping):
+        left_out = ("loss", CACHE, *ignored)
+        outputs = tuple(value for key, value in outputs.items() if key not in left_out and holds_tensors(value))
+    if isinstance(outputs, (tuple, list)):
+        return (outputs[0] if len(outputs) == 1 else tuple(outputs)) if outputs else None
+    return getattr(outputs, "logits", outputs)
+
+
+def holds_tensors(tree: Any) -> bool:
+    """Whether a value is a tensor, or a nest of tuples, lists and mappings of tensors alone."""
+    if isinstance(tree, (tuple, list, Mapping)):
+        values = tree.values() if isinstance(tree, Mapping) else tree
+        return bool(tree) and all(holds_tensors(value) for value in values)
+    return isinstance(tree, Tensor)
+
+
+def rows_on_host(tree: Any, rows: int, runtime: Runtime) -> Any:
+    """The first `rows` rows of each tensor in a nest, as numpy arrays; a 0-dim tensor is one row."""
+    if isinstance(tree, Mapping):
+        return {name: rows_on_host(value, rows, runtime) for name, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return tuple(rows_on_host(value, rows, runtime) for value in tree)
+    if not isinstance(tree, Tensor):
+        return tree
+    (on_host,) = runtime.to_host([tree.detach()])
+    on_host = on_host.float() if on_host.dtype == torch.bfloat16 else on_host
+    return np.atleast_1d(on_host.numpy())[:rows]
+
+
+def concatenate(arrays: list[Any]) -> Any:
+    """Joins arrays, or nests of arrays, along the first dim; where other dims differ, shorter ones are padded with
+    -100."""
+    present = [array for array in arrays if array is not None]
+    if not present:
+        return None
+    if isinstance(present[0], tuple):
+        return tuple(concatenate([array[index] for array in present]) for index in range(len(present[0])))
+    if isinstance(present[0], dict):
+        return {name: concatenate([array[name] for array in present]) for name in present[0]}
+    widest = tuple(max(sizes) for sizes in zip(*(array.shape[1:] for array in present), strict=True))
+    filled = [
+        np.pad(
+            array,
+            [(0, 0), *((0, wide - size) for wide, size in zip(widest, array.shape[1:], strict=True))],
+            constant_values=PADDING,
+        )
+        for array in present
+    ]
+    return np.concatenate(filled)

@@ -1,0 +1,154 @@
+"""`Seq2SeqTrainer`: evaluations and predictions of tokens that the model generates."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from stepmark.errors import UsageError
+from stepmark.evaluation.greedy_generation import greedy_tokens
+from stepmark.trainer.results import PredictionOutput
+from stepmark.trainer.trainer import Trainer
+
+
+class Seq2SeqTrainer(Trainer):
+    """A `Trainer` whose evaluations generate, with `predict_with_generate`.
+
+    Eager devices generate as `model.generate` does. A lazy device generates greedily, with static shapes: the decoder
+    runs on the complete sequence for each token, in one graph.
+
+    Raises:
+        UsageError: As `Trainer`; or the generation configuration is not valid.
+    """
+
+    def __init__(self, model: nn.Module | None = None, args: Any = None, *others: Any, **options: Any) -> None:
+        self._options: dict[str, Any] | None = None  # of the evaluation that runs
+        super().__init__(model, args, *others, **options)
+        given = getattr(self.args, "generation_config", None)
+        if given is not None:
+            self.model.generation_config = load_generation_config(given)
+
+    def evaluate(  # type: ignore[override]
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **generation: Any,
+    ) -> dict[str, float]:
+        """As `Trainer.evaluate`. Further arguments are those of `model.generate`, such as `max_length`."""
+        with self._generating(generation):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(  # type: ignore[override]
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **generation: Any,
+    ) -> PredictionOutput:
+        """As `Trainer.predict`. Further arguments are those of `model.generate`, such as `max_length`."""
+        with self._generating(generation):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    @contextlib.contextmanager
+    def _generating(self, generation: dict[str, Any]) -> Iterator[None]:
+        """Inside the block, these options are used. Evaluations of single sets in it keep those of the first call."""
+        before = self._options
+        if before is None or generation:
+            self._options = self._with_arguments(generation)
+        try:
+            yield
+        finally:
+            self._options = before
+
+    def _with_arguments(self, generation: Mapping[str, Any]) -> dict[str, Any]:
+        options = {name: value for name, value in generation.items() if value is not None}
+        length, beams = (getattr(self.args, name, None) for name in ("generation_max_length", "generation_num_beams"))
+        if length is not None and "max_length" not in options and "max_new_tokens" not in options:
+            options["max_length"] = length
+        if beams is not None:
+            options.setdefault("num_beams", beams)
+        return options
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **generation: Any,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Evaluates one batch. With `predict_with_generate` the predictions are generated token ids [rows, length], and
+        labels as well as they are padded to the generation's length with the padding id."""
+        if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        options = self._options if self._options is not None and not generation else self._with_arguments(generation)
+        with torch.no_grad():
+            tokens = self._generate(inputs, options)
+        labels = inputs.get("labels")
+        length = self._padded_length()
+        return loss, self._padded(tokens, length), None if labels is None else self._padded(labels, length)
+
+    def _generate(self, inputs: Mapping[str, Any], options: dict[str, Any]) -> Tensor:
+        labels, decoder = inputs.get("labels"), inputs.get("decoder_input_ids")
+        left_out = {"labels"}
+        if labels is not None and decoder is not None and labels.shape == decoder.shape:  # made of the labels
+            left_out |= {"decoder_input_ids", "decoder_attention_mask"}
+        given = {name: value for name, value in inputs.items() if name not in left_out}
+        model: Any = self.model
+        if not self.context.runtime.lazy:
+            found: Tensor = model.generate(**given, **options)
+            return found
+        config = copy.deepcopy(model.generation_config)
+        config.update(**config._get_default_generation_params(), defaults_only=True)
+        new = options.get("max_new_tokens")
+        config.update(**options, **({} if new is None else {"max_length": new + 1}))
+        return greedy_tokens(model, given, config, self.context.runtime)
+
+    def _padded_length(self) -> int:
+        config: Any = copy.deepcopy(self.model.generation_config)
+        config.update(**config._get_default_generation_params(), defaults_only=True)
+        return int(config.max_length if config.max_new_tokens is None else config.max_new_tokens + 1)
+
+    def _padded(self, tokens: Tensor, length: int) -> Tensor:
+        missing = length - tokens.shape[-1]
+        return nn.functional.pad(tokens, (0, missing), value=self._padding_id()) if missing > 0 else tokens
+
+    def _padding_id(self) -> int:
+        config = getattr(self.model, "config", None)
+        for owner, name in (
+            (self.processing_class, "pad_token_id"),
+            (self.processing_class, "eos_token_id"),
+            (config, "pad_token_id"),
+        ):
+            found = getattr(owner, name, None)
+            if isinstance(found, int):
+                return found
+        raise UsageError("predict_with_generate: there is no padding id; set pad_token_id in the model's configuration")
+
+
+def load_generation_config(given: Any) -> GenerationConfig:
+    """A generation configuration, or that of a file, a folder or a name of the hub.
+
+    Raises:
+        UsageError: It cannot be read, or contradicts itself.
+    """
+    try:
+        if isinstance(given, GenerationConfig):
+            config = copy.deepcopy(given)
+        else:
+            path = Path(given)
+            file = {"config_file_name": path.name} if path.is_file() else {}
+            config = GenerationConfig.from_pretrained(path.parent if path.is_file() else given, **file)
+        config.validate(strict=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"generation_config: {' '.join(str(error).split())}") from error
+    return config
