@@ -67,7 +67,9 @@ def test_greedy_generation_with_static_shapes_gives_the_same_tokens() -> None:
 
 
 def test_decoder_inputs_made_of_labels_are_not_what_generation_begins_with(tmp_path: Path) -> None:
-    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), device="cpu", predict_with_generate=True)
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), device="cpu", predict_with_generate=True, generation_max_length=LENGTH
+    )
     trainer = Seq2SeqTrainer(small_t5(), args)
     inputs = torch.utils.data.default_collate([Sentences()[index] for index in range(5)])
     trainer.model.eval()
