@@ -53,7 +53,10 @@ def test_greedy_generation_with_static_shapes_gives_the_same_tokens() -> None:
     model = small_t5().eval()
     inputs = torch.utils.data.default_collate([Sentences()[index] for index in range(5)])
     del inputs["labels"]
-    for ends, forced in ((1, None), ([1, 25, 40], 7)):
+    endless = GenerationConfig(max_length=LENGTH, decoder_start_token_id=0, pad_token_id=0, eos_token_id=[])
+    with torch.no_grad():
+        generated_token = int(model.generate(**inputs, generation_config=endless)[0, 3])
+    for ends, forced in ((1, None), ([1, generated_token], None), (1, 7)):
         config = GenerationConfig(
             max_length=LENGTH, decoder_start_token_id=0, pad_token_id=0, eos_token_id=ends, forced_eos_token_id=forced
         )
@@ -61,6 +64,19 @@ def test_greedy_generation_with_static_shapes_gives_the_same_tokens() -> None:
             found = greedy_tokens(model, inputs, config, EagerRuntime(torch.device("cpu")))
             expected = model.generate(**inputs, generation_config=config)
         assert padded(expected.tolist(), LENGTH) == found.tolist()
+
+
+def test_decoder_inputs_made_of_labels_are_not_what_generation_begins_with(tmp_path: Path) -> None:
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), device="cpu", predict_with_generate=True, generation_max_length=LENGTH
+    )
+    trainer = Seq2SeqTrainer(small_t5(), args)
+    inputs = torch.utils.data.default_collate([Sentences()[index] for index in range(5)])
+    trainer.model.eval()
+    _, expected, _ = trainer.prediction_step(trainer.model, inputs, False)
+    given = {**inputs, "decoder_input_ids": torch.full_like(inputs["labels"], 40)}
+    _, tokens, _ = trainer.prediction_step(trainer.model, given, False)
+    assert torch.equal(tokens, expected)
 
 
 @pytest.mark.xla

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -26,7 +25,6 @@ from stepmark.trainer.interruption.outside_training import ending_outside_traini
 from stepmark.trainer.outputs import prepare_output_folder
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_strategies import steps, trainer
-from tests.trainer.test_training_loop import StopsAt
 
 BEST_FIRST = {
     "learning_rate": 3e-2,  # the tokens are random: the longer it trains, the worse the evaluations
@@ -276,13 +274,3 @@ def test_a_process_may_train_again_where_it_has_finished_a_run(tmp_path: Path) -
     finished_runs._FINISHED.clear()  # as in another process
     with pytest.raises(UsageError, match="^output_dir: .*has checkpoints of an earlier run"):
         train_again()
-
-
-def test_a_run_with_adafactor_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_steps": 4, "optim": "adafactor", **steps("save", 2)}
-    complete = train(tmp_path / "complete", **options)
-    train(tmp_path / "stopped", StopsAt(2), **options)
-    resumed = train(tmp_path / "stopped", resume_from_checkpoint="true", **options)
-    assert resumed.state.global_step == 4
-    for name, value in complete.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name

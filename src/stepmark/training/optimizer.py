@@ -20,9 +20,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Shard, layout_of
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
-ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # of bitsandbytes
-ADAFACTOR = "adafactor"  # of transformers
-OPTIMIZERS = (*ADAMW, "sgd", ADAFACTOR, *ADAMW_8BIT)
+OPTIMIZERS = (*ADAMW, "sgd")
 # Patterns of the names, in lower case, of modules and parameters without weight decay.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -216,10 +214,8 @@ def build_optimizer(
         {"params": [item for item in trained if not decay(item[0])], "weight_decay": 0.0},
     ]
     keywords: dict[str, Any] = {"lr": learning_rate, **(options or {})}
-    if name in (*ADAMW, *ADAMW_8BIT):
+    if name in ADAMW:
         keywords = {"betas": betas, "eps": epsilon, **keywords}
-    if name == ADAFACTOR:  # the settings of transformers' Trainer
-        keywords = {"scale_parameter": False, "relative_step": False, **keywords}
     kind = _class_of(name, runtime, keywords)
 
     def make(inner_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -244,34 +240,11 @@ def check_optimizer(name: str) -> None:
 
 
 def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """Raises UsageError for an optimizer that the device or the installed packages do not have."""
-    if name == ADAFACTOR or name in ADAMW_8BIT:
-        if runtime.lazy:
-            raise UsageError(
-                f"optim: {name} reads numbers back in every step, for which a lazy device would wait; choose one of "
-                f"{', '.join((*ADAMW, 'sgd'))}"
-            )
-        return _adafactor() if name == ADAFACTOR else _adamw_8bit(name)
     if runtime.lazy:
         return LazyAdamW if name in ADAMW else LazySGD
     if name == "adamw_torch_fused":
         keywords["fused"] = True
     return torch.optim.AdamW if name in ADAMW else torch.optim.SGD
-
-
-def _adafactor() -> type[torch.optim.Optimizer]:
-    from transformers.optimization import Adafactor
-
-    return Adafactor
-
-
-def _adamw_8bit(name: str) -> type[torch.optim.Optimizer]:
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise UsageError(f"optim: {name} needs bitsandbytes, which cannot be imported: {error}") from error
-    kind: type[torch.optim.Optimizer] = AdamW8bit
-    return kind
 
 
 def decays_by_default(model: nn.Module) -> Callable[[str], bool]:
