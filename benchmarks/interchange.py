@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/interchange.py --gigabytes 8 --folder /a/disk
 
 Made-up states of a Llama and its AdamW: as a folder of transformers' Trainer, and as neuronx-distributed's shards of 8
-tensor parallel ranks with ZeRO-1. Command and cp run in turn, round after round, each from a source that is not in the
-page cache, and each until its bytes are on the disk (cp is followed by `sync` of its files; cp without that is printed
-as well). The command's time is that of its process, start and all.
+tensor parallel ranks with ZeRO-1; and the weights of a Llama of 7B's sizes in such shards, in bf16. Command and cp run
+in turn, round after round, each from a source that is not in the page cache, and each until its bytes are on the disk:
+cp is followed by fsync of its files, since an import returns when it is durable. The command's time is that of its
+process, start and all. `--dcp` compares with torch.distributed.checkpoint, whose time is without the import of torch.
 """
 
 from __future__ import annotations
@@ -171,7 +172,22 @@ begin = time.perf_counter()
 dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
 print(time.perf_counter() - begin)
 """
-SAVE = LOAD + "dcp.save(state, checkpoint_id=sys.argv[2], no_dist=True)\n"
+SAVE = LOAD + "dcp.save(state, checkpoint_id=sys.argv[2], no_dist=True)\nprint(time.perf_counter() - begin)\n"
+
+
+def import_of_theirs(store: Path, folder: Path, rounds: int) -> None:
+    """`stepmark import` of a store that torch wrote, start and all, beside torch's load and save of its tensors."""
+    ratios = []
+    for _ in range(rounds):
+        shutil.rmtree(folder / "again", ignore_errors=True)
+        drop_cache(store)
+        command = [sys.executable, "-c", SAVE, str(store), str(folder / "again")]
+        told = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+        call = (*COMMAND, "import", str(store), str(folder / "out"), "--config", str(store))
+        own, _ = timed(store, folder / "out", partial(child, *call))
+        ratios.append(float(told.split()[-1]) / own)
+    shutil.rmtree(folder / "out")
+    print(f"import of theirs beside dcp.load and dcp.save: {statistics.median(ratios):.2f} of the speed ({ratios})")
 
 
 def load_with_torch(source: Path) -> float:
@@ -252,6 +268,8 @@ def measure_trainer(folder: Path, given: argparse.Namespace) -> None:
     if given.dcp:
         save_with_torch(store, folder / "theirs")
         ratios = [load_with_torch(folder / "theirs") / load_with_torch(store) for _ in range(rounds)]
+        shutil.copy(store / "config.json", folder / "theirs")
+        import_of_theirs(folder / "theirs", folder, rounds)
         print(f"dcp.load of ours beside theirs: {statistics.median(ratios):.2f} of the speed ({ratios})")
 
 

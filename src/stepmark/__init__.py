@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stepmark.checkpoint.single_file import load, save
     from stepmark.config.data_arguments import DataArguments
     from stepmark.data.collate import PadTo
+    from stepmark.data.conversations import Conversations
     from stepmark.data.loader import DataLoader
     from stepmark.data.prefetcher import DevicePrefetcher
     from stepmark.data.prepared_data import prepare as prepare_data
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Checkpointer",
+    "Conversations",
     "DataArguments",
     "DataLoader",
     "DevicePrefetcher",
@@ -66,6 +68,7 @@ __all__ = [
 # A name is loaded on first use, so that importing stepmark loads neither torch nor transformers.
 _MODULES = {
     "Checkpointer": "stepmark.checkpoint",
+    "Conversations": "stepmark.data.conversations",
     "DataArguments": "stepmark.config.data_arguments",
     "DataLoader": "stepmark.data.loader",
     "DevicePrefetcher": "stepmark.data.prefetcher",

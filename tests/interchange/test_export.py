@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.interchange import array_reader, torch_writer
@@ -25,6 +26,7 @@ from stepmark.interchange.foreign import ForeignTensor, ImportOptions
 from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
 from stepmark.interchange.output_files import torch_file
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.records import Record
 from stepmark.interchange.stored_array import StoredArray
 from stepmark.interchange.verification import RecordChecks
 from tests.support import foreign_checkpoints
@@ -410,3 +412,37 @@ def test_commands_need_no_torch_for_a_common_model(tmp_path: Path) -> None:
     imported, megabytes = own.rsplit(" ", 1)
     assert (imported, children) == ("[]", "0")
     assert int(megabytes) < 120
+
+
+def test_bytes_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums are verified of what is read to be written: tensors are not read a second time for that."""
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(700, 1300, generator=generator) for name in "abc"}
+    source = tmp_path / "source" / "model.pt"
+    source.parent.mkdir()
+    moments = {
+        number: {"exp_avg": tensor + 1, "step": torch.tensor(3.0)} for number, tensor in enumerate(state.values())
+    }
+    groups = [{"params": [0, 1, 2], "lr": 0.1}]
+    torch.save({"model": state, "optimizer": {"state": moments, "param_groups": groups}, "step": 3}, source)
+    again: list[str] = []
+
+    def spy(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def read(self: Any, *arguments: Any) -> Any:
+            found = original(self, *arguments)
+            again.append(name) if isinstance(found, memoryview) or found > 1 << 16 else None
+            return found
+
+        monkeypatch.setattr(kind, name, read)
+
+    spy(Record, "check")
+    spy(VerifiedFile, "read")
+    imported(source, tmp_path / "own")
+    assert not again
+    export_checkpoint(tmp_path / "own", tmp_path / "out", "dcp", ExportOptions())
+    assert not again
+    found = values(imported(tmp_path / "out", tmp_path / "back"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert all(torch.equal(found[f"optimizer/{name}/exp_avg"], tensor + 1) for name, tensor in state.items())

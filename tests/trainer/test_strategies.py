@@ -101,6 +101,11 @@ def test_steps_and_the_runs_end(tmp_path: Path) -> None:
     assert recorder.saves == [5, 10, 12]
 
 
+def test_evaluations_begin_after_the_delay(tmp_path: Path) -> None:
+    assert run(tmp_path / "a", **steps("eval", 5), eval_delay=7).evaluations == [10, 12]
+    assert run(tmp_path / "b", eval_strategy="epoch", eval_delay=2).evaluations == [10, 12]
+
+
 def test_the_last_step_counts_once(tmp_path: Path) -> None:
     recorder = run(tmp_path, max_steps=6, **steps("eval", 3), **steps("save", 3))
     assert (recorder.evaluations, recorder.saves) == ([3, 6], [3, 6])

@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from stepmark import Trainer
-from stepmark.errors import StepmarkError
+from stepmark import Trainer, TrainingArguments, read_metrics
+from stepmark.errors import StepmarkError, UsageError
 from stepmark.launch.signals import RunInterrupted
 from stepmark.runtime.host_group import HostGroup
-from stepmark.trainer import model_export
+from stepmark.trainer import finished_runs, model_export
 from stepmark.trainer.interruption.outside_training import ending_outside_training
 from stepmark.trainer.outputs import prepare_output_folder
+from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_strategies import steps, trainer
+from tests.trainer.test_training_loop import StopsAt
 
 BEST_FIRST = {
     "learning_rate": 3e-2,  # the tokens are random: the longer it trains, the worse the evaluations
@@ -243,3 +246,43 @@ def test_a_script_prints_and_saves_metrics(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "trainer_state.json").unlink()
     made.save_state()
     assert read(tmp_path / "trainer_state.json")["global_step"] == 2
+
+
+def test_a_process_may_train_again_where_it_has_finished_a_run(tmp_path: Path) -> None:
+    def train_again() -> Trainer:
+        args = TrainingArguments(
+            output_dir=str(tmp_path),
+            device="cpu",
+            max_steps=2,
+            save_steps=2,
+            logging_steps=1,
+            disable_tqdm=True,
+        )
+        made = Trainer(tiny_model(), args, train_dataset=Blocks(8))
+        made.train()
+        return made
+
+    first = train_again()
+    losses = [line["loss"] for line in read_metrics(tmp_path) if "loss" in line]
+    first.args.max_steps = 3
+    first.train()  # the same Trainer, and then another one
+    train_again()
+    assert [line["step"] for line in read_metrics(tmp_path) if "loss" in line] == [1, 2]
+    moved = tmp_path / "earlier-run-1"
+    assert (moved / "checkpoint-2" / "model.safetensors").is_file()
+    assert [line["loss"] for line in read_metrics(moved) if "loss" in line] == losses
+    assert json.loads((moved / "status.json").read_text())["state"] == "done"
+    assert [line["step"] for line in read_metrics(tmp_path / "earlier-run-2") if "loss" in line] == [1, 2, 3]
+    finished_runs._FINISHED.clear()  # as in another process
+    with pytest.raises(UsageError, match="^output_dir: .*has checkpoints of an earlier run"):
+        train_again()
+
+
+def test_a_run_with_adafactor_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "optim": "adafactor", **steps("save", 2)}
+    complete = train(tmp_path / "complete", **options)
+    train(tmp_path / "stopped", StopsAt(2), **options)
+    resumed = train(tmp_path / "stopped", resume_from_checkpoint="true", **options)
+    assert resumed.state.global_step == 4
+    for name, value in complete.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name

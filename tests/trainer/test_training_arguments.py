@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +148,24 @@ def test_others_do_not_wait_for_a_first_rank_that_fails(ranks: Ranks, tmp_path: 
         [0, "ValueError: no disk"],
         [1, "UsageError: main_process_first: mapping has failed on rank 0: no disk"],
     ]
+
+
+@dataclass
+class ModelArguments:
+    """As the example scripts of transformers have them."""
+
+    dtype: str | None = field(default=None)
+
+
+def test_a_script_may_have_a_dtype_of_its_own() -> None:
+    parser = transformers.HfArgumentParser((ModelArguments, TrainingArguments))  # type: ignore[arg-type]
+    script, made = parser.parse_args_into_dataclasses(["--dtype", "auto", "--parameter_dtype", "bfloat16"])
+    assert (script.dtype, made.dtype, made.parameter_dtype) == ("auto", "bfloat16", "bfloat16")
+    assert dataclasses.replace(made, max_steps=3).dtype == "bfloat16"
+    given = TrainingArguments(dtype="bfloat16")  # type: ignore[call-arg]
+    assert (given.dtype, given.parameter_dtype) == ("bfloat16", "bfloat16")
+    assert TrainingArguments(dtype=torch.bfloat16).dtype == "bfloat16"  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="^dtype, parameter_dtype: they are the same"):
+        TrainingArguments(dtype="bfloat16", parameter_dtype="float32")  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="^dtype: 'float16' is unknown"):
+        TrainingArguments(dtype="float16")  # type: ignore[call-arg]

@@ -113,7 +113,8 @@ def test_decay_by_default_spares_what_is_named_a_bias_and_no_batch_norm(config: 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("adafactor", {}, "optim: 'adafactor' is not supported; choose one of adamw_torch"),
+        ("adafacto", {}, "optim: 'adafacto' is not supported; choose one of adamw_torch"),
+        ("adamw_8bit", {}, "optim: adamw_8bit needs bitsandbytes, which cannot be imported"),
         ("sgd", {"momentun": 0.9}, "optim_args: sgd does not accept {'momentun': 0.9}: .*momentun"),
         ("sgd", {"nesterov": True}, "optim_args: sgd does not accept .*Nesterov"),
         ("adamw_torch", {"foreach": True, "fused": True}, "optim_args: adamw_torch does not accept"),
@@ -135,6 +136,12 @@ def test_options_reach_the_optimizer() -> None:
     assert (group["betas"], group["eps"], group["fused"]) == ((0.1, 0.2), 1e-3, True)
 
 
+def test_adafactor_has_the_settings_of_transformers() -> None:
+    optimizer = build_optimizer("adafactor", list(nn.Linear(2, 2).named_parameters()), CPU, learning_rate=0.5)
+    (group,) = optimizer.param_groups
+    assert (group["scale_parameter"], group["relative_step"], group["lr"]) == (False, False, 0.5)
+
+
 def test_around_an_optimizer_of_the_users() -> None:
     module = nn.Linear(2, 2)
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -152,7 +159,7 @@ def test_around_an_optimizer_of_the_users() -> None:
 # State
 
 
-@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd"])
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_can_be_made_before_the_first_step(name: str, dtype: torch.dtype) -> None:
     module = nn.Linear(3, 3).to(dtype)
@@ -172,6 +179,6 @@ def test_state_can_be_made_before_the_first_step(name: str, dtype: torch.dtype) 
     optimizer.step()
     assert {key: set(state) for key, state in optimizer.named_state().items()} == made
     for key, state in optimizer.named_state().items():
-        held = [part for part in state if part != MASTER and state[part] is not None]
+        held = [part for part in state if part not in (MASTER, "RMS") and state[part] is not None]  # Adafactor's is new
         assert held
         assert all(objects[key][part] is state[part] for part in held)

@@ -51,7 +51,6 @@ INSTEAD = {
     "ddp_backend": "leave it out: the backend is that of the device",
     "ddp_timeout": _DEADLINE,
     "eval_do_concat_batches": "override evaluate",
-    "eval_use_gather_object": "override evaluate",
     "logging_nan_inf_filter": "leave it out: losses are logged as they are, so a nan is seen",
     "log_on_each_node": "use log_level",
     "log_level_replica": "use log_level",

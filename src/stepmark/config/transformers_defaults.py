@@ -20,10 +20,12 @@ DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dataloader_pin_memory": (lambda value: value is False, "memory is not pinned"),
     "dataloader_prefetch_factor": (lambda value: value is None, "batches are prefetched"),
     "torch_empty_cache_steps": (lambda value: value is None, "the cache is left alone"),
+    "eval_use_gather_object": (lambda value: True, "predictions are gathered as objects"),
     "save_on_each_node": (lambda value: value is False, "a checkpoint is written once, by all ranks"),
 }
 
 
+LATE = "_late"  # the attribute with fields that HfArgumentParser leaves alone, for `__post_init__`
 IGNORED = "_ignored"  # the attribute with arguments that were accepted and ignored
 
 # Switches of transformers that are a value of another field here.
@@ -34,11 +36,16 @@ class AcceptingDefaults(type):
     """Makes dataclasses, subclasses of them included, whose constructor ignores arguments that it lacks, if they have
     the value that they have in transformers by default, or ask for what is done anyway (`DONE_ANYWAY`). Any other value
     is a UsageError that names the argument. `SWITCHES` set other fields. What was ignored can be read as an attribute,
-    as any argument of transformers can: one that was not given has its default value."""
+    as any argument of transformers can: one that was not given has its default value. The constructor also takes fields
+    that are declared with `init=False`, so that `HfArgumentParser` makes no options of them."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-        made = super().__call__(*args, **without_defaults(_without_switches(options, known), known))
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        late = {field.name: options.pop(field.name) for field in fields if not field.init and field.name in options}
+        known = [field.name for field in fields if field.init]
+        made = cls.__new__(cls, *args, **options)  # type: ignore[call-overload]
+        vars(made)[LATE] = late
+        made.__init__(*args, **without_defaults(_without_switches(options, known), known))
         vars(made)[IGNORED] = {name: value for name, value in options.items() if name not in known}
         return made
 
@@ -102,9 +109,11 @@ def transformers_defaults() -> dict[str, Any]:
     from stepmark.config.quiet_libraries import quiet_libraries
 
     quiet_libraries()
-    from transformers import TrainingArguments
+    from transformers import Seq2SeqTrainingArguments
 
-    return {field.name: _default(field) for field in dataclasses.fields(TrainingArguments) if field.init}
+    # Of their own class, also where a program has put another one in its place.
+    kind = next(each for each in Seq2SeqTrainingArguments.__mro__ if each.__name__ == "TrainingArguments")
+    return {field.name: _default(field) for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

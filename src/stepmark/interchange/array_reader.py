@@ -24,8 +24,8 @@ from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange import conversion
 from stepmark.interchange.foreign import ForeignTensor, Piece
-from stepmark.interchange.stored_array import StoredArray
-from stepmark.sharding.layout import Box, TensorSlice
+from stepmark.interchange.stored_array import StoredArray, row_major_strides
+from stepmark.sharding.layout import Box, Shape, TensorSlice
 
 _WASTE = 4  # at most so many times as many bytes as needed are read at once
 _FREE_WASTE = 1 << 16  # bytes that take as long to read as another call
@@ -159,10 +159,17 @@ class ArrayReader:
     def _assemble(self, tensor: ForeignTensor, start: int, stop: int, memory: NDArray[np.uint8]) -> None:
         """Fills memory with the bytes of elements [start, stop), as they are stored."""
         elements = memory.view(f"u{item_size(tensor.source_dtype)}")
-        reads = []
-        for block in TensorSlice.of_range(tensor.shape, start, stop).blocks():
+        reads, rest = [], []
+        for piece in tensor.pieces:
+            first = run_start(piece, tensor.shape)
+            low, high = max(start, first), min(stop, first + piece.array.numel)
+            if first < 0:
+                rest.append(piece)
+            elif low < high:
+                reads.append(_Read(piece.array.flat(low - first, high - low), elements[low - start : high - start]))
+        for block in TensorSlice.of_range(tensor.shape, start, stop).blocks() if rest else ():
             view = elements[block.start : block.start + block.box.numel].reshape(block.box.lengths)
-            for piece in tensor.pieces:
+            for piece in rest:
                 common = piece.box.intersect(block.box)
                 if common is not None:
                     reads.append(_Read(part_of(piece, common), view[_inside(common, block.box)]))
@@ -198,7 +205,7 @@ class ArrayReader:
         by_file: dict[Path, list[_Read]] = {}
         for read in reads:
             if read.array.data is not None:
-                flat = np.frombuffer(read.array.data, dtype=f"u{item_size(read.array.dtype)}")
+                flat = np.frombuffer(read.array.data, f"u{item_size(read.array.dtype)}", offset=read.array.offset)
                 read.target[...] = _strided(flat, read.array)
             else:
                 by_file.setdefault(read.array.path, []).append(read)
@@ -331,3 +338,16 @@ def _inside(box: Box, outer: Box) -> tuple[Any, ...]:
     """The index of a box in the memory of another; with an ellipsis, so that it gives a view also without dims."""
     relative = box.relative_to(outer.offsets)
     return (..., *(slice(at, at + length) for at, length in zip(relative.offsets, relative.lengths, strict=True)))
+
+
+def run_start(piece: Piece, shape: Shape) -> int:
+    """The element of the flattened tensor at which a piece begins, -1 where it is not a run."""
+    array, start, split = piece.array, 0, False
+    if array.strides != row_major_strides(array.shape):
+        return -1
+    for offset, length, size in zip(piece.offsets, array.shape, shape, strict=True):
+        if split and length != size:
+            return -1
+        start = start * size + offset
+        split = split or length > 1
+    return start

@@ -3,13 +3,14 @@ Stepmark run has."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.rows import MASTER
-from stepmark.errors import CheckpointMismatch
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
 from stepmark.interchange.model_class import outline_of
 from stepmark.interchange.model_outline import ModelOutline
@@ -32,6 +33,7 @@ TAKEN = (
     "chat_template.json",
     "preprocessor_config.json",
 )
+_RESERVED = "__metadata__"
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|embeddings\.position_ids)\Z")
 
@@ -70,6 +72,10 @@ def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutli
         found.files[CONFIG] = options.config
     if options.model_only:
         found.optimizer = None
+    if _RESERVED in found.model:
+        raise CheckpointMismatch(
+            f"{found.model[_RESERVED].where} has a name that safetensors files use themselves; rename it with --map"
+        )
     if outline is not None and not found.adapter:
         fit_model(found, outline)
     found.model = {
@@ -164,5 +170,11 @@ def _steps(optimizer: ForeignOptimizer) -> int | None:
     for state in optimizer.states.values():
         step = state.get(STEP)
         if isinstance(step, ForeignTensor) and step.shape in ((), (1,)):
-            return int(scalar(step.pieces[0].array, step.where))
+            return _whole(scalar(step.pieces[0].array, step.where), step.where)
     return None
+
+
+def _whole(step: int | float, where: str) -> int:
+    if (isinstance(step, float) and not (math.isfinite(step) and step.is_integer())) or not 0 <= step < 1 << 53:
+        raise CheckpointDamaged(f"{where} is {step}, which is not a step")
+    return int(step)

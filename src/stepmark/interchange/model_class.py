@@ -91,7 +91,7 @@ def _outline(config: dict[str, Any]) -> ModelOutline:
     kind = config.get("model_type")
     if type(kind) is not str or "auto_map" in config:
         raise CheckpointMismatch("it names no model_type of transformers")
-    values = {key: value for key, value in config.items() if key != "model_type"}
+    values = {key: _plain(value) for key, value in config.items() if key != "model_type"}
     made = transformers.AutoConfig.for_model(kind, **values)
     names = config.get("architectures") or []
     found = getattr(transformers, str(names[0]), None) if names else None
@@ -113,8 +113,17 @@ def _outline(config: dict[str, Any]) -> ModelOutline:
         state={name: tuple(state[name].shape) for name in state if kept[name] == name},
         tied={name: other for name, other in kept.items() if name != other},
         layer_norms=frozenset(norms),
+        frozen=frozenset(kept.get(name, name) for name, p in model.named_parameters() if not p.requires_grad),
         optional=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
     )
+
+
+def _plain(value: Any) -> Any:
+    """A value of a config, without the form in which transformers stores what JSON lacks: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        special = value.get("__float__") if len(value) == 1 else None
+        return float(special) if isinstance(special, str) else {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ class ModelOutline:
         state: Names in the state dict to shapes, without those of tied tensors that are not stored.
         tied: Names of tied tensors to the names they are stored under.
         layer_norms: Parameters of torch's LayerNorm.
+        frozen: Parameters that the class makes without a gradient.
         optional: Patterns of names that old versions of the model stored, and that it does not need.
     """
 
@@ -32,10 +33,11 @@ class ModelOutline:
     tied: dict[str, str] = field(default_factory=dict)
     layer_norms: frozenset[str] = frozenset()
     optional: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     def to_json(self) -> str:
         """As text, for another process."""
-        return json.dumps({**asdict(self), "layer_norms": sorted(self.layer_norms)})
+        return json.dumps({**asdict(self), "layer_norms": sorted(self.layer_norms), "frozen": sorted(self.frozen)})
 
     @classmethod
     def from_json(cls, text: str) -> ModelOutline:
@@ -43,7 +45,9 @@ class ModelOutline:
         found = json.loads(text)
         for key in ("parameters", "state"):
             found[key] = {name: tuple(shape) for name, shape in found[key].items()}
-        return cls(**{**found, "layer_norms": frozenset(found["layer_norms"]), "optional": tuple(found["optional"])})
+        for key in ("layer_norms", "frozen"):
+            found[key] = frozenset(found[key])
+        return cls(**{**found, "optional": tuple(found["optional"])})
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ model and optimizer that all stages make up."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,13 @@ def model_of(stages: Sequence[Stage], heads: HeadLayout | None) -> dict[str, For
             present = [local for local in locals_ if isinstance(local, ForeignTensor)]
             for new, tensor in _unsharded(stage, name, present, heads).items():
                 known = found.get(new)
-                if known is not None and known.shape != tensor.shape:
-                    raise CheckpointDamaged(f"{tensor.where} is in {known.where} as well, with another shape")
-                found[new] = known or tensor
+                if known is None:
+                    found[new] = tensor
+                elif (known.shape, known.source_dtype) != (tensor.shape, tensor.source_dtype):
+                    raise CheckpointDamaged(f"{tensor.where} is in {known.where} as well, with another shape or type")
+                else:  # tied: it has to be the same on both
+                    again = (*known.replicas, *tensor.pieces, *tensor.replicas)
+                    found[new] = replace(known, replicas=again)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
@@ -52,6 +53,7 @@ def numbered_names(
     parameters: Mapping[str, Shape],
     where: str,
     layer_norms: frozenset[str] = frozenset(),
+    frozen: frozenset[str] = frozenset(),
 ) -> tuple[dict[int, str], str]:
     """The parameters' names by number, and the rule that fits, in words.
 
@@ -61,6 +63,7 @@ def numbered_names(
         parameters: Names to shapes, in the model's order.
         where: The file, for messages.
         layer_norms: Parameters of torch's LayerNorm.
+        frozen: Parameters that an optimizer may not have, because the model's class does not train them.
 
     Raises:
         CheckpointMismatch: No rule fits.
@@ -70,7 +73,12 @@ def numbered_names(
     if len(set(flat)) != len(flat):
         raise CheckpointMismatch(f"{where}: two parameters of the optimizer have one number; the file is corrupted")
     unfit = f"its groups have {' and '.join(str(len(group)) for group in numbers)} parameters"
-    for rule, candidate in _candidates(parameters, len(numbers), layer_norms):
+    trained = [name for name in parameters if name not in frozen]
+    candidates = chain(
+        _candidates(list(parameters), len(numbers), layer_norms),
+        _candidates(trained, len(numbers), layer_norms) if frozen else (),
+    )
+    for rule, candidate in candidates:
         if [len(group) for group in candidate] != [len(group) for group in numbers]:
             continue
         names = [name for group in candidate for name in group]
@@ -94,12 +102,9 @@ def _numbers(group: Mapping[str, Any], where: str) -> list[int]:
     return list(found)
 
 
-def _candidates(
-    parameters: Mapping[str, Shape], count: int, layer_norms: frozenset[str]
-) -> Iterator[tuple[str, list[list[str]]]]:
-    names = list(parameters)
+def _candidates(names: Sequence[str], count: int, layer_norms: frozenset[str]) -> Iterator[tuple[str, list[list[str]]]]:
     if count == 1:
-        yield "one group", [names]
+        yield "one group", [list(names)]
     for rule, decays in rules(layer_norms).items():
         both = [[name for name in names if decays(name)], [name for name in names if not decays(name)]]
         yield rule, both

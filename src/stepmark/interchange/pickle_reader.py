@@ -428,21 +428,49 @@ def natural(items: Any) -> Shape:
     return found
 
 
-def _rebuilt(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> PickledTensor:
+def _rebuilt(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    _grad: Any = None,
+    _hooks: Any = None,
+    metadata: Any = None,
+    *_: Any,
+) -> PickledTensor:
     if not isinstance(storage, PickledStorage) or storage.dtype is None:
         raise TypeError("a tensor without a storage")
+    _check_view(metadata)
     return _tensor(storage, storage.dtype, offset, size, stride)
 
 
 def _rebuilt_with_dtype(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    _grad: Any,
+    _hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
+    *_: Any,
 ) -> PickledTensor:
+    _check_view(metadata)
     if not isinstance(storage, PickledStorage) or not isinstance(dtype, Global):
         raise TypeError("a tensor without a storage or dtype")
     name = dtype_of(dtype.name)
     if name is None:
         raise CheckpointError(f"a tensor has the dtype {dtype.name}, which checkpoints cannot hold")
     return _tensor(storage, name, offset, size, stride)
+
+
+def _check_view(metadata: Any) -> None:
+    """Raises CheckpointError for a tensor whose values are not those of its storage."""
+    if type(metadata) is dict and (metadata.get("neg") or metadata.get("conj")):
+        raise CheckpointError(
+            "a tensor is saved as the negative or the complex conjugate of what is stored; save a copy of its own, "
+            "with .resolve_neg().resolve_conj()"
+        )
 
 
 def _tensor(storage: PickledStorage, dtype: str, offset: Any, size: Any, stride: Any) -> PickledTensor:

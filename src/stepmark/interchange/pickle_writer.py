@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,15 @@ class Instance:
 class StandInPickler(pickle._Pickler):
     """Writes a value as pickle.Pickler would, with the things in place of their stand-ins."""
 
+    if TYPE_CHECKING:  # the parts of Python's own pickler in Python
+        memo: dict[int, tuple[int, Any]]
+
+        def write(self, data: bytes) -> None: ...
+
+        def get(self, i: int) -> bytes: ...
+
+        def memoize(self, obj: Any) -> None: ...
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self._globals: dict[Global, Global] = {}
@@ -64,7 +73,7 @@ class StandInPickler(pickle._Pickler):
             self.save(obj.state)
             self.write(pickle.BUILD)
         else:
-            super().save(obj, save_persistent_id)
+            super().save(obj, save_persistent_id)  # type: ignore[misc]
 
 
 def dumps(value: Any) -> bytes:

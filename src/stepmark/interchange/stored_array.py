@@ -44,6 +44,11 @@ class StoredArray:
         strides = (*self.strides[:dim], self.strides[dim] * step, *self.strides[dim + 1 :])
         return replace(self, offset=offset, shape=shape, strides=strides)
 
+    def flat(self, start: int, length: int) -> StoredArray:
+        """Elements [start, start + length) of an array in row-major order."""
+        offset = self.offset + start * item_size(self.dtype)
+        return replace(self, offset=offset, shape=(length,), strides=(1,))
+
     def span(self) -> int:
         """Bytes from the first element to the end of the last."""
         if not self.numel:

@@ -13,13 +13,12 @@ from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.save.plan import PlannedFile, SavePlan
 from stepmark.filesystem import files
-from stepmark.interchange.array_reader import ArrayReader
+from stepmark.interchange.array_reader import ArrayReader, run_start
 from stepmark.interchange.file_output import FileOutput
-from stepmark.interchange.foreign import ForeignTensor, Piece
-from stepmark.interchange.stored_array import StoredArray, row_major_strides
+from stepmark.interchange.foreign import ForeignTensor
+from stepmark.interchange.stored_array import StoredArray
 from stepmark.interchange.verification import RecordChecks
 from stepmark.interchange.writers import Advance, run_jobs
-from stepmark.sharding.layout import Shape
 
 WINDOW = 8 * CHECKSUM_BLOCK  # bytes of a tensor that a thread assembles at a time
 # file index -> tensor name -> number of the tensor's checksum block -> checksum
@@ -64,7 +63,9 @@ def _runs(tensor: ForeignTensor) -> list[tuple[int, int, StoredArray]] | None:
     """First byte, end and array of the pieces in order; neighbours in a file count as one. None where a piece is not a
     run of the flattened tensor."""
     found: list[tuple[int, int, StoredArray]] = []
-    for start, piece in sorted(((_start(piece, tensor.shape), piece) for piece in tensor.pieces), key=lambda p: p[0]):
+    for start, piece in sorted(
+        ((run_start(piece, tensor.shape), piece) for piece in tensor.pieces), key=lambda p: p[0]
+    ):
         if start < 0:
             return None
         size = item_size(tensor.dtype)
@@ -79,19 +80,6 @@ def _runs(tensor: ForeignTensor) -> list[tuple[int, int, StoredArray]] | None:
         elif piece.array.numel:
             found.append((begin, end, piece.array))
     return found
-
-
-def _start(piece: Piece, shape: Shape) -> int:
-    """The element of the flattened tensor at which a piece begins, -1 where it is not a run."""
-    array, start, split = piece.array, 0, False
-    if array.strides != row_major_strides(array.shape):
-        return -1
-    for offset, length, size in zip(piece.offsets, array.shape, shape, strict=True):
-        if split and length != size:
-            return -1
-        start = start * size + offset
-        split = split or length > 1
-    return start
 
 
 def write_tensor_files(

@@ -198,10 +198,10 @@ def _legacy_places(
     places: dict[str, tuple[int, int]] = {}
     for key in keys:
         (numel,) = struct.unpack("<q", window.read(8))
-        dtype = storages[key].dtype if key in storages else None
-        if dtype is None or numel < 0:
+        if key not in storages or numel < 0:
             raise ValueError("its list of storages is malformed")
-        size = numel * item_size(dtype)
+        dtype = storages[key].dtype
+        size = numel if dtype is None else numel * item_size(dtype)  # storages without a type count bytes
         if window.tell() + size > window.size:
             raise CheckpointDamaged(f"it is truncated: storage {key[:40]} is incomplete")
         places[key] = (begin + window.tell(), size)

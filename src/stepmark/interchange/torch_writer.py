@@ -89,7 +89,7 @@ class _Pickler(StandInPickler):
         size, name = DTYPES[tensor.dtype]
         numel, key = math.prod(value.shape), str(len(self.tensors))
         self.tensors.append(tensor)
-        view = (0, tuple(value.shape), row_major_strides(value.shape), False, OrderedDict())
+        view: tuple[Any, ...] = (0, tuple(value.shape), row_major_strides(value.shape), False, OrderedDict())
         if name in _STORAGES:
             storage = _Storage(Global("torch", _STORAGES[name]), key, numel)
             return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *view))

@@ -23,6 +23,8 @@ class ScriptMethods:
     model: nn.Module
     _callbacks: Any
     _results: Any
+    is_world_process_zero: Any
+    _write_state: Any
     model_accepts_loss_kwargs = False
     is_deepspeed_enabled = False
     is_fsdp_enabled = False

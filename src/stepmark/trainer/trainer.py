@@ -32,6 +32,7 @@ from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.custom_loss import call_compute_loss
 from stepmark.trainer.evaluation_sets import evaluation_sets, logged_evaluation
+from stepmark.trainer.finished_runs import finished, set_aside_finished_run
 from stepmark.trainer.given_loader import GivenLoader
 from stepmark.trainer.hub_uploads import HubCallback, HubMethods, check_hub
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
@@ -216,6 +217,10 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
     def state(self) -> TrainerState:
         """The progress of training, as transformers' callbacks see it."""
         return self._callbacks.state
+
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self._callbacks.state = state
 
     @property
     def is_in_train(self) -> bool:
@@ -525,6 +530,8 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
                 write_files=self._write_files,
                 before_save=self._collect_model_files,
             )
+            if not resume:
+                set_aside_finished_run(folder, self.context.host)
             check_start(folder, self._saved, self.args, self.context, resumes=bool(resume))
             if self.args.eval_strategy != "no":
                 self._eval_sets()
@@ -544,6 +551,7 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
                         self._results.write_evaluation(self.final_evaluation(), sets)
                 with self._results.writing():
                     self._callbacks.run_log.status("done", self.state.global_step, loop.stop_reason)
+                finished(folder)
                 return output
             except BaseException as error:
                 record_end(self._callbacks, error)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
-from stepmark.config.transformers_defaults import IGNORED, check_ignored, ignored_argument
+from stepmark.config.transformers_defaults import IGNORED, LATE, check_ignored, ignored_argument
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
 
@@ -25,6 +25,8 @@ class TrainingArguments(TrainingFields):
     """The training fields of a recipe (`TrainingFields`), and what scripts for transformers read besides.
 
     Args:
+        parameter_dtype: The same as `dtype`, which `transformers.HfArgumentParser` leaves to the dataclasses of a
+            script: many have a field of that name. Default: `dtype`.
         do_train: Whether the script is to train. Like the next two, it is for the script alone. Default: false.
         do_eval: Whether the script is to evaluate. Default: whether there is an `eval_strategy`.
         do_predict: Whether the script is to predict. Default: false.
@@ -53,6 +55,8 @@ class TrainingArguments(TrainingFields):
         UsageError: As `TrainingFields`.
     """
 
+    dtype: str = field(default="float32", init=False)  # no option of HfArgumentParser
+    parameter_dtype: str | None = None
     do_train: bool = False
     do_eval: bool = False
     do_predict: bool = False
@@ -76,6 +80,7 @@ class TrainingArguments(TrainingFields):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        self._take_dtype()
         if self.output_dir is None:
             self.output_dir = TrainingFields.output_dir
         super().__post_init__()
@@ -91,6 +96,18 @@ class TrainingArguments(TrainingFields):
         if self.local_rank not in (ALONE, launched, world.local_rank):
             raise UsageError(f"local_rank: is {self.local_rank}, but the launcher says {launched}; leave it out")
         self.local_rank = launched
+        self.parameter_dtype = self.dtype
+
+    def _take_dtype(self) -> None:
+        """`dtype` as it was given to the constructor, under either name; that of torch becomes its name."""
+        given = vars(self).pop(LATE, {}).get("dtype")
+        given = self.dtype if given is None else given
+        if type(given).__module__ == "torch":
+            given = str(given).removeprefix("torch.")
+        other = self.parameter_dtype
+        if other is not None and given not in ("float32", other):
+            raise UsageError(f"dtype, parameter_dtype: they are the same, and are {given} and {other}; leave one out")
+        self.dtype = given if other is None else other
 
     def __getattr__(self, name: str) -> Any:  # of what is not found otherwise
         return ignored_argument(self, name)

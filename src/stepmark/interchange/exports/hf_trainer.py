@@ -108,5 +108,5 @@ def _bytes_tensor(data: bytes) -> ForeignTensor:
 def cpu_generator_state(seed: int) -> bytes:
     """`torch.Generator().manual_seed(seed).get_state()`: the seed, that 1 number is left of a table of 624 that numpy
     makes in the same way, and no stored normal numbers."""
-    table = np.random.RandomState(seed % (1 << 32)).get_state()[1]
-    return struct.pack("<QiiQ", seed, 1, 1, 0) + np.asarray(table).astype("<u8").tobytes() + bytes(40)
+    state: Any = np.random.RandomState(seed % (1 << 32)).get_state()
+    return struct.pack("<QiiQ", seed, 1, 1, 0) + bytes(state[1].astype("<u8").tobytes()) + bytes(40)

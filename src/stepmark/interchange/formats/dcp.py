@@ -108,6 +108,11 @@ def optimizer_of(store: DcpStore, found: ForeignCheckpoint, outline: ModelOutlin
         )
     where = store.folder / METADATA
     listed = _listed_groups(groups, where)
+    if outline is None and not store.ordered and any(key.isdigit() for key in states):
+        raise CheckpointMismatch(
+            f"{where} numbers the optimizer's parameters, and does not say in which order the model has them; give the "
+            "model's config with --config, or import the model alone with --model-only"
+        )
     names = _names(states, listed, found, outline, where)
     return _named(states, listed, names, where)
 

@@ -27,14 +27,15 @@ _LARGEST = 512 << 20
 
 @dataclass
 class DcpStore:
-    """What a store holds, by full name. `order` is that in which the saving program had the names; `paths` are the keys
-    on the way to each."""
+    """What a store holds, by full name. `order` is that in which the saving program had the names, if it is
+    `ordered`: the records of several ranks are in another. `paths` are the keys on the way to each name."""
 
     folder: Path
     tensors: dict[str, ForeignTensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
+    ordered: bool = False
     records: list[Record] = field(default_factory=list)
 
 
@@ -156,6 +157,7 @@ def _set_paths(store: DcpStore, planned: dict[Any, Any]) -> None:
         if type(name) is str and (name in store.tensors or name in store.values):
             store.order.append(name)
             store.paths[name] = tuple(str(key) for key in path) if isinstance(path, tuple | list) else (name,)
+    store.ordered = store.tensors.keys() <= store.paths.keys()
     for name in (*store.tensors, *store.values):
         if name not in store.paths:
             store.order.append(name)

@@ -68,11 +68,20 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if outline is not None:
         fit_model(found, outline)
     if not options.model_only:
+        if outline is None and all(_unordered(tensor) for tensor in found.model.values()):
+            raise CheckpointMismatch(
+                f"{files[0]} numbers the parameters in the model's order, in which safetensors files are not; give the "
+                "model's config with --config, or import the model alone with --model-only"
+            )
         parameters = outline.parameters if outline else {name: tensor.shape for name, tensor in found.model.items()}
         norms = outline.layer_norms if outline else frozenset()
         found.optimizer = _assembled(optimizers, parameters, norms, files[0], found)
     found.step = next((contents[0][key] for key in plain.STEPS if type(contents[0].get(key)) is int), None)
     return finish(found, options, outline)
+
+
+def _unordered(tensor: ForeignTensor) -> bool:
+    return any(piece.array.path.suffix == ".safetensors" for piece in tensor.pieces)
 
 
 def _optimizer_in(value: Any, path: Path) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _names(
             "folder; give it with --config, or import the model alone with --model-only"
         )
     shapes = {key: shape for key, one in state.items() if (shape := state_shape(one, array_shape))}
-    names, rule = numbered_names(groups, shapes, outline.parameters, str(path), outline.layer_norms)
+    names, rule = numbered_names(groups, shapes, outline.parameters, str(path), outline.layer_norms, outline.frozen)
     found.assumed.append(f"the optimizer numbers its parameters; their names follow from {CONFIG} ({rule})")
     return dict(names)
 

@@ -1,0 +1,61 @@
+"""Runs that this process has finished, after which it may train again in the same folder."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints
+from stepmark.errors import StepmarkError
+from stepmark.runtime.host_group import HostGroup
+
+logger = logging.getLogger("stepmark")
+
+EARLIER = "earlier-run-"
+_RECORDS = (
+    "best",
+    "metrics.jsonl",
+    "events.jsonl",
+    "status.json",
+    "trainer_state.json",
+    "train_results.json",
+    "eval_results.json",
+    "all_results.json",
+)
+_FINISHED: set[Path] = set()  # folders in which this process has trained a run to its end
+
+
+def finished(folder: Path) -> None:
+    """Remembers that this process has trained a run to its end in `folder`."""
+    _FINISHED.add(folder)
+
+
+def set_aside_finished_run(folder: Path, host: HostGroup) -> None:
+    """Moves the checkpoints and records of a run that this process has finished in `folder` to `earlier-run-<n>` there,
+    so that a program, such as a notebook, can train again. Runs of other processes stay. Collective.
+
+    Raises StepmarkError, on all ranks, where they cannot be moved.
+    """
+    problem = None
+    if host.rank == 0 and folder in _FINISHED and checkpoints(folder):
+        _FINISHED.discard(folder)
+        try:
+            target = _move_run(folder)
+            logger.warning("the run that this process has finished in %s is in %s now", folder, target.name)
+        except OSError as error:
+            problem = (
+                f"output_dir: the earlier run in {folder} cannot be moved: {error.strerror}; choose another folder"
+            )
+    problem = host.broadcast(problem)
+    if problem is not None:
+        raise StepmarkError(problem)
+
+
+def _move_run(folder: Path) -> Path:
+    target = next(path for n in itertools.count(1) if not (path := folder / f"{EARLIER}{n}").exists())
+    target.mkdir()
+    for path in [*checkpoints(folder), *(folder / name for name in _RECORDS)]:
+        if path.exists() or path.is_symlink():
+            path.rename(target / path.name)
+    return target

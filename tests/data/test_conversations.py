@@ -1,0 +1,122 @@
+"""Conversations as training samples."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from stepmark import Conversations, Trainer, TrainingArguments
+from stepmark.errors import DataError, UsageError
+from tests.support.programs import tiny_model
+
+WORDS = ["<pad>", "<user>", "<assistant>", "<end>", "hello", "there", "how", "are", "you", "fine", "thanks", "?"]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}> {{ message.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+MARKED = TEMPLATE.replace(
+    "<{{ message.role }}> {{ message.content }} <end> ",
+    "<{{ message.role }}> {% if message.role == 'assistant' %}{% generation %}{{ message.content }} <end> "
+    "{% endgeneration %}{% else %}{{ message.content }} <end> {% endif %}",
+)
+CHAT = [
+    {"role": "user", "content": "hello there"},
+    {"role": "assistant", "content": "how are you ?"},
+    {"role": "user", "content": "fine"},
+    {"role": "assistant", "content": "thanks"},
+]
+TEXT = "<user> hello there <end> <assistant> how are you ? <end> <user> fine <end> <assistant> thanks <end>"
+ANSWERS = [False] * 5 + [True] * 5 + [False] * 4 + [True] * 2
+
+
+def tokenizer(template: str | None = TEMPLATE) -> Any:
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
+    found.chat_template = template
+    return found
+
+
+def decoded(ids: torch.Tensor) -> str:
+    return " ".join(WORDS[number] for number in ids)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_only_answers_are_targets(template: str) -> None:
+    data = Conversations([{"messages": CHAT}], tokenizer(template), assistant_only_loss=True)
+    sample = data[0]
+    assert decoded(sample["input_ids"]) == TEXT
+    assert (sample["labels"] != -100).tolist() == ANSWERS
+    assert torch.equal(sample["labels"][sample["labels"] != -100], sample["input_ids"][torch.tensor(ANSWERS)])
+    everything = Conversations([{"messages": CHAT}], tokenizer(template))
+    assert torch.equal(everything[0]["labels"], everything[0]["input_ids"])
+    assert everything.fingerprint != data.fingerprint
+
+
+def test_a_file_of_conversations_and_instructions(tmp_path: Path) -> None:
+    rows = [
+        {"chat": CHAT[:2]},
+        {"prompt": "hello", "completion": "there"},
+        {"instruction": "hello", "input": "there", "output": "thanks"},
+        {"question": "how", "answer": "fine"},
+    ]
+    path = tmp_path / "chats.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    data = Conversations(path, tokenizer(), messages_column="chat")
+    assert [decoded(sample["input_ids"]) for sample in data] == [
+        "<user> hello there <end> <assistant> how are you ? <end>",
+        "<user> hello <end> <assistant> there <end>",
+        "<user> hello there <end> <assistant> thanks <end>",
+        "<user> how <end> <assistant> fine <end>",
+    ]
+
+
+def test_what_is_cut_and_left_out_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"messages": CHAT}, {"messages": CHAT[:2]}, {"prompt": "hello there how are you", "completion": "fine"}]
+    with caplog.at_level(logging.WARNING, "stepmark"):
+        data = Conversations(rows, tokenizer(), max_length=7, assistant_only_loss=True)
+    assert (len(data), data.truncated, data.tokens_left_out, data.rows_left_out) == (2, 3, 9 + 3 + 3, 1)
+    assert decoded(data[0]["input_ids"]) == "<user> hello there <end> <assistant> how are"
+    assert "3 of 3 were cut to 7 tokens, 15 tokens were left out" in caplog.text
+    assert "1 of 3 have no target and are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "error", "message"),
+    [
+        ([{"messages": CHAT}], None, UsageError, "^tokenizer: has no chat template"),
+        ([{"text": "hello"}], TEMPLATE, DataError, "^row 1: has no messages, and no instruction .* columns are text"),
+        ([{"messages": "hello"}], TEMPLATE, DataError, "^row 1: messages should be a list of messages with role"),
+        ([{"messages": CHAT}, 3], TEMPLATE, DataError, "^row 2: should be an object"),
+        ([{"messages": CHAT[:1]}], TEMPLATE, DataError, "none of 1 rows has a target"),
+        ([{"messages": CHAT}], "{{ messages | length }}" + TEMPLATE, UsageError, "does not show which tokens of row 1"),
+    ],
+)
+def test_what_is_no_conversation_is_named(rows: Any, template: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Conversations(rows, tokenizer(template), assistant_only_loss=True)
+    with pytest.raises(DataError, match="^conversations: there is no file /no/file.jsonl"):
+        Conversations("/no/file.jsonl", tokenizer())
+
+
+def test_a_run_counts_the_answers_alone(tmp_path: Path) -> None:
+    data = Conversations([{"messages": CHAT}, {"messages": CHAT[:2]}], tokenizer(), assistant_only_loss=True)
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", disable_tqdm=True, per_device_eval_batch_size=2)
+    trainer = Trainer(tiny_model(), args, eval_dataset=data, processing_class=tokenizer())
+    found = trainer.evaluate()["eval_loss"]
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for sample in data:
+            logits = trainer.model.eval()(input_ids=sample["input_ids"][None]).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits, sample["labels"][1:], reduction="none")
+            total, count = total + float(losses.sum()), count + int((sample["labels"][1:] != -100).sum())
+    assert count == 12
+    assert found == pytest.approx(total / count, rel=1e-5)
