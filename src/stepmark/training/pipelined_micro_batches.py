@@ -123,10 +123,11 @@ class _Step:
             both = self._runtime.lazy and task.stage == self._parts.stages.last
             if both and task.kind == BACKWARD:
                 continue  # it ran with its forward pass, in one graph
-            self._runtime.seed(seed(task.micro_batch))
             if task.kind == FORWARD:
+                self._runtime.seed(seed(task.micro_batch))
                 self._forward(task)
-            else:
+            elif self._parts.stages.plan.draws:
+                self._runtime.seed(seed(task.micro_batch))
                 begin_regions(self._parts.stages.model)  # those that are computed again
             if both or task.kind == BACKWARD:
                 self._backward(replace(task, kind=BACKWARD))
