@@ -43,7 +43,7 @@ class AcceptingDefaults(type):
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         late = {field.name: options.pop(field.name) for field in fields if not field.init and field.name in options}
         known = [field.name for field in fields if field.init]
-        made = cls.__new__(cls, *args, **options)  # type: ignore[call-overload]
+        made: Any = cls.__new__(cls, *args, **options)  # type: ignore[arg-type]
         vars(made)[LATE] = late
         made.__init__(*args, **without_defaults(_without_switches(options, known), known))
         vars(made)[IGNORED] = {name: value for name, value in options.items() if name not in known}
@@ -113,7 +113,7 @@ def transformers_defaults() -> dict[str, Any]:
 
     # Of their own class, also where a program has put another one in its place.
     kind = next(each for each in Seq2SeqTrainingArguments.__mro__ if each.__name__ == "TrainingArguments")
-    return {field.name: _default(field) for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
+    return {field.name: _default(field) for field in dataclasses.fields(kind) if field.init}
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

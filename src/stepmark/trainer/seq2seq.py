@@ -33,9 +33,9 @@ class Seq2SeqTrainer(Trainer):
         super().__init__(model, args, *others, **options)
         given = getattr(self.args, "generation_config", None)
         if given is not None:
-            self.model.generation_config = load_generation_config(given)
+            setattr(self.model, "generation_config", load_generation_config(given))  # noqa: B010
 
-    def evaluate(  # type: ignore[override]
+    def evaluate(
         self,
         eval_dataset: Any = None,
         ignore_keys: list[str] | None = None,
@@ -46,7 +46,7 @@ class Seq2SeqTrainer(Trainer):
         with self._generating(generation):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
-    def predict(  # type: ignore[override]
+    def predict(
         self,
         test_dataset: Any,
         ignore_keys: list[str] | None = None,
@@ -146,7 +146,7 @@ def load_generation_config(given: Any) -> GenerationConfig:
             config = copy.deepcopy(given)
         else:
             path = Path(given)
-            file = {"config_file_name": path.name} if path.is_file() else {}
+            file: dict[str, Any] = {"config_file_name": path.name} if path.is_file() else {}
             config = GenerationConfig.from_pretrained(path.parent if path.is_file() else given, **file)
         config.validate(strict=True)
     except (OSError, ValueError) as error:

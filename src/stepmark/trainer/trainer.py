@@ -810,13 +810,13 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
         before_batch: Callable[[], None] = lambda: None,
     ) -> Evaluation:
         """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. Collective."""
-        by_batches = self.compute_metrics is not None and self.args.batch_eval_metrics
         loss_only = self.args.prediction_loss_only
+        by_batches = self.compute_metrics if self.args.batch_eval_metrics and not loss_only else None
         return self.evaluator(
             self._loaders.steps_of(batches),
             gather=gather and not loss_only,
             include=self.args.include_for_metrics or (),
-            batch_metrics=by_batch(self.compute_metrics) if by_batches and not loss_only else None,
+            batch_metrics=None if by_batches is None else by_batch(by_batches),
             ignore_keys=ignore_keys,
             before_batch=before_batch,
             after_batch=lambda: self._callbacks.event("on_prediction_step"),
