@@ -33,7 +33,8 @@ class Seq2SeqTrainer(Trainer):
         super().__init__(model, args, *others, **options)
         given = getattr(self.args, "generation_config", None)
         if given is not None:
-            setattr(self.model, "generation_config", load_generation_config(given))  # noqa: B010
+            generating: Any = self.model
+            generating.generation_config = load_generation_config(given)
 
     def evaluate(
         self,
