@@ -24,7 +24,8 @@ def imports(path: Path) -> set[str]:
 
 def test_nothing_below_the_trainer_imports_it() -> None:
     assert "stepmark.trainer.training_loop" in MODULES
-    assert not [name for name, path in MODULES.items() if "stepmark.trainer.trainer" in imports(path)]
+    importing = {name for name, path in MODULES.items() if "stepmark.trainer.trainer" in imports(path)}
+    assert importing == {"stepmark.trainer.seq2seq"}  # a subclass of it
 
 
 def test_there_are_no_cycles() -> None:
