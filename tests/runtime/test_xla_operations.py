@@ -86,3 +86,36 @@ def own_transfers() -> list[int | None]:
 def test_transfers_of_the_runtime_are_told_from_those_of_other_lines(ranks: Ranks) -> None:
     (found,) = ranks.run(f"{__name__}:own_transfers").check()
     assert found == [0, 0, 1]
+
+
+def attention_in_autocast() -> dict[str, object]:
+    """Attention of a float32 query and key with a bfloat16 value, in autocast, beside torch's on the CPU."""
+    from stepmark.runtime.xla import XlaRuntime
+
+    runtime = XlaRuntime()
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.rand(1, 2, 4, 8, generator=generator) for _ in range(3))
+    mask = torch.rand(1, 1, 4, 4, generator=generator)
+    results = []
+    for kind, tensors in (("cpu", [query, key, value, mask]), ("xla", runtime.place([query, key, value, mask]))):
+        leaf = tensors[0].detach().requires_grad_()
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            found = torch.nn.functional.scaled_dot_product_attention(
+                leaf, tensors[1], tensors[2].bfloat16(), attn_mask=tensors[3]
+            )
+        (gradient,) = torch.autograd.grad(found.float().square().sum(), [leaf])
+        results.append([found.detach().cpu(), gradient.cpu()])
+    (theirs, their_gradient), (ours, our_gradient) = results
+    return {
+        "dtypes": [str(each.dtype) for each in (ours, our_gradient)],
+        "difference": float((ours.float() - theirs.float()).abs().max()),
+        "of the gradient": float((our_gradient - their_gradient).abs().max()),
+    }
+
+
+@pytest.mark.xla
+def test_attention_computes_in_the_dtype_of_autocast(ranks: Ranks) -> None:
+    (found,) = ranks.run(f"{HERE}:attention_in_autocast").check()
+    assert found["dtypes"] == ["torch.bfloat16", "torch.float32"]
+    assert found["difference"] < 0.01
+    assert found["of the gradient"] < 0.01
