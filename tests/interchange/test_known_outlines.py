@@ -85,6 +85,7 @@ def test_an_outline_survives_the_way_between_processes() -> None:
     assert transformers.__name__ in sys.modules
 
 
+@pytest.mark.prove
 def test_a_model_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "bert", "hidden_size": 7, "num_attention_heads": 2})

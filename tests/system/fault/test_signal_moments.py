@@ -159,6 +159,7 @@ def test_signals_while_the_interpreter_ends(tmp_path: Path) -> None:
     assert "checkpoint-1 is saved\nto continue, start it again with resume_from_checkpoint: true" in errors
 
 
+@pytest.mark.prove
 def test_signals_while_the_interpreter_ends_after_an_error(tmp_path: Path) -> None:
     code, errors = run_signalled(tmp_path, "the end", [TERM], "train", "--nope")
     assert code == 2, errors
@@ -182,7 +183,7 @@ programs.train({"output_dir": sys.argv[1], "samples": 9, "per_device_train_batch
 """
 
 
-@pytest.mark.parametrize("code", ["75", "0"])
+@pytest.mark.parametrize("code", ["75", pytest.param("0", marks=pytest.mark.prove)])
 def test_a_signal_while_a_script_ends_that_uses_the_trainer(tmp_path: Path, code: str) -> None:
     root = str(Path(__file__).parents[3])
     done = subprocess.run(
