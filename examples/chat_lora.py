@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import argparse
 
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stepmark import Conversations, Trainer, TrainingArguments
+from stepmark import Conversations, PadTo, Trainer, TrainingArguments
 
 
 def main(model_name: str, file: str, folder: str, max_length: int, steps: int, device: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     data = Conversations(file, tokenizer, max_length=max_length, assistant_only_loss=True)
     base = AutoModelForCausalLM.from_pretrained(model_name, dtype="float32")
+    torch.manual_seed(0)  # of the adapter's first weights
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear"))
     args = TrainingArguments(
         output_dir=folder,
@@ -34,7 +36,8 @@ def main(model_name: str, file: str, folder: str, max_length: int, steps: int, d
         save_steps=50,
         save_total_limit=2,
     )
-    trainer = Trainer(model, args, train_dataset=data, processing_class=tokenizer)
+    padding = PadTo([max_length // 4, max_length // 2, max_length])  # a lazy device compiles one graph for each
+    trainer = Trainer(model, args, padding, data, processing_class=tokenizer)
     trainer.train(resume_from_checkpoint=True)
     trainer.save_model()
 
