@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stepmark.trainer.telemetry.run_log import read_metrics
 from tests.support.ranks import ROOT, Ranks
 
 STEPS, EVERY = 6, 2  # the loop keeps two checkpoints, those of steps 4 and 6
@@ -50,6 +51,70 @@ def test_custom_loop_carries_on_bit_for_bit(
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"STEPMARK_CACHE": str(tmp_path_factory.mktemp("cache"))}
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}\n"
+    "{% endfor %}"
+)
+
+
+def write_chat_model(folder: Path) -> None:
+    """A small Llama whose tokenizer has a chat template, as a Hugging Face folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from stepmark.data.tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=2, vocab_size=len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.prove
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's call
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
+def test_chat_with_lora_carries_on_bit_for_bit(ranks: Ranks, tmp_path: Path, device: str) -> None:
+    """Its adapter is one that plain peft loads."""
+    pytest.importorskip("peft")
+    model, file, whole, again = (tmp_path / name for name in ("model", "chats.jsonl", "whole", "again"))
+    write_chat_model(model)
+    answers = [("say", "ok " * (1 + i % 5)) for i in range(60)]
+    chats = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in answers]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+    def run(folder: Path) -> None:
+        arguments = (str(model), str(file), str(folder), 64, 60, device)
+        ranks.run("examples.chat_lora:main", *arguments).check()
+
+    run(whole)
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoint-60")
+    (again / "adapter_model.safetensors").unlink()
+    run(again)
+    expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (whole, again))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    losses = [
+        {line["step"]: line["loss"] for line in read_metrics(folder) if "loss" in line} for folder in (whole, again)
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+    adapted(model, again)
+
+
+def adapted(model: Path, adapter: Path) -> None:
+    """Loads the adapter as plain transformers and peft do; it changes what the model says."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model)
+    tokens = torch.arange(3, 9)[None]
+    before = base(tokens).logits
+    assert not torch.equal(PeftModel.from_pretrained(base, adapter)(tokens).logits, before)
 
 
 @pytest.fixture
