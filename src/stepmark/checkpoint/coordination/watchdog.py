@@ -9,7 +9,6 @@ Deadlines are in `running_time`: a job that is suspended as a whole does not mis
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -23,11 +22,7 @@ from stepmark.launch.running_time import running_time
 GRACE = 2.5  # that a process has to end by itself once a deadline has passed
 BACKSTOP = GRACE + 1.0
 _MARGIN = 0.5  # seconds that a wait with its own deadline has to raise by itself
-
-
 _FAR = 30 * 86400.0  # no deadline is further away: clocks and timers of the system take no infinity
-
-logger = logging.getLogger("stepmark")
 
 
 @dataclass(eq=False)
@@ -84,8 +79,8 @@ class Watchdog:
                 assert first is not None
             try:
                 first.expired()
-            except Exception:
-                logger.exception("a deadline has passed, and reporting it failed")
+            except Exception as error:  # nobody knows of the deadline, so nobody would end what is stuck
+                end_process(error, int(os.environ.get("RANK", "0")))
             finally:
                 self.release(first)  # only now: until then the backstop stands by
 
@@ -117,4 +112,8 @@ def end_unless(collected: threading.Event, error: BaseException, rank: int) -> N
         if not collected.wait(GRACE):
             end_process(error, rank)
 
-    threading.Thread(target=wait_and_end, name="stepmark-termination", daemon=True).start()
+    waiting = threading.Thread(target=wait_and_end, name="stepmark-termination", daemon=True)
+    try:
+        waiting.start()
+    except RuntimeError:  # the limit of threads
+        wait_and_end()
