@@ -212,7 +212,7 @@ def _known(config: Any) -> dict[str, Any]:
     for name, value in SMALL.items():
         try:
             current = getattr(config, name)
-        except Exception:
+        except Exception:  # a property that this configuration cannot compute, in any way: it is no size to set
             continue
         if isinstance(current, (list, tuple)) and not isinstance(value, tuple):
             continue
