@@ -110,6 +110,21 @@ def test_slurm_outside_a_step_or_with_one_task_is_alone() -> None:
     assert World.from_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == World()
 
 
+@pytest.mark.parametrize(
+    ("launcher", "rank", "size"),
+    [
+        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("MPICH", "PMI_RANK", "PMI_SIZE"),
+        ("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ],
+)
+def test_ranks_of_mpi_do_not_train_alone(launcher: str, rank: str, size: str) -> None:
+    with pytest.raises(LaunchError, match=f"{launcher} has started this process as rank 1 of 2.*torchrun, srun or"):
+        World.from_environment({rank: "1", size: "2"})
+    assert World.from_environment({rank: "0", size: "1"}) == World()
+    assert World.from_environment({**TORCHRUN, rank: "1", size: "2"}).rank == 5
+
+
 def test_torchrun_within_slurm_is_torchrun() -> None:
     assert World.from_environment({**SLURM, **TORCHRUN}) == World.from_environment(TORCHRUN)
 

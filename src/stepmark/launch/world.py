@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 from stepmark.errors import LaunchError
 
 _FIRST_PORT, _JOBS, _STEPS = 20000, 600, 20
+_MPI = {  # the variables of a rank and of the number of ranks, by who sets them
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE"),
+    "MVAPICH2": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class World:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
         """Reads torchrun's variables, else those of a Slurm step with several tasks; else returns a single rank.
 
-        Raises LaunchError if variables are missing or not numbers.
+        Raises LaunchError if variables are missing or not numbers, and where MPI has started several ranks, each of
+        which would train alone.
         """
         environment = os.environ if environment is None else environment
         if "RANK" in environment or "WORLD_SIZE" in environment:
@@ -52,6 +58,7 @@ class World:
             return _exported if _exported == world else world
         if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
             return _from_slurm(environment)
+        _refuse_mpi(environment)
         return cls()
 
     def export(self) -> None:
@@ -116,6 +123,16 @@ def _from_slurm(environment: Mapping[str, str]) -> World:
         run=f"slurm-{job}.{step}",
         nodes=nodes,
     )
+
+
+def _refuse_mpi(environment: Mapping[str, str]) -> None:
+    for name, (rank, size) in _MPI.items():
+        if _number(environment, size, 1) > 1:
+            raise LaunchError(
+                f"{name} has started this process as rank {environment.get(rank)} of {environment[size]}, and Stepmark "
+                "does not read its variables; start ranks with torchrun, srun or `stepmark train --nproc N`, or set "
+                "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
+            )
 
 
 def step_port(job: int, step: int) -> int:
