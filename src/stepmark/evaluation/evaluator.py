@@ -31,7 +31,7 @@ from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
-from stepmark.training.pipelined_micro_batches import PipelinedForward
+from stepmark.training.pipelined_forward import PipelinedForward
 
 BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]

@@ -18,7 +18,7 @@ from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.trainer.evaluation_sets import evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.results import PredictionOutput
-from stepmark.training.pipelined_micro_batches import PipelinedForward
+from stepmark.training.pipelined_forward import PipelinedForward
 
 
 class EvaluationMethods:

@@ -67,6 +67,8 @@ from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.noisy_embeddings import noisy_embeddings
 from stepmark.training.step import TrainStep
 
+NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods that call it where they are replaced
+
 
 @explains_keywords
 class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
@@ -142,7 +144,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self._saved = adapter_of(model) or model
         if isinstance(self._saved, Adapter) and self.mesh.tensor_parallel.size > 1:
             raise UsageError("tensor_parallel_size: an adapter of peft cannot be sharded; set it to 1")
-        self._check_pipeline(compute_loss_func)
+        for name in NEED_COMPLETE_MODEL:
+            self._check_pipeline(name, self._overridden(name))
         if self.args.batch_eval_metrics and compute_metrics is not None:
             check_by_batch(compute_metrics)
         self.data_collator = data_collator
@@ -176,9 +179,11 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         """Sets an attribute, which the next call of `train` or `evaluate` uses, as in transformers.
 
         Raises:
-            UsageError: Setting it would have no effect: another model, or a hook that is never called.
+            UsageError: Setting it would have no effect: another model, or a hook that is never called; or a pipeline
+                rules it out.
         """
         check_assignment(self, name, value)
+        self._check_pipeline(name, name in NEED_COMPLETE_MODEL)
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
@@ -190,14 +195,13 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         if self.args.hub_strategy != "end":
             self.add_callback(HubCallback(self._repository))
 
-    def _check_pipeline(self, compute_loss_func: Any) -> None:
-        """Raises UsageError for what needs the complete model, where no rank has it."""
-        replaced = [name for name in ("compute_loss", "prediction_step") if self._overridden(name)]
-        replaced += ["compute_loss_func"] if compute_loss_func is not None else []
-        if self.mesh.pipeline.size > 1 and replaced:
+    def _check_pipeline(self, name: str, replaced: bool) -> None:
+        """Raises UsageError for a replaced method that calls the complete model, where no rank has it."""
+        if replaced and self.mesh.pipeline.size > 1:
             raise UsageError(
-                f"{replaced[0]} and pipeline_parallel_size: a loss or a prediction of your own needs the complete "
-                "model, and each rank has a stage of it; use the model's own, or set pipeline_parallel_size to 1"
+                f"{name} and pipeline_parallel_size: a {name} of your own calls the complete model, and each rank has "
+                "a stage of it; pass compute_loss_func, preprocess_logits_for_metrics or compute_metrics, which get "
+                "the last stage's outputs, or set pipeline_parallel_size to 1"
             )
 
     def _overridden(self, name: str) -> bool:

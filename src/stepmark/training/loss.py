@@ -182,14 +182,24 @@ class MicroBatchLoss:
     def _weighted(mean: Tensor, weight: Weight) -> Tensor:
         return torch.where(weight.count > 0, mean, torch.zeros_like(mean)) * weight.share
 
+    def undecided(self, inputs: Any) -> bool:
+        """Whether nothing but a probe on this batch shows which labels are targets; see `probe`."""
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        known = self.labels.causal_shift is not None
+        return not known and isinstance(labels, Tensor) and labels.ndim > 1 and labels.shape[1] > 1
+
+    def decide(self, causal_shift: bool) -> None:
+        """Records what a probe has shown."""
+        self.labels = replace(self.labels, causal_shift=causal_shift)
+
     def _shifts_labels(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
         """Probes the loss once, where nothing else shows it."""
-        labels = inputs.get("labels")
-        if self.labels.causal_shift is None and isinstance(labels, Tensor) and labels.ndim > 1 and labels.shape[1] > 1:
-            self.labels = replace(self.labels, causal_shift=self._probe(model, inputs))
+        if self.undecided(inputs):
+            self.decide(self.probe(model, inputs))
         return self.causal_shift
 
-    def _probe(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    def probe(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+        """Whether position t predicts label t + 1, by calling the model two or three times."""
         if self._compute is None and not takes_labels(unwrapped(model)):
             return False
         one = torch.ones((), device=inputs["labels"].device)

@@ -291,3 +291,31 @@ def test_a_signal_before_the_ranks_can_hear_it(resumable: bool, code: int) -> No
         told = process.communicate(timeout=60)[1]
     assert process.returncode == code, told
     assert ("was killed by SIGTERM" in told) == (not resumable)
+
+
+PIPELINE = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2, "layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "rank"),
+    [
+        pytest.param("on_prediction_step", 6, 1, id="its last stage is behind in an evaluation"),
+        pytest.param("on_step_begin", 5, 0, id="first stage", marks=pytest.mark.prove),
+        pytest.param("on_substep_end", 5, 1, id="last stage, between micro-batches", marks=pytest.mark.prove),
+    ],
+)
+def test_a_signal_stops_a_pipeline(ranks: Ranks, tmp_path: Path, event: str, step: int, rank: int) -> None:
+    """Its stages stop in the same place, though the first one is ahead, and what it has sent still arrives."""
+    more = {**PIPELINE, "eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1, "eval_samples": 9}
+    settings = {**options(tmp_path / "signalled", "cpu", 2), **more}
+    signalled = {"event": event, "step": step, "ranks": [rank], "block": 0.3}
+    stopped = ranks.run(PROGRAM, {**settings, "signal_at": signalled}, nproc=2, timeout=60)
+    assert stopped.codes == [75, 75], stopped.logs
+    told = read_status(tmp_path / "signalled")
+    assert saved_steps(tmp_path / "signalled")[-1] == told["step"]
+    assert (told["step"] == step) or event != "on_prediction_step"
+    resumed = ranks.run(PROGRAM, settings, nproc=2).check()
+    whole = ranks.run(PROGRAM, {**settings, "output_dir": str(tmp_path / "whole")}, nproc=2).check()
+    assert resumed[0]["losses"] == whole[0]["losses"]
+    assert resumed[0]["evaluations"] == whole[0]["evaluations"]
+    assert [each["weights"] for each in resumed] == [each["weights"] for each in whole]

@@ -1,0 +1,150 @@
+"""Forward passes through the stages of a pipeline: evaluations, and probes of the loss."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.data.batch import MicroBatch
+from stepmark.parallel.pipeline.staged_model import StagedModel, staged
+from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
+from stepmark.runtime.links import Form
+from stepmark.runtime.mesh import Mesh
+from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.micro_batches import autocast
+from stepmark.training.model_labels import evaluating
+
+Result = TypeVar("Result")
+FLAG = Form((1,), torch.int64)
+
+
+class StageCalls:
+    """Calls of stages without a loss: with the batch without its labels."""
+
+    def __init__(self, stages: StagedModel, loss: MicroBatchLoss) -> None:
+        self._stages = stages
+        self._recording = loss.recording
+        self._left_out = {"labels", "shift_labels", *loss.labels.names}
+
+    def __call__(self, stage: int, received: Callable[[], Tensor] | None, batch: MicroBatch) -> Tensor:
+        """See `StagedModel.hidden_states`."""
+        inputs = self.inputs(batch)
+        with self._recording(inputs):
+            return self._stages.hidden_states(stage, received, lambda: self._stages.model(**inputs))
+
+    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        """What the model is called with."""
+        inputs: Mapping[str, Any] = batch.inputs
+        kept = {name: value for name, value in inputs.items() if name not in self._left_out}
+        return {**kept, "use_cache": False}
+
+
+class PipelinedForward:
+    """Forward passes alone, for evaluations: every batch goes through all stages, several at a time."""
+
+    def __init__(
+        self, model: nn.Module, loss: MicroBatchLoss, mesh: Mesh, autocast_dtype: torch.dtype | None = None
+    ) -> None:
+        """`autocast_dtype`: bfloat16 for autocast; None: the parameters' own type."""
+        stages = staged(model)
+        assert stages is not None
+        assert mesh.links is not None
+        self._stages = stages
+        self._loss = loss
+        self._links = mesh.links
+        self._rank, self._ranks = mesh.pipeline.rank, mesh.pipeline.size
+        self._runtime = mesh.runtime
+        self._autocast = autocast_dtype
+        self._call = StageCalls(stages, loss)
+        self._transfers = Transfers(mesh, draws=False)
+
+    def __call__(
+        self, batches: Iterable[MicroBatch], compute: Callable[[MicroBatch], Result]
+    ) -> Iterator[tuple[MicroBatch, Result | None]]:
+        """Runs the batches, in order.
+
+        Args:
+            batches: The same on all ranks of a pipeline.
+            compute: Calls the complete model; it is called on the last stage only.
+
+        Yields:
+            Each batch with what `compute` returned, on ranks with the last stage; None elsewhere.
+        """
+        waiting: deque[MicroBatch] = deque()
+        for batch in self._source(batches):
+            self.decide_labels(batch)
+            waiting.append(batch)
+            if len(waiting) == self._group:
+                yield from self._run(list(waiting), compute)
+                waiting.clear()
+        yield from self._run(list(waiting), compute)
+        self._transfers.settle()
+
+    def _source(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """The batches. Where the evaluation is stopped between two of them, what this rank has sent still arrives: the
+        other ranks stop before the same batch, and may be behind."""
+        try:
+            yield from batches
+        except Exception:
+            self._transfers.settle()
+            raise
+
+    def decide_labels(self, batch: MicroBatch) -> None:
+        """Finds out which labels are targets, where only a probe of the loss shows it: the last stage probes, and tells
+        the others. Collective among the ranks of a pipeline, before the loss counts the batch."""
+        if not self._loss.undecided(batch.inputs):
+            return
+        model = self._stages.model
+        with evaluating(model):
+            ((_, found),) = self._run([batch], lambda each: self._loss.probe(model, each.inputs))
+        self._transfers.settle()
+        self._loss.decide(bool(self._from_last(None if found is None else torch.tensor([int(found)]))))
+
+    def _from_last(self, value: Tensor | None) -> Tensor:
+        """What the last stage has, which is None elsewhere."""
+        last = self._ranks - 1
+        if self._rank < last:
+            (told,) = self._links.exchange_on_host(last, [], [FLAG]).arrived()
+            return told
+        assert value is not None
+        for other in range(last):
+            self._links.exchange_on_host(other, [value], []).left()
+        return value
+
+    @property
+    def _group(self) -> int:
+        """Batches that go through one of a rank's stages before the next stage has its turn. Two accelerators would
+        wait for each other, since both send and their transfers are in one queue; so would ranks whose transfers are
+        graphs, which both sides run."""
+        both_ways = self._ranks == 2 and not self._runtime.host_memory
+        graphs = getattr(self._runtime, "in_graph_collectives", False)
+        return 1 if len(self._stages.own) == 1 or both_ways or graphs else self._ranks
+
+    def _run(
+        self, batches: list[MicroBatch], compute: Callable[[MicroBatch], Result]
+    ) -> Iterator[tuple[MicroBatch, Result | None]]:
+        results: list[Result | None] = [None] * len(batches)
+        for stage in self._stages.own:
+            for index, batch in enumerate(batches):
+                with torch.no_grad(), autocast(self._runtime, self._autocast):
+                    results[index] = self._pass(stage, batch, compute)
+        yield from zip(batches, results, strict=True)
+
+    def _pass(self, stage: int, batch: MicroBatch, compute: Callable[[MicroBatch], Result]) -> Result | None:
+        """One stage's forward pass on one batch."""
+        shapes = shapes_of(self._call.inputs(batch))
+        received = None
+        if stage:
+            (activation,), _ = self._transfers.begin((stage - 1) % self._ranks, [], [(stage - 1, shapes)], [], [])
+            received = activation.arrived
+        if stage == self._stages.last:
+            assert received is not None
+            return self._stages.final(received, lambda: compute(batch))
+        hidden = self._call(stage, received, batch)
+        self._transfers.begin((stage + 1) % self._ranks, [(stage, shapes, Activation(hidden))], [], [], [])
+        self._transfers.settle(keep=2 * self._ranks)
+        return None
