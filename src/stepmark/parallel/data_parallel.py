@@ -87,7 +87,7 @@ class DataParallelGradients:
             return nn.utils.get_total_norm(present) if present else torch.zeros(()), loss
         pairs = zip(self._replications, gradients, strict=True)
         copies = [replication.copies for replication, gradient in pairs if gradient is not None]
-        square = squares(present, copies) if present else torch.zeros(1, device=self._mesh.runtime.device)
+        square = squares(present, copies, self._mesh.runtime.device)
         (square,) = self._mesh.tensor_parallel.all_reduce([square])
         if self._mesh.pipeline.size > 1:
             (both,) = self._mesh.pipeline.all_reduce([torch.cat([square, loss.float().reshape(1)])])

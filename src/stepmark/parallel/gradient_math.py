@@ -50,9 +50,12 @@ def add_ends(
     return complete
 
 
-def squares(gradients: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """The sum of squares in float32, as a vector of one element. A tensor is divided by its number of replicas
-    (`counts`), so that the sum over the ranks counts it once."""
+def squares(gradients: Sequence[Tensor], counts: Sequence[int], device: torch.device) -> Tensor:
+    """The sum of squares in float32, as a vector of one element on `device`, where the gradients are; a pipeline stage
+    may have none. A tensor is divided by its number of replicas (`counts`), so that the sum over the ranks counts it
+    once."""
+    if not gradients:
+        return torch.zeros(1, device=device)
     norms = torch._foreach_norm(list(gradients))
     parts = [norm.float().square() / count for norm, count in zip(norms, counts, strict=True)]
     return torch.stack(parts).sum().reshape(1)

@@ -85,7 +85,7 @@ class OverlappedReduceScatter:
                 self._sent[number] = self._send(number)
         shards = [self._sent[number]() for number in range(len(self._buckets))]
         self._sent = {}  # what they have received, as much as all gradients, is not held until the next step
-        if not self._learned:
+        if not self._learned and self._buckets:  # a pipeline stage may have no trained parameter
             self._learn()
         return shards
 

@@ -90,7 +90,7 @@ class ShardedGradients:
         """This rank's shards of the mean gradients, one tensor per bucket. `loss` (0-dim) is this rank's mean over its
         `tokens` (0-dim float32)."""
         shards = self._add_ends([shard.float() for shard in self._reduce_scatter(tokens)])
-        sums = squares(shards, [bucket.replication.copies for bucket in self._buckets])
+        sums = squares(shards, [bucket.replication.copies for bucket in self._buckets], self._mesh.runtime.device)
         (heads,) = self._axis.all_reduce([torch.cat([(loss.float() * tokens).reshape(1), tokens.reshape(1), sums])])
         (square,) = self._mesh.tensor_parallel.all_reduce([heads[2:]])
         total = heads[1]
