@@ -25,6 +25,13 @@ def test_1f1b_keeps_as_many_activations_as_there_are_stages(ranks: Ranks) -> Non
     assert growing[0][2] > 3.5 * growing[0][0]
 
 
+def test_gradient_checkpointing_keeps_what_a_stage_starts_from(ranks: Ranks) -> None:
+    """Even where all micro-batches are in flight, autograd keeps one of them at a time."""
+    options = {"model": {"kind": "llama", "num_hidden_layers": 4}, "pp": 2, "schedule": "gpipe", "checkpointing": True}
+    for rank, kept in enumerate(ranks.run(PROGRAMS + "kept_bytes", options, [2, 8], nproc=2).check()):
+        assert kept[1] <= 1.02 * kept[0], rank
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("micro_batches", [4, 8])
 @pytest.mark.parametrize(

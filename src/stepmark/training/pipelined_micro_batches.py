@@ -1,4 +1,4 @@
-"""The passes of one step, or of an evaluation, on a rank that has some stages of the model.
+"""The passes of one step on a rank that has some stages of the model.
 
 Every rank of a pipeline gets the same micro-batches, and knows the complete schedule (parallel/pipeline/schedules.py).
 Tick by tick it runs its tasks, starts the exchanges with its neighbours, and goes on; it waits for hidden states when
@@ -7,19 +7,18 @@ its first layer needs them, and for a gradient before the backward pass that sta
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.optim.protocols import GradientReducer
-from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, Schedule, Task, Transfer, make_schedule
-from stepmark.parallel.pipeline.staged_model import StagedModel, staged
+from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, Schedule, Task, Transfer, make_schedule
+from stepmark.parallel.pipeline.staged_model import StagedModel
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.parallel.tensor.dropout import begin_regions
 from stepmark.runtime.links import Form
@@ -28,29 +27,7 @@ from stepmark.runtime.seeds import derive_seed
 from stepmark.training.lazy.saved_weights import weights_made_again
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import TokenCounts, autocast
-
-Result = TypeVar("Result")
-
-
-class StageCalls:
-    """Calls of stages without a loss: with the batch without its labels."""
-
-    def __init__(self, stages: StagedModel, loss: MicroBatchLoss) -> None:
-        self._stages = stages
-        self._recording = loss.recording
-        self._left_out = {"labels", "shift_labels", *loss.labels.names}
-
-    def __call__(self, stage: int, received: Callable[[], Tensor] | None, batch: MicroBatch) -> Tensor:
-        """See `StagedModel.hidden_states`."""
-        inputs = self.inputs(batch)
-        with self._recording(inputs):
-            return self._stages.hidden_states(stage, received, lambda: self._stages.model(**inputs))
-
-    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        """What the model is called with."""
-        inputs: Mapping[str, Any] = batch.inputs
-        kept = {name: value for name, value in inputs.items() if name not in self._left_out}
-        return {**kept, "use_cache": False}
+from stepmark.training.pipelined_forward import PipelinedForward, StageCalls
 
 
 class PipelinedSchedule:
@@ -78,19 +55,32 @@ class PipelinedSchedule:
         self.transfers = Transfers(mesh, draws=stages.plan.draws)
         self.call = StageCalls(stages, loss)
         self.autocast = autocast
-        self._kind = kind
+        self.kind = kind
+        self._forward = PipelinedForward(stages.model, loss, mesh, autocast)
         self._seed = seed
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`; the loss of all ranks but those of the last stage is 0."""
+        for micro_batch in batch.micro_batches:
+            self._forward.decide_labels(micro_batch)
         targets = [self.loss.count(self.stages.model, micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self.mesh.runtime)
-        schedule = make_schedule(self._kind, self.mesh.pipeline.size, len(batch), len(self.stages.own))
+        schedule = make_schedule(self.kind, self.mesh.pipeline.size, len(batch), len(self.stages.own))
         running = _Step(self, schedule, batch.micro_batches, counts, after_micro_batch)
         for number in range(len(schedule.ticks)):
             running.tick(number, lambda index: derive_seed(self._seed, step, index, self.mesh.data_parallel.rank))
         self.transfers.settle()
         return running.loss.reshape(()), counts.total.reshape(())
+
+
+@dataclass
+class _Forward:
+    """A forward pass whose backward pass is to come: what it started from (None: the batch alone), the output with its
+    graph (None: it is to be computed again), and the output's form."""
+
+    activation: Activation | None
+    output: Tensor | None
+    form: Form
 
 
 class _Step:
@@ -112,9 +102,10 @@ class _Step:
         self._counts = counts
         self._after_micro_batch = after_micro_batch
         self._arriving: dict[Task, Activation] = {}  # by the task that has made it
-        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # the stage's input, and its output
+        self._kept: dict[tuple[int, int], _Forward] = {}  # by stage and micro-batch
         self._to_send: dict[Task, Activation] = {}
         self._backward_left = len(parts.stages.own) * len(micro_batches)
+        self._checkpointing = bool(getattr(parts.stages.model, "is_gradient_checkpointing", False))
         self.loss = counts.zero
 
     def tick(self, number: int, seed: Callable[[int], int]) -> None:
@@ -138,23 +129,34 @@ class _Step:
         self._parts.transfers.settle(keep=1)
 
     def _forward(self, task: Task) -> None:
-        parts, micro_batch = self._parts, self._micro_batches[task.micro_batch]
         before = task.needs(self._schedule.stages)
         activation = None if before is None else self._arriving.pop(before)
+        again = self._computed_again(task)
+        with torch.no_grad() if again else nullcontext():
+            output = self._output(task, activation)
+        if task.stage < self._parts.stages.last:
+            self._to_send[task] = self._parts.transfers.of_stage(output.detach())
+        else:
+            self.loss = self.loss + output.detach()
+        self._kept[task.stage, task.micro_batch] = _Forward(activation, None if again else output, Form.of(output))
+
+    def _computed_again(self, task: Task) -> bool:
+        """Whether the backward pass computes everything again: with gradient checkpointing a stage keeps what it starts
+        from, and not the inputs of its layers, unless the backward pass follows at once."""
+        at_once = task.stage == self._parts.stages.last and (self._runtime.lazy or self._parts.kind != GPIPE)
+        return self._checkpointing and not at_once
+
+    def _output(self, task: Task, activation: Activation | None) -> Tensor:
+        """The hidden states that a stage computes, or the weighted loss of the last one."""
+        parts, micro_batch = self._parts, self._micro_batches[task.micro_batch]
         received = None if activation is None else (lambda: self._received(activation))
         with autocast(self._runtime, parts.autocast):
             if task.stage < parts.stages.last:
                 with weights_made_again() if self._runtime.lazy else nullcontext():
-                    output = self._parts.call(task.stage, received, micro_batch)
-                self._to_send[task] = parts.transfers.of_stage(output.detach())
-            else:
-                assert received is not None
-                weight = self._weight(task.micro_batch)
-                compute = lambda: parts.loss(parts.stages.model, micro_batch.inputs, weight)[0]  # noqa: E731
-                output = parts.stages.final(received, compute)
-                self.loss = self.loss + output.detach()
-        start = None if activation is None else activation.hidden
-        self._kept[task.stage, task.micro_batch] = start, output
+                    return parts.call(task.stage, received, micro_batch)
+            assert received is not None
+            weight = self._weight(task.micro_batch)
+            return parts.stages.final(received, lambda: parts.loss(parts.stages.model, micro_batch.inputs, weight)[0])
 
     def _received(self, activation: Activation) -> Tensor:
         hidden = activation.arrived().requires_grad_()
@@ -166,17 +168,20 @@ class _Step:
 
     def _backward(self, task: Task) -> None:
         parts = self._parts
-        start, output = self._kept.pop((task.stage, task.micro_batch))
+        forward = self._kept.pop((task.stage, task.micro_batch))
+        output = self._output(task, forward.activation) if forward.output is None else forward.output
         before = task.needs(self._schedule.stages)
         gradient = None if before is None else self._arriving.pop(before).arrived()
         self._backward_left -= 1
         if self._backward_left == 0:
             parts.gradients.last_backward(self._counts.total.reshape(()))
-        torch.autograd.backward([output], None if gradient is None else [gradient])
+        if output.requires_grad:  # not where all that a first stage has is frozen
+            torch.autograd.backward([output], None if gradient is None else [gradient])
         parts.gradients.collect()
-        if start is not None:
-            assert start.grad is not None
-            self._to_send[task] = Activation(start.grad)
+        if forward.activation is not None:
+            gradient = forward.activation.hidden.grad
+            assert gradient is not None
+            self._to_send[task] = Activation(gradient)
         if task.stage == parts.stages.own[0] and self._backward_left:
             self._after_micro_batch()
 
@@ -199,76 +204,4 @@ class _Step:
 
     def _form_of_gradient(self, task: Task) -> Form:
         """Of the gradient that a later stage's backward pass sends: that of this rank's output."""
-        return Form.of(self._kept[task.next_stage(), task.micro_batch][1])
-
-
-class PipelinedForward:
-    """Forward passes alone, for evaluations: every batch goes through all stages, several at a time."""
-
-    def __init__(
-        self, model: nn.Module, loss: MicroBatchLoss, mesh: Mesh, autocast_dtype: torch.dtype | None = None
-    ) -> None:
-        """`autocast_dtype`: bfloat16 for autocast; None: the parameters' own type."""
-        stages = staged(model)
-        assert stages is not None
-        self._stages = stages
-        self._rank, self._ranks = mesh.pipeline.rank, mesh.pipeline.size
-        self._runtime = mesh.runtime
-        self._autocast = autocast_dtype
-        self._call = StageCalls(stages, loss)
-        self._transfers = Transfers(mesh, draws=False)
-
-    def __call__(
-        self, batches: Iterable[MicroBatch], compute: Callable[[MicroBatch], Result]
-    ) -> Iterator[tuple[MicroBatch, Result | None]]:
-        """Runs the batches, in order.
-
-        Args:
-            batches: The same on all ranks of a pipeline.
-            compute: Calls the complete model; it is called on the last stage only.
-
-        Yields:
-            Each batch with what `compute` returned, on ranks with the last stage; None elsewhere.
-        """
-        waiting: deque[MicroBatch] = deque()
-        for batch in batches:
-            waiting.append(batch)
-            if len(waiting) == self._group:
-                yield from self._run(list(waiting), compute)
-                waiting.clear()
-        yield from self._run(list(waiting), compute)
-        self._transfers.settle()
-
-    @property
-    def _group(self) -> int:
-        """Batches that go through one of a rank's stages before the next stage has its turn. Two accelerators would
-        wait for each other, since both send and their transfers are in one queue; so would ranks whose transfers are
-        graphs, which both sides run."""
-        both_ways = self._ranks == 2 and not self._runtime.host_memory
-        graphs = getattr(self._runtime, "in_graph_collectives", False)
-        return 1 if len(self._stages.own) == 1 or both_ways or graphs else self._ranks
-
-    def _run(
-        self, batches: list[MicroBatch], compute: Callable[[MicroBatch], Result]
-    ) -> Iterator[tuple[MicroBatch, Result | None]]:
-        results: list[Result | None] = [None] * len(batches)
-        for stage in self._stages.own:
-            for index, batch in enumerate(batches):
-                with torch.no_grad(), autocast(self._runtime, self._autocast):
-                    results[index] = self._pass(stage, batch, compute)
-        yield from zip(batches, results, strict=True)
-
-    def _pass(self, stage: int, batch: MicroBatch, compute: Callable[[MicroBatch], Result]) -> Result | None:
-        """One stage's forward pass on one batch."""
-        shapes = shapes_of(self._call.inputs(batch))
-        received = None
-        if stage:
-            (activation,), _ = self._transfers.begin((stage - 1) % self._ranks, [], [(stage - 1, shapes)], [], [])
-            received = activation.arrived
-        if stage == self._stages.last:
-            assert received is not None
-            return self._stages.final(received, lambda: compute(batch))
-        hidden = self._call(stage, received, batch)
-        self._transfers.begin((stage + 1) % self._ranks, [(stage, shapes, Activation(hidden))], [], [], [])
-        self._transfers.settle(keep=2 * self._ranks)
-        return None
+        return self._kept[task.next_stage(), task.micro_batch].form

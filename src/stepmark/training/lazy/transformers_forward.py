@@ -16,6 +16,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from stepmark.training.lazy.attention_masks import masks_by_shape
 from stepmark.training.lazy.experts import replace_experts_function
 from stepmark.training.lazy.recording import is_recorded, is_recording, recording, replace_everywhere
@@ -34,6 +36,9 @@ def recorded_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     pass calls it again, on another thread, as well."""
 
     def checkpoint_recorded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():  # nothing is kept anyway, and it would warn
+            return function(*args, **options)
+
         def recorded(*inputs: Any, **more: Any) -> Any:
             with recording():
                 return function(*inputs, **more)
