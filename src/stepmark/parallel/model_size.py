@@ -20,12 +20,14 @@ class ModelSize:
         nbytes: Their bytes, in their own dtypes.
         multiplied: Elements of those that are used in matrix products: an embedding used only for lookup is excluded,
             one tied to the head is included.
+        outside_embeddings: Elements of those that are not an embedding's, whatever else it is tied to.
     """
 
     elements: int
     trained: int
     nbytes: int
     multiplied: int
+    outside_embeddings: int
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSize:
@@ -41,7 +43,8 @@ class ModelSize:
         }
         multiplied = sum(size for key, size in sizes.items() if key not in looked_up - used)
         trained = sum(sizes[id(parameter)] for parameter in model.parameters() if parameter.requires_grad)
-        return cls(sum(sizes.values()), trained, nbytes, multiplied)
+        outside = sum(size for key, size in sizes.items() if key not in looked_up)
+        return cls(sum(sizes.values()), trained, nbytes, multiplied, outside)
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -58,7 +58,7 @@ class TrainingLoop:
         self._write_files = write_files
         self._before_save = before_save
         self._monitor = Monitor.for_run(parts, callbacks.run_log)
-        self._flos = TotalFlos(parts.model, parts.context.host.size)
+        self._flos = TotalFlos(parts.model, parts.mesh.data_parallel.size)
         self._losses = LossMeter(parts.context.runtime, self._monitor.look)
         self._epoch_open = False
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepmark.data.batch import StepBatch
+from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.training.model_labels import unwrapped
 
 
@@ -17,19 +18,19 @@ class TotalFlos:
     that is not one of transformers has none.
 
     Args:
-        model: The model; of one that is sharded, this rank's part.
-        ranks: All ranks, which are taken to do as much as this one.
+        model: The model, of which this rank may have a part.
+        data_parallel_size: Ranks that train on different samples, each as many as this one.
     """
 
-    def __init__(self, model: nn.Module, ranks: int) -> None:
+    def __init__(self, model: nn.Module, data_parallel_size: int) -> None:
         self._model: Any = unwrapped(model)
-        self._ranks = ranks
+        self._ranks = data_parallel_size
 
     @functools.cached_property
     def _per_token(self) -> int:
         if not hasattr(self._model, "num_parameters"):
             return 0
-        return 6 * int(self._model.num_parameters(exclude_embeddings=True))
+        return 6 * complete_size(self._model).outside_embeddings
 
     def of(self, batch: StepBatch) -> float:
         """The operations of a step on all ranks."""
