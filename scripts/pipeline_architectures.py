@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import transformers
-from pipeline_comparison import difference, tokens_for
+from pipeline_comparison import difference, router_difference, tokens_for
 from small_models import small_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from stepmark.errors import UsageError
-from stepmark.parallel.pipeline import architectures
+from stepmark.parallel.pipeline import architectures, stage_plan
 from stepmark.parallel.pipeline.stage_plan import layers_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +40,7 @@ MORE: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
 }
+ROUTERS = ", router losses"  # after what a layer returns
 Row = tuple[str, str, str]  # model type, verdict, and why or what a layer returns
 
 
@@ -64,7 +65,21 @@ def attempt(kind: str) -> Row:
         return kind, "refused", str(error).removeprefix("pipeline_parallel_size: ").removesuffix("; set it to 1")
     except Exception as error:
         return kind, "failed", f"{type(error).__name__}: {_first_line(error)}"
-    return kind, "passed", returns
+    return kind, "passed", returns + (ROUTERS if _has_router_losses(kind, model) else "")
+
+
+def _has_router_losses(kind: str, model: Any) -> bool:
+    """Whether the loss over the routers of all layers is the same in stages, where there is one."""
+    if getattr(model.config.get_text_config(decoder=True), "output_router_logits", None) is None:
+        return False
+    before = architectures.ROUTER_LOSSES
+    stage_plan.ROUTER_LOSSES = before | {kind}
+    try:
+        return not any(router_difference(model, ranks, chunks) for ranks, chunks in CUTS)
+    except Exception:  # it has another form
+        return False
+    finally:
+        stage_plan.ROUTER_LOSSES = before
 
 
 def _returns(model: Any) -> str:
@@ -137,6 +152,8 @@ def page(rows: list[Row]) -> str:
         lines += ["", f"## {title} ({len(chosen)})", ""]
         if verdict == "passed":
             lines += [", ".join(f"`{kind}`" for kind, _, _ in chosen)]
+            routed = [f"`{kind}`" for kind, _, returns in chosen if returns.endswith(ROUTERS)]
+            lines += ["", f"Also with a loss over the routers of all layers ({len(routed)}): {', '.join(routed)}"]
             continue
         lines += ["| model type | why |", "| --- | --- |"]
         lines += [f"| `{kind}` | {why.replace('|', '/')} |" for kind, _, why in chosen]
@@ -146,8 +163,11 @@ def page(rows: list[Row]) -> str:
 def listing(rows: list[Row]) -> str:
     """The module that lists the types that passed."""
     before, begin, _ = LIST.read_text().partition("PASSED: dict[str, str] = {\n")
-    names = [f'    "{kind}": "{returns}",\n' for kind, verdict, returns in rows if verdict == "passed"]
-    return before + begin + "".join(names) + "}\n"
+    passed = [(kind, returns) for kind, verdict, returns in rows if verdict == "passed"]
+    names = [f'    "{kind}": "{returns.removesuffix(ROUTERS)}",\n' for kind, returns in passed]
+    routed = [f'        "{kind}",\n' for kind, returns in passed if returns.endswith(ROUTERS)]
+    routers = "\nROUTER_LOSSES: frozenset[str] = frozenset(\n    (\n" + "".join(routed) + "    )\n)\n"
+    return before + begin + "".join(names) + "}\n" + routers
 
 
 def verify(names: list[str] | None, *, write: bool) -> None:

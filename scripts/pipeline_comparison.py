@@ -85,8 +85,7 @@ def difference(model: Any, ranks: int, chunks: int = 1) -> str:
     """What the stages compute differently from the whole model, "" if nothing: logits in evaluation with padding, the
     loss and the gradient of every parameter in training. Everything is equal bit for bit, except the gradient of a tied
     table, a sum in another order."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    tokens = tokens_for(vocabulary)
+    tokens = tokens_for(model.config.get_text_config(decoder=True).vocab_size)
     mask = torch.ones_like(tokens)
     mask[1, -3:] = 0
     pipeline = Pipeline(model, ranks, chunks)
@@ -100,11 +99,31 @@ def difference(model: Any, ranks: int, chunks: int = 1) -> str:
             return "logits of padded samples differ"
     for each in (model, *pipeline.parts):
         each.train()
-    loss = model(input_ids=tokens, labels=tokens, **options).loss
+    return training_difference(model, pipeline, {"input_ids": tokens, **options}, tokens)
+
+
+def router_difference(model: Any, ranks: int, chunks: int = 1) -> str:
+    """The same of training with the loss over the routers of all layers, without padded tokens."""
+    config = model.config.get_text_config(decoder=True)
+    config.output_router_logits = True
+    model.zero_grad()
+    tokens = tokens_for(config.vocab_size)
+    mask = torch.ones_like(tokens)
+    mask[1, -3:] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+    try:
+        if model(**inputs, labels=tokens).aux_loss is None:
+            return "there is no loss over routers"
+        return training_difference(model, Pipeline(model, ranks, chunks), inputs, tokens)
+    finally:
+        config.output_router_logits = False
+
+
+def training_difference(model: Any, pipeline: Pipeline, inputs: dict[str, Any], labels: Tensor) -> str:
+    """What stages compute differently in one step of training, "" if nothing."""
+    loss = model(**inputs, labels=labels).loss
     loss.backward()
-    outputs, passes = pipeline.forward(
-        {"input_ids": tokens, **options}, {"input_ids": tokens, "labels": tokens, **options}
-    )
+    outputs, passes = pipeline.forward(inputs, {**inputs, "labels": labels})
     pipeline.backward(passes)
     if not torch.equal(outputs.loss, loss):
         return f"the loss differs by {abs(float(outputs.loss - loss)):.1e}"

@@ -1,5 +1,5 @@
 """Every listed architecture computes the same in stages as in one piece: logits of padded samples in evaluation, the
-loss, and every gradient."""
+loss, and every gradient; those that are listed for it also with a loss over the routers of all layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.parallel.pipeline.architectures import PASSED
+from stepmark.parallel.pipeline.architectures import PASSED, ROUTER_LOSSES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,4 +22,5 @@ def test_all_that_are_listed(record_property: Callable[[str, object], None]) -> 
     verdicts = {line.split()[1]: line for line in done.stdout.splitlines() if line.split()[1:2]}
     assert {kind: line for kind, line in verdicts.items() if not line.startswith("passed")} == {}
     assert set(verdicts) == set(PASSED), done.stderr[-2000:]
+    assert {kind for kind, line in verdicts.items() if line.endswith("router losses")} == ROUTER_LOSSES
     record_property("architectures", len(verdicts))

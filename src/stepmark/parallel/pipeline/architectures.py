@@ -1,4 +1,5 @@
-"""The model types that compute the same in pipeline stages as in one piece, and what their layers return.
+"""The model types that compute the same in pipeline stages as in one piece, and what their layers return; and those of
+them whose loss over the routers of all layers is the same, too.
 
 docs/architectures-pipeline.md describes the comparison and why other types failed it; `scripts/architectures.py
 --pipeline` generates both.
@@ -114,3 +115,5 @@ PASSED: dict[str, str] = {
     "xglm": "tensor",
     "xlstm": "tuple2",
 }
+
+ROUTER_LOSSES: frozenset[str] = frozenset(("mixtral",))

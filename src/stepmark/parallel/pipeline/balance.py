@@ -17,6 +17,7 @@ from torch import nn
 from stepmark.errors import UsageError
 
 CONTEXT = 1024  # tokens of which attention scores are counted, half of them on average
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number
 LOSS_PER_WORD = 4  # elementwise operations of the loss for each word of the vocabulary, beside the head's product
 
 
@@ -44,7 +45,7 @@ def _multiplied(module: nn.Module, share_of_experts: float) -> float:
 
 def _active_experts(config: Any) -> float:
     """The share of a mixture's experts that one token goes through."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+    for name in EXPERTS:
         count, active = getattr(config, name, None), getattr(config, "num_experts_per_tok", None)
         if isinstance(count, int) and isinstance(active, int) and 0 < active <= count:
             return active / count

@@ -4,10 +4,14 @@ A model's own forward runs on every stage with the batch's inputs, so masks, pos
 the model computes. Learned modules before the layers give zeros of the right shape; layers before the stage give what
 they got; the last of them gives the hidden states that the stage received. The layer after the stage ends the forward
 pass there, so that nothing behind it is called.
+
+Where a mixture of experts has a loss over the routers of all layers, their logits travel behind the hidden states, as
+further columns, and the last stage finds them all where transformers collects them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,20 +55,60 @@ class SkippedLayer(_Placeholder):
         return (hidden, *(None for _ in range(int(self._form.removeprefix("tuple")) - 1)))
 
 
+@dataclass(frozen=True)
+class RouterColumns:
+    """Router logits behind hidden states of `width` columns and `dtype`: `experts` columns for each router."""
+
+    width: int
+    experts: int
+    dtype: torch.dtype
+
+    def unpack(self, received: Tensor) -> Tensor:
+        """The hidden states; the logits go where transformers collects those of the layers."""
+        logits = received[..., self.width :].reshape(-1, received.shape[-1] - self.width)
+        collected_router_logits().extend(logits.split(self.experts, dim=-1))
+        return received[..., : self.width].to(self.dtype)
+
+
+def collected_router_logits() -> list[Tensor]:
+    """The list to which transformers adds the logits of each router, [tokens, experts], in a forward pass whose
+    configuration asks for them; an empty one in any other."""
+    from transformers.utils import output_capturing
+
+    collected = output_capturing._active_collector.get() or {}
+    found: list[Tensor] = collected.get("router_logits", [])
+    return found
+
+
+def collect_router_logits(model: Any) -> None:
+    """Makes transformers collect them of all layers of a complete model; by itself it finds those that are there when
+    the model is called first."""
+    from transformers.utils import output_capturing
+
+    output_capturing.maybe_install_capturing_hooks(model)
+
+
 class ReceivingLayer(SkippedLayer):
     """The last layer before a stage: gives the hidden states that the stage has received."""
 
     received: Any = None
 
+    def __init__(self, layer: nn.Module, returns: str, routers: RouterColumns | None) -> None:
+        super().__init__(layer, returns)
+        self._routers = routers
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._returned(self.received())
+        received = self.received()
+        return self._returned(received if self._routers is None else self._routers.unpack(received))
 
 
 class EndingLayer(_Placeholder):
     """The first layer after a stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageEnd(_hidden_states(args, kwargs))
+        hidden = _hidden_states(args, kwargs)
+        logits = [each.reshape(*hidden.shape[:-1], -1) for each in collected_router_logits()]
+        raise StageEnd(torch.cat([hidden, *logits], dim=-1) if logits else hidden)
 
 
 class SkippedEmbedding(_Placeholder):

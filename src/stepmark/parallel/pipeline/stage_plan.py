@@ -9,12 +9,13 @@ from typing import Any
 from torch import nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.pipeline.architectures import PASSED
-from stepmark.parallel.pipeline.balance import balanced, bounds_of, checked_sizes, end_cost, layer_costs
+from stepmark.parallel.pipeline.architectures import PASSED, ROUTER_LOSSES
+from stepmark.parallel.pipeline.balance import EXPERTS, balanced, bounds_of, checked_sizes, end_cost, layer_costs
 from stepmark.parallel.tensor.dropout import has_dropout
 
 BEHIND_THE_LAYERS = ("final_layer_norm", "project_out")  # OPT defines these before its layers
-OUTPUTS_OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attentions")
+OUTPUTS_OF_ALL_LAYERS = ("output_hidden_states", "output_attentions")
+ROUTER_LOGITS = "output_router_logits"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class StagePlan:
         returns: What a layer returns: "tensor", "list", or "tuple2" for a tuple of two.
         tied: The names of embeddings whose table is the head's, too.
         draws: Whether training draws random numbers.
+        routers: The columns of a router's logits and of hidden states, where the loss needs the routers of all layers;
+            None elsewhere.
     """
 
     layers: str
@@ -38,6 +41,7 @@ class StagePlan:
     returns: str
     tied: tuple[str, ...]
     draws: bool
+    routers: tuple[int, int] | None
 
     @property
     def stages(self) -> int:
@@ -67,7 +71,7 @@ def plan_stages(model: Any, stages: int, sizes: Sequence[int] | None = None) -> 
         found = checked_sizes(sizes, len(layers), stages)
     bounds = bounds_of(found)
     tied = _tied(model, name, before, after, bounds)
-    return StagePlan(name, before, after, tuple(bounds), returns, tied, has_dropout(model))
+    return StagePlan(name, before, after, tuple(bounds), returns, tied, has_dropout(model), _routers(config))
 
 
 def _verified(model: Any) -> str:
@@ -83,13 +87,31 @@ def _verified(model: Any) -> str:
             f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
             "same in stages (docs/architectures-pipeline.md); set it to 1"
         )
-    for name in OUTPUTS_OF_ALL_LAYERS:
+    routers = () if kind in ROUTER_LOSSES else (ROUTER_LOGITS,)
+    for name in (*OUTPUTS_OF_ALL_LAYERS, *routers):
         if getattr(config, name, False) or getattr(config.get_text_config(decoder=True), name, False):
             raise UsageError(
                 f"pipeline_parallel_size: the configuration's {name} asks for outputs of all layers, and no stage has "
                 f"them; set {name} to false in config_overrides"
             )
+    _check_layers_are_called(config)
     return PASSED[kind]
+
+
+def _routers(config: Any) -> tuple[int, int] | None:
+    """The columns of a router's logits and of hidden states, where the loss needs the routers of all layers."""
+    experts = next((getattr(config, name) for name in EXPERTS if isinstance(getattr(config, name, None), int)), None)
+    return (experts, config.hidden_size) if getattr(config, ROUTER_LOGITS, False) and experts else None
+
+
+def _check_layers_are_called(config: Any) -> None:
+    """Raises UsageError where training leaves out layers at random: a stage would not get its hidden states."""
+    for name, value in vars(config).items():
+        if name.endswith("layerdrop") and value:
+            raise UsageError(
+                f"pipeline_parallel_size: the configuration's {name} of {value} leaves out layers at random, and a "
+                f"stage passes on what its layers compute; set {name} to 0 in config_overrides"
+            )
 
 
 def _causal_class(kind: str) -> str | None:
