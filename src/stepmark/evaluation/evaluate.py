@@ -11,16 +11,17 @@ from torch import nn
 
 from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
-from stepmark.errors import DataError
+from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import ComputeMetrics, summarize
 from stepmark.evaluation.restored_model import ModelReader
 from stepmark.parallel.pipeline.staged_model import staged
+from stepmark.parallel.tensor.parallelize import parallelized
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import LossFunction, MicroBatchLoss
 from stepmark.training.model_wrappers import without_wrapper
-from stepmark.training.pipelined_micro_batches import PipelinedForward
+from stepmark.training.pipelined_forward import PipelinedForward
 
 
 def evaluate(
@@ -47,7 +48,8 @@ def evaluate(
         model: a module, which is moved to the device and otherwise unchanged, or the folder of a checkpoint (of any
             mesh) or of a Hugging Face model.
         dataset: has `__len__` and `__getitem__`; or a dict of such, whose names are added to the prefix.
-        mesh: the ranks; default: all of them, data parallel, on `device`.
+        mesh: the ranks; default: those that the model was parallelized for, else all of them, data parallel, on
+            `device`.
         device: `auto` (default), `xla`, `cuda`, `neuron` or `cpu`; ignored with `mesh`.
         batch_size: samples of a batch of one rank, default 8.
         bf16: run under bfloat16 autocast; default False.
@@ -68,8 +70,9 @@ def evaluate(
         DataError: an empty set.
         MetricsError: `compute_metrics` returned values that are not numbers.
         CheckpointError: the checkpoint cannot be read.
+        UsageError: the model was parallelized for another mesh.
     """
-    mesh = mesh or Mesh.create(device=device)
+    mesh = _mesh_of(model, mesh) or Mesh.create(device=device)
     model = _on_device(model, mesh)
     runtime, axis = mesh.runtime, mesh.data_parallel
     loss = MicroBatchLoss(
@@ -104,6 +107,18 @@ def evaluate(
         evaluation = evaluator(loader, gather=compute_metrics is not None)
         metrics |= summarize(evaluation, prefix, causal=loss.causal_shift, compute_metrics=compute_metrics)
     return metrics
+
+
+def _mesh_of(model: nn.Module | str | Path, given: Mesh | None) -> Mesh | None:
+    """The mesh to evaluate on; None: any. Ranks that hold a model together need the same samples."""
+    made = parallelized(model) if isinstance(model, nn.Module) else None
+    if made is None:
+        return given
+    if given is not None and given.shape != made.mesh.shape:
+        raise UsageError(
+            f"mesh: the model was parallelized for another one, {made.mesh.shape}; pass that one, or leave mesh out"
+        )
+    return made.mesh
 
 
 def _on_device(model: nn.Module | str | Path, mesh: Mesh) -> nn.Module:

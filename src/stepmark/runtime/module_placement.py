@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def agree_on_weights(
     groups = groups or [list(range(host.size))]
     if all(len(group) == 1 for group in groups):
         return False
-    checksums = host.all_gather([_checksum(value) for value in _on_host(module, runtime)])
+    checksums = host.all_gather([_checksum(value) for value in _on_host(_tensors(module), runtime)])
     tensors, differ = list(_tensors(module)), False
     for group in groups:
         held = [checksums[rank] for rank in group]
@@ -88,9 +88,34 @@ def agree_on_weights(
     return differ
 
 
-def _on_host(module: nn.Module, runtime: Runtime) -> Iterator[Tensor]:
+def agree_on_ties(tied: Sequence[Tensor], pairs: Sequence[tuple[int, int]], runtime: Runtime, host: HostGroup) -> bool:
+    """Makes tables equal that the two ends of a pipeline hold: where they differ, those of the first stage are used.
+    Collective.
+
+    Args:
+        tied: Those that this rank holds, in the same order on both; empty elsewhere.
+        pairs: The ranks of the first and of the last stage, for each pipeline.
+        runtime: The device.
+        host: All ranks.
+
+    Returns:
+        Whether any differed.
+    """
+    checksums, differ = host.all_gather([_checksum(value) for value in _on_host(tied, runtime)]), False
+    for first, last in pairs:
+        found = enumerate(zip(checksums[first], checksums[last], strict=True))
+        for index in (index for index, (ours, theirs) in found if ours != theirs):
+            differ = True
+            own = runtime.to_host([tied[index]])[0] if host.rank == first else None
+            value = host.broadcast(own, source=first)
+            if host.rank == last:
+                _assign(tied[index], value, runtime)
+    return differ
+
+
+def _on_host(tensors: Iterable[Tensor], runtime: Runtime) -> Iterator[Tensor]:
     """One after the other, so that the host never holds a complete model."""
-    for tensor in _tensors(module):
+    for tensor in tensors:
         yield tensor.detach() if tensor.device.type == "cpu" else runtime.to_host([tensor])[0]
 
 

@@ -17,11 +17,11 @@ from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
-from stepmark.parallel.pipeline.staged_model import complete_size
+from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.parallelize import ParallelizedModel, parallelize, parallelized
 from stepmark.runtime.context import Context
-from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.module_placement import agree_on_weights, fetch_module, place_module
+from stepmark.runtime.mesh import PIPELINE, Mesh
+from stepmark.runtime.module_placement import agree_on_ties, agree_on_weights, fetch_module, place_module
 from stepmark.trainer.existing_run import check_no_earlier_run
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
@@ -80,7 +80,12 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     if args.dtype == "bfloat16":
         model.to(torch.bfloat16)
     groups = mesh.same_parameters if applied else None
-    if agree_on_weights(model, runtime, context.host, groups) and context.host.rank == 0:
+    differ = agree_on_weights(model, runtime, context.host, groups)
+    stages = staged(model)
+    if stages is not None:
+        ends = [(ranks[0], ranks[-1]) for ranks in mesh.grid.groups(PIPELINE)]
+        differ |= agree_on_ties(stages.tied_parameters(), ends, runtime, context.host)
+    if differ and context.host.rank == 0:
         logger.warning("the ranks had different weights; all use those of rank 0")
     if not applied:
         parallelize(model, mesh, **sharding_options(args))
@@ -144,6 +149,9 @@ def step_optimizer(
             "complete state on every rank; leave one of the two out"
         )
     if given is not None:
+        stages = staged(model)
+        if stages is not None:
+            stages.leave_out_elsewhere(given)
         names = {parameter: name for name, parameter in model.named_parameters()}
         return ParameterOptimizer.around(given, names, mesh.runtime)
     return build_optimizer(

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    MixtralConfig,
+    OPTConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from scripts.pipeline_comparison import Pipeline, difference, tokens_for
+from scripts.pipeline_comparison import Pipeline, difference, pipeline_mesh, router_difference, tokens_for
+from stepmark import evaluate
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.balance import balanced, bounds_of
 from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.parallel.tensor.parallelize import parallelize
 from tests.support.models import build, configuration
+from tests.support.programs import Blocks
 
 FOUR = {"num_hidden_layers": 4}
 
@@ -120,6 +130,36 @@ def test_outputs_of_all_layers_are_refused() -> None:
     model = build("llama", **FOUR)
     model.config.output_hidden_states = True
     assert "output_hidden_states" in refused(model)
+
+
+def test_layers_that_training_leaves_out_are_refused() -> None:
+    small = {"hidden_size": 8, "ffn_dim": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "word_embed_proj_dim": 8}
+    model = AutoModelForCausalLM.from_config(OPTConfig(**small, vocab_size=67, layerdrop=0.1))
+    assert "layerdrop of 0.1 leaves out layers" in refused(model)
+
+
+def mixture() -> Any:
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(**small, num_hidden_layers=4, num_local_experts=4, vocab_size=67)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (2, 2)])
+def test_the_loss_over_the_routers_of_all_layers(ranks: int, chunks: int) -> None:
+    assert router_difference(mixture(), ranks, chunks) == ""
+
+
+def test_a_part_is_not_saved_as_a_model(tmp_path: Path) -> None:
+    part = Pipeline(build("llama", **FOUR), 2).parts[0]
+    with pytest.raises(UsageError, match="save_pretrained: this rank has a part"):
+        part.save_pretrained(tmp_path)
+
+
+def test_a_part_is_evaluated_on_its_own_mesh_only() -> None:
+    pipeline = Pipeline(build("llama", **FOUR), 2)
+    with pytest.raises(UsageError, match=r"parallelized for another one, \{'pp': 2"):
+        evaluate(pipeline.parts[0], Blocks(2), mesh=pipeline_mesh(0, 3))
 
 
 def test_plan_finds_ties() -> None:

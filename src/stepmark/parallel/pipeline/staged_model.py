@@ -16,11 +16,21 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stepmark.errors import UsageError
 from stepmark.parallel.model_size import ModelSize
-from stepmark.parallel.pipeline.placeholders import EndingLayer, ReceivingLayer, SkippedLayer, StageEnd, skipped
+from stepmark.parallel.pipeline.placeholders import (
+    EndingLayer,
+    ReceivingLayer,
+    RouterColumns,
+    SkippedLayer,
+    StageEnd,
+    collect_router_logits,
+    skipped,
+)
 from stepmark.parallel.pipeline.stage_plan import StagePlan, places
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import annotate_replication, replication_of
@@ -54,6 +64,8 @@ class StagedModel:
         self.size = ModelSize.of(model)
         self.own = list(range(mesh.pipeline.rank, plan.stages, mesh.pipeline.size))
         self._active = False
+        if plan.routers is not None:
+            collect_router_logits(model)
         self._receivers: dict[int, ReceivingLayer] = {}
         found = dict(places(plan, model))
         running = {stage: self._arrangement(stage, found) for stage in self.own}
@@ -68,15 +80,24 @@ class StagedModel:
                     swaps.append(_Swap(modules, key, module, resting[name]))
             self._swaps[stage] = swaps
         self._note_ties(found, mesh.tensor_parallel.size)
+        complete = list(model.parameters())
         for name, module in resting.items():
             parent, _, key = name.rpartition(".")
             model.get_submodule(parent)._modules[key] = module
+        own = {id(parameter) for parameter in model.parameters()}
+        self._elsewhere = WeakIdKeyDictionary({each: None for each in complete if id(each) not in own})
         model.register_forward_pre_hook(self._check_active, prepend=True)
 
     @property
     def last(self) -> int:
         """The number of the stage that computes logits and loss."""
         return self.plan.stages - 1
+
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """The tables that both ends hold; none on ranks between them."""
+        at_an_end = bool({0, self.last} & set(self.own))
+        names = self.plan.tied if at_an_end else ()
+        return [parameter for name in names for parameter in self.model.get_submodule(name).parameters()]
 
     def _arrangement(self, stage: int, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """What is at each place while a stage runs."""
@@ -89,7 +110,7 @@ class StagedModel:
             if begin <= index < end:
                 arranged[name] = layer
             elif index == begin - 1:
-                arranged[name] = self._receivers[stage] = ReceivingLayer(layer, plan.returns)
+                arranged[name] = self._receivers[stage] = ReceivingLayer(layer, plan.returns, _columns(plan, like))
             else:
                 arranged[name] = EndingLayer(layer) if index == end else SkippedLayer(layer, plan.returns)
         for name in plan.before:
@@ -114,6 +135,14 @@ class StagedModel:
         for name in self.plan.tied:
             for parameter in found[name].parameters():
                 annotate_replication(parameter, replace(replication_of(parameter, tensor_axis_size), stages=2))
+
+    def leave_out_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the parameters that only other ranks have now out of an optimizer made before the model was cut."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._elsewhere:
+                    optimizer.state.pop(parameter, None)
+            group["params"] = [each for each in group["params"] if each not in self._elsewhere]
 
     def _check_active(self, module: nn.Module, args: Any) -> None:
         if not self._active:
@@ -160,6 +189,13 @@ class StagedModel:
         """Runs the last stage: what `call`, which calls the model, returns. `received`: see `hidden_states`."""
         with self._arranged(self.last, received):
             return call()
+
+
+def _columns(plan: StagePlan, like: nn.Parameter) -> RouterColumns | None:
+    if plan.routers is None:
+        return None
+    experts, width = plan.routers
+    return RouterColumns(width, experts, like.dtype)
 
 
 _staged: WeakKeyDictionary[nn.Module, StagedModel] = WeakKeyDictionary()

@@ -114,7 +114,16 @@ def parallelize(
         cut_into_stages(model, stages, mesh)
     sizes = None if pipeline_layers is None else tuple(pipeline_layers)
     _applied[model] = ParallelizedModel(mesh, sequence_parallel, parallelize_embedding, sizes, pipeline_chunks)
+    vars(model)["save_pretrained"] = _refuse_saving
     return model
+
+
+def _refuse_saving(*args: Any, **options: Any) -> None:
+    """In place of the model's `save_pretrained`, which would write this rank's part of it as if it were complete."""
+    raise UsageError(
+        "save_pretrained: this rank has a part of the model; call the Trainer's save_model, or save with a "
+        "Checkpointer and run stepmark consolidate"
+    )
 
 
 @dataclass(frozen=True)
