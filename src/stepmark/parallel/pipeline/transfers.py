@@ -7,7 +7,7 @@ the layers draw what they would draw on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ from stepmark.runtime.mesh import Mesh
 
 @dataclass
 class Activation:
-    """Hidden states between two stages, on their way or arrived, and the generator's state that goes with them."""
+    """Hidden states between two stages, on their way or arrived, and what gives the generator's state that goes with
+    them."""
 
     hidden: Tensor
-    generator: Tensor | None = None
+    generator: Callable[[], Tensor] | None = None
     exchange: Exchange | None = None
 
     def arrived(self) -> Tensor:
@@ -70,19 +71,25 @@ class Transfers:
             The incoming activations, and the incoming gradients.
         """
         forms = self._agree(other, outgoing, incoming)
-        states = [each.generator for _, _, each in outgoing if each.generator is not None]
-        generators: list[Tensor | None] = [None] * len(incoming)
-        if self._draws and (states or incoming):
-            form = Form.of(self._runtime.generator_state())
-            on_host = self._links.exchange_on_host(other, states, [form] * len(incoming))
-            self._running.append((self._tick, on_host))
-            generators = [*on_host.arrived()]
+        generators = self._exchange_generators(other, outgoing, len(incoming))
         sent = [each.hidden for _, _, each in outgoing] + list(gradients)
         exchange = self._links.exchange(other, sent, [*forms, *expected])
         self._running.append((self._tick, exchange))
         hidden, back = exchange.received[: len(forms)], exchange.received[len(forms) :]
         arriving = [Activation(each, state, exchange) for each, state in zip(hidden, generators, strict=True)]
         return arriving, [Activation(each, None, exchange) for each in back]
+
+    def _exchange_generators(
+        self, other: int, outgoing: Sequence[tuple[int, Hashable, Activation]], count: int
+    ) -> list[Callable[[], Tensor] | None]:
+        """Sends the states that go with activations; what gives those of `count` incoming ones, once they are here."""
+        states = [each.generator() for _, _, each in outgoing if each.generator is not None]
+        if not self._draws or not (states or count):
+            return [None] * count
+        form = Form.of(self._runtime.generator_state())
+        exchange = self._links.exchange_on_host(other, states, [form] * count)
+        self._running.append((self._tick, exchange))
+        return [lambda index=index: exchange.arrived()[index] for index in range(count)]  # type: ignore[misc]
 
     def _agree(
         self,
@@ -110,12 +117,15 @@ class Transfers:
 
     def of_stage(self, hidden: Tensor) -> Activation:
         """An activation to send, with the generator's state where it matters."""
-        return Activation(hidden, self._runtime.generator_state() if self._draws else None)
+        if not self._draws:
+            return Activation(hidden)
+        state = self._runtime.generator_state()
+        return Activation(hidden, lambda: state)
 
     def resume_generator(self, activation: Activation) -> None:
         """Draws from here on what the sender would have drawn."""
         if activation.generator is not None:
-            self._runtime.set_generator_state(activation.generator)
+            self._runtime.set_generator_state(activation.generator())
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> Hashable:
