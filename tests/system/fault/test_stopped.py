@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.recipes import write_recipe
+from tests.support.recipes import TINY, write_recipe
 
 TIMEOUT = {"cpu": 4.0, "xla": 8.0}  # seconds: save_timeout; XLA's has room for a compilation
 MORE = {"nproc": 10, "torchrun": 45}  # seconds beyond it that the job may take to end
@@ -47,6 +47,22 @@ def command(launcher: str, rank_command: list[str]) -> list[str]:
 def test_a_stopped_rank_ends_the_job_and_is_named(
     tmp_path: Path, device: str, launcher: str, stopped: int, phase: str
 ) -> None:
+    stop_and_check(tmp_path, device, launcher, stopped, phase)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("phase", ["training", "writing"])
+def test_a_stopped_stage_of_a_pipeline_is_named(tmp_path: Path, stopped: int, phase: str) -> None:
+    pipeline = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}
+    errors = stop_and_check(
+        tmp_path, "cpu", "nproc", stopped, phase, **pipeline, config_overrides={**TINY, "n_layer": 2}
+    )
+    assert phase != "training" or f"pipeline stage {stopped + 1} of 2" in errors
+
+
+def stop_and_check(tmp_path: Path, device: str, launcher: str, stopped: int, phase: str, **more: Any) -> str:
+    """What the job has written to stderr."""
     recipe = write_recipe(
         tmp_path,
         device=device,
@@ -57,6 +73,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(
         save_timeout=TIMEOUT[device],
         async_save=phase not in TRAINING,
         resume_from_checkpoint=True,
+        **more,
     )
     note = tmp_path / "stopped-at"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
@@ -72,3 +89,4 @@ def test_a_stopped_rank_ends_the_job_and_is_named(
     assert f"rank {stopped}" in done.stderr
     assert ("no heartbeat" if phase in TRAINING else "save_timeout") in done.stderr
     assert "the stacks of all threads" in done.stderr
+    return done.stderr

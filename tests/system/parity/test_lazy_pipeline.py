@@ -1,4 +1,8 @@
-"""Pipelines on lazy devices against one rank: every loss and gradient norm, and the graphs that a step compiles."""
+"""Pipelines on lazy devices against one rank: every loss and gradient norm, and the graphs that a step compiles.
+
+Compiling takes most of the time, so the large matrix is not a full product: every model trains on every mesh, and the
+schedules and numbers of micro-batches take turns, so that each schedule meets each mesh, model and number.
+"""
 
 from __future__ import annotations
 
@@ -67,13 +71,29 @@ def test_complete_matrix_over_the_host(ranks: Ranks, count: int, name: str) -> N
 
 
 def matrix(name: str, count: int) -> list[dict[str, Any]]:
-    """All meshes with all schedules, 4 micro-batches and 8 of a global batch of 8 samples, 20 steps."""
+    """20 steps on each mesh of 4 ranks with one schedule, which the model decides, and on that of 2 with all of them;
+    4 micro-batches or 8 of a global batch of 8 samples."""
     found = []
-    for mesh, schedule, accumulation in product(MESHES[count], SCHEDULES, (4, 8)):
-        if mesh["pp"] * schedule.get("chunks", 1) <= 4:
-            micro_batches = accumulation // mesh.get("dp", 1)
-            found.append(case(name, **mesh, **schedule) | {"accumulation": micro_batches, "steps": 20})
+    turn = list(MODELS).index(name)
+    meshes = MESHES[count] if count > 2 else MESHES[count] * len(SCHEDULES)
+    for number, mesh in enumerate(meshes):
+        usable = [each for each in SCHEDULES if mesh["pp"] * each.get("chunks", 1) <= 4]
+        schedule = usable[(number + turn) % len(usable)]
+        micro_batches = (4, 8)[(number + turn // 2) % 2] // mesh.get("dp", 1)
+        found.append(case(name, **mesh, **schedule) | {"accumulation": micro_batches, "steps": 20})
     return found
+
+
+def test_the_matrix_has_every_pair() -> None:
+    """Of schedules with meshes, models and numbers of micro-batches."""
+    cases = [(name, each) for name in MODELS for count in MESHES for each in matrix(name, count)]
+    schedules = [each["schedule"] for each in SCHEDULES]
+    assert {(name, each["schedule"]) for name, each in cases} == set(product(MODELS, schedules))
+    total = {(each["schedule"], each["accumulation"] * each.get("dp", 1)) for _, each in cases}
+    assert total == set(product(schedules, (4, 8)))
+    for mesh, schedule in product([mesh for count in MESHES for mesh in MESHES[count]], schedules):
+        met = any(each.items() >= {**mesh, "schedule": schedule}.items() for _, each in cases)
+        assert met or (mesh["pp"], schedule) == (4, "interleaved"), (mesh, schedule)
 
 
 @pytest.mark.prove
@@ -99,10 +119,10 @@ def test_further_meshes_in_the_graph(ranks: Ranks, count: int, mesh: dict[str, A
 def test_graphs_do_not_grow_with_micro_batches(ranks: Ranks, schedule: dict[str, Any], threads: bool) -> None:
     run = in_threads if threads else over_the_host
     counts = []
-    for accumulation in (4, 8, 16):
+    for accumulation in (4, 16):
         found = run(ranks, 2, case("llama", pp=2, **schedule) | {"accumulation": accumulation, "batch": 16})
         counts.append([each["graphs"][-1] for each in found])
-    assert counts[0] == counts[1] == counts[2]
+    assert counts[0] == counts[1]
     assert max(counts[0]) <= MOST_GRAPHS * (2 if threads else 1)
 
 

@@ -1,4 +1,8 @@
-"""Checkpoints of any mesh restore on any other, bit for bit, and become one plain model folder."""
+"""Checkpoints of any mesh restore on any other, bit for bit, and become one plain model folder.
+
+All pairs of meshes are tried with GPT-2, whose fused and tied tensors are the hardest; with the other models, and in
+bf16, the checkpoints of all meshes are restored on those of FEW.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,7 @@ DEEPER_PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-dp2-tp2-zero": (8, {"pp": 2, "tp": 2, "zero_1": True, "sequence": True, "accumulation": 2}),
 }
 MESHES |= DEEPER_PIPELINES
+FEW = ["dp1", "tp4", "dp2-tp2-zero", "pp2-dp2-zero", "pp2-interleaved", "pp2-dp2-tp2-zero"]
 
 
 def save(ranks: Ranks, folder: Path, mesh: str, model: dict[str, Any], **more: Any) -> dict[str, int]:
@@ -76,21 +81,21 @@ def test_sample(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", ["gpt2", "llama-one-kv-head", "qwen3-tied"])
-def test_all_pairs(ranks: Ranks, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "targets"), [("gpt2", list(MESHES)), ("llama-one-kv-head", FEW), ("qwen3-tied", FEW)])
+def test_all_pairs(ranks: Ranks, tmp_path: Path, name: str, targets: list[str]) -> None:
     model = {**MODELS[name], **DEEP}
     for mesh in MESHES:
         save(ranks, tmp_path, mesh, model)
-    check_pairs(ranks, tmp_path, list(MESHES), list(MESHES), model=model)
+    check_pairs(ranks, tmp_path, list(MESHES), targets, model=model)
 
 
 @pytest.mark.prove
-def test_all_pairs_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
+def test_pairs_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
     """With the fp32 masters, which are what is trained."""
     options = {"model": {**MODELS["gpt2"], **DEEP}, "bf16": True}
     for mesh in MESHES:
         save(ranks, tmp_path, mesh, **options)
-    check_pairs(ranks, tmp_path, list(MESHES), list(MESHES), tolerance=2e-2, **options)
+    check_pairs(ranks, tmp_path, list(MESHES), FEW, tolerance=2e-2, **options)
 
 
 @pytest.mark.prove
