@@ -12,6 +12,7 @@ from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
+from stepmark.launch.imports import quick_imports
 from stepmark.recipe.hub import work_offline_without_hub
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
@@ -91,8 +92,9 @@ def build_trainer(
     """
     import torch
 
-    from stepmark.recipe.model import build_tokenizer, check_sharding
-    from stepmark.trainer.trainer import Trainer
+    with quick_imports():
+        from stepmark.recipe.model import build_tokenizer, check_sharding
+        from stepmark.trainer.trainer import Trainer
 
     args = recipe.training
     tokenizer = build_tokenizer(recipe.model)
