@@ -63,10 +63,17 @@ class RouterColumns:
     experts: int
     dtype: torch.dtype
 
+    def pack(self, hidden: Tensor) -> Tensor:
+        """The hidden states with the logits of all routers so far behind them."""
+        logits = [each.reshape(*hidden.shape[:-1], -1) for each in collected_router_logits()]
+        return torch.cat([hidden, *logits], dim=-1)
+
     def unpack(self, received: Tensor) -> Tensor:
         """The hidden states; the logits go where transformers collects those of the layers."""
-        logits = received[..., self.width :].reshape(-1, received.shape[-1] - self.width)
-        collected_router_logits().extend(logits.split(self.experts, dim=-1))
+        columns = received.shape[-1] - self.width
+        if columns:  # the layers so far may have no routers
+            logits = received[..., self.width :].reshape(-1, columns)
+            collected_router_logits().extend(logits.split(self.experts, dim=-1))
         return received[..., : self.width].to(self.dtype)
 
 
@@ -105,10 +112,13 @@ class ReceivingLayer(SkippedLayer):
 class EndingLayer(_Placeholder):
     """The first layer after a stage."""
 
+    def __init__(self, layer: nn.Module, routers: RouterColumns | None) -> None:
+        super().__init__(layer)
+        self._routers = routers
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = _hidden_states(args, kwargs)
-        logits = [each.reshape(*hidden.shape[:-1], -1) for each in collected_router_logits()]
-        raise StageEnd(torch.cat([hidden, *logits], dim=-1) if logits else hidden)
+        raise StageEnd(hidden if self._routers is None else self._routers.pack(hidden))
 
 
 class SkippedEmbedding(_Placeholder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from stepmark.parallel.tensor.dropout import has_dropout
 BEHIND_THE_LAYERS = ("final_layer_norm", "project_out")  # OPT defines these before its layers
 OUTPUTS_OF_ALL_LAYERS = ("output_hidden_states", "output_attentions")
 ROUTER_LOGITS = "output_router_logits"
+COLLECTS_ROUTER_LOGITS = "transformers.utils.output_capturing"  # which early versions of transformers 5 lack
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def _verified(model: Any) -> str:
             f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
             "same in stages (docs/architectures-pipeline.md); set it to 1"
         )
-    routers = () if kind in ROUTER_LOSSES else (ROUTER_LOGITS,)
+    routers = () if kind in ROUTER_LOSSES and find_spec(COLLECTS_ROUTER_LOGITS) else (ROUTER_LOGITS,)
     for name in (*OUTPUTS_OF_ALL_LAYERS, *routers):
         if getattr(config, name, False) or getattr(config.get_text_config(decoder=True), name, False):
             raise UsageError(

@@ -103,6 +103,7 @@ class StagedModel:
         """What is at each place while a stage runs."""
         plan, (begin, end) = self.plan, self.plan.bounds[stage]
         like = next(found[f"{plan.layers}.{begin}"].parameters())
+        routers = _columns(plan, like)
         arranged: dict[str, nn.Module] = {}
         for index in range(plan.bounds[-1][1]):
             name = f"{plan.layers}.{index}"
@@ -110,9 +111,10 @@ class StagedModel:
             if begin <= index < end:
                 arranged[name] = layer
             elif index == begin - 1:
-                arranged[name] = self._receivers[stage] = ReceivingLayer(layer, plan.returns, _columns(plan, like))
+                arranged[name] = self._receivers[stage] = ReceivingLayer(layer, plan.returns, routers)
             else:
-                arranged[name] = EndingLayer(layer) if index == end else SkippedLayer(layer, plan.returns)
+                ending = index == end
+                arranged[name] = EndingLayer(layer, routers) if ending else SkippedLayer(layer, plan.returns)
         for name in plan.before:
             arranged[name] = found[name] if stage == 0 else skipped(found[name], like)
         for name in plan.after:
