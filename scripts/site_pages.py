@@ -41,13 +41,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     here = PurePosixPath(page.file.src_uri).parent
 
     def replaced(link: re.Match[str]) -> str:
-        image, text, target, _ = link.groups()
+        image, text, target, anchor = link.groups()
         if files.get_file_from_path(_normal(here / target)) is not None:
             return link[0]
         within = _normal(here / target)
         if f"{within}/README.md" in files.src_uris:
             return f"{image}[{text}]({target}/README.md)"
         path = (ROOT / "docs" / here / target).resolve()
+        if path == ROOT / "README.md":
+            return f"[{text}]({'../' * len(here.parts)}index.md{anchor})"
         if not path.exists():
             path = (ROOT / target).resolve()  # of the README
         return f"{text} (`{path.relative_to(ROOT).as_posix()}`)" if path.exists() else link[0]
