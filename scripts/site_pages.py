@@ -143,7 +143,7 @@ def _shown(default: object) -> str:
 
 
 def _code(text: object) -> str:
-    return f"`{_cell(str(text))}`"
+    return f"`{str(text).replace(' | ', ' or ')}`"  # a bar ends the cell of a table, also in code
 
 
 def _cell(text: str) -> str:
