@@ -17,6 +17,7 @@ from stepmark.planning.from_recipe import plan_recipe
 from stepmark.planning.simulated_mesh import DEVICES
 from stepmark.planning.step_trace import StepSetup
 from stepmark.planning.text import flags, to_text
+from tests.support.own_code import folder_with_own_code
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
@@ -166,6 +167,17 @@ def test_models_that_read_their_tensors_are_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(GPT2LMHeadModel, "forward", reading)
     with pytest.raises(UsageError, match="GPT2Config: the model reads values of its tensors"):
         plan_recipe(recipe_in(tmp_path), 1)
+
+
+def test_code_that_comes_with_a_model_is_executed_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(folder_with_own_code(tmp_path, monkeypatch, n_layer=14))  # deeper than what is traced
+    given = {"config_name": None, "config_overrides": None, "model_name_or_path": folder, "tokenizer_name": "bytes"}
+    plan = plan_recipe(recipe_in(tmp_path, trust_remote_code=True, block_size=16, **given), 1)
+    assert plan.model_class == "TinyModel"
+    with pytest.raises(UsageError, match="set trust_remote_code: true"):
+        plan_recipe(recipe_in(tmp_path, block_size=16, **given), 1)
 
 
 def test_a_pipeline_is_refused_before_data_are_read(tmp_path: Path) -> None:
