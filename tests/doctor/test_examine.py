@@ -10,7 +10,8 @@ import pytest
 
 from stepmark.cli.main import run
 from stepmark.config.recipe import read_recipe
-from stepmark.doctor import shared_folder
+from stepmark.doctor import devices, shared_folder
+from stepmark.doctor.devices import look_at_devices
 from stepmark.doctor.findings import Finding, Status
 from stepmark.doctor.graphs import look_at_graphs
 from stepmark.doctor.machine import look_at_launcher, look_at_machine
@@ -95,6 +96,25 @@ def test_a_full_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     failures = [each for each in look_at_folder(tmp_path) if each.status == Status.FAILURE]
     assert "No space left on device" in failures[0].text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_or_small_folder_is_a_risk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never, always = ("ext4", 1e9, 0.0, 0), ("tmpfs", 0.0, 1e18, 1 << 62)
+    for (kind, slow_sync, slow_write, little), expected in ((never, Status.OK), (always, Status.WARNING)):
+        monkeypatch.setattr(shared_folder, "file_system", lambda path, kind=kind: kind)
+        monkeypatch.setattr(shared_folder, "SLOW_SYNC", slow_sync)
+        monkeypatch.setattr(shared_folder, "SLOW_WRITE", slow_write)
+        monkeypatch.setattr(shared_folder, "LITTLE_ROOM", little)
+        found = statuses(list(look_at_folder(tmp_path)))
+        assert {found[name] for name in ("fsync", "throughput", str(tmp_path))} == {expected}
+        assert ("durability" in found) == (kind == "tmpfs")
+
+
+def test_neuron_devices_that_cannot_be_opened_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/neuron0"] if "neuron" in pattern else [])
+    for opens, expected in ((True, [Status.OK]), (False, [Status.OK, Status.FAILURE])):
+        monkeypatch.setattr(devices.os, "access", lambda *_, opens=opens: opens)
+        assert [each.status for each in look_at_devices("cpu") if each.name == "Neuron"] == expected
 
 
 def test_the_file_system_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

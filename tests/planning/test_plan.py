@@ -14,6 +14,8 @@ from stepmark.errors import UsageError
 from stepmark.planning.candidates import neighbours, smaller
 from stepmark.planning.depth import trace_deep
 from stepmark.planning.from_recipe import plan_recipe
+from stepmark.planning.plan import CheckpointSize, Plan, RankMemory, saves
+from stepmark.planning.run_length import RunLength
 from stepmark.planning.simulated_mesh import DEVICES
 from stepmark.planning.step_trace import StepSetup
 from stepmark.planning.text import flags, to_text
@@ -122,6 +124,22 @@ def test_planned_checkpoint_is_the_one_that_is_written(ranks: Ranks, tmp_path: P
     written = sum(tensor_bytes(path) for path in folder.rglob("*.safetensors"))
     plan = plan_recipe(read_recipe(str(recipe), {}), 2)
     assert plan.checkpoint.total == pytest.approx(written, rel=0.001)
+    assert plan.checkpoint.staging == pytest.approx(written / 2, rel=0.001)  # on each of two ranks
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval", "strategy", "expected"),
+    [(10, 4, "steps", 3), (8, 4, "steps", 2), (2, 500, "steps", 1), (10, 0.3, "steps", 4), (10, 4, "no", 0)],
+)
+def test_planned_checkpoints_are_those_of_the_run(
+    tmp_path: Path, steps: int, interval: float, strategy: str, expected: int
+) -> None:
+    """A run saves at its last step, too."""
+    recipe = recipe_in(tmp_path, max_steps=steps, save_steps=interval, save_strategy=strategy)
+    own = RankMemory(recipe.training)
+    length = RunLength(32, 2, steps)
+    nothing = CheckpointSize(0, 0, 0)
+    assert saves(Plan("", 0, 1, DEVICES["cpu"], None, length, [own], nothing, [])) == expected
 
 
 def tensor_bytes(path: Path) -> int:

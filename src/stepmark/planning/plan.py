@@ -199,4 +199,4 @@ def saves(plan: Plan) -> int | None:
     if args.save_strategy != "steps" or steps is None:
         return 0 if args.save_strategy == "no" else None
     interval = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * steps)
-    return steps // max(int(interval), 1)
+    return math.ceil(steps / max(int(interval), 1))  # the last step is saved as well
