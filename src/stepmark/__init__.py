@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from stepmark.trainer.telemetry.run_log import read_metrics
     from stepmark.trainer.trainer import Trainer
     from stepmark.trainer.training_arguments import TrainingArguments
+    from stepmark.training.learning_rate_schedule import build_schedule
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.optimizer import build_optimizer
-    from stepmark.training.schedule import build_schedule
     from stepmark.training.step import TrainStep
 
 __version__ = "0.1.0"
@@ -82,7 +82,7 @@ _MODULES = {
     "TrainingArguments": "stepmark.trainer.training_arguments",
     "ZeroRedundancyOptimizer": "stepmark.parallel.zero.custom_loop_optimizer",
     "build_optimizer": "stepmark.training.optimizer",
-    "build_schedule": "stepmark.training.schedule",
+    "build_schedule": "stepmark.training.learning_rate_schedule",
     "evaluate": "stepmark.evaluation.evaluate",
     "load": "stepmark.checkpoint.single_file",
     "load_for_parallelism": "stepmark.parallel.loading.load",

@@ -30,7 +30,7 @@ def test_a_signal_before_the_ranks_are_started_reaches_them(tmp_path: Path, numb
 
 RANK = """
 import os, time
-from stepmark.launch.signals import listening
+from stepmark.launch.signal_listener import listening
 with listening(lambda number: None):
     os.write(1, b"up\\n")
     time.sleep(60)

@@ -119,6 +119,7 @@ class TestHub:
         assert os.environ["HF_HUB_OFFLINE"] == "1"
         for name in ("config_name", "dataset_name"):
             assert offline(endpoint, **{name: "owner/mistyped"})  # now the connection is refused
+        assert offline(endpoint, config_name="gpt9")
 
     def test_a_hub_that_answers_is_asked(self, offline: Callable[..., bool]) -> None:
         class NotFound(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.launch.signals import INTERRUPTED
+from stepmark.launch.signal_listener import INTERRUPTED
 from tests.support.ranks import Ranks
 from tests.support.script_group_programs import free_port
 

@@ -9,28 +9,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.parallel.pipeline.transfers import Activation, Transfers
 from stepmark.runtime.context import start
 from tests.support.models import build, training
 
 BEST_OF = 3
 
 
-def step_seconds(options: dict[str, Any], forward: float, backward: float) -> float:
-    """Of a step of sleeping layers, the shortest of a few: each layer sleeps `forward` seconds in its forward pass and
-    `backward` in its backward pass. `options`: see `models.training`."""
+def idle_share(options: dict[str, Any], forward: float, backward: float) -> float:
+    """Of a step of sleeping layers, the smallest of a few: the share of its time in which this rank waits for others.
+    Each layer sleeps `forward` seconds in its forward pass and `backward` in its backward pass. `options`: see
+    `models.training`."""
     context = start("cpu")
     model = build(**options["model"])
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, args, output: _Sleep.apply(output, forward, backward))
     step, batches = training(context, options, model)
+    waits = _Waits()
+    waits.count(Activation, "arrived")
+    waits.count(Transfers, "settle")
     found = []
     for number, batch in zip(range(BEST_OF + 1), batches, strict=False):  # the first agrees on forms and warms up
         context.host.barrier()
-        began = time.perf_counter()
+        began, waits.seconds = time.perf_counter(), 0.0
         step(number, batch)
-        context.host.barrier()
-        found.append(time.perf_counter() - began)
+        ended = time.perf_counter()
+        context.host.barrier()  # for the last of the ranks
+        over = time.perf_counter()
+        found.append((waits.seconds + over - ended) / (over - began))
     return min(found[1:])
+
+
+class _Waits:
+    """Adds up the seconds in calls of methods."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def count(self, kind: type, name: str) -> None:
+        """Counts those of a method from now on."""
+        method = getattr(kind, name)
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*arguments, **named)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        setattr(kind, name, counted)
 
 
 class _Sleep(torch.autograd.Function):

@@ -6,6 +6,7 @@ and writes one line with their exit codes and results. A child's output goes to 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ POLL_SECONDS = 0.01
 def main() -> None:
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    gc.freeze()  # so that collecting in the children copies none of the pages that they share with this process
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         if line == "null\n":

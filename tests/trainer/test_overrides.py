@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
-from stepmark.launch.signals import RunInterrupted
+from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.overrides import CALLED, INSTEAD
 from tests.support.ranks import Ranks
 from tests.trainer.test_strategies import steps

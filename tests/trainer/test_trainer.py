@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from stepmark import Trainer, TrainingArguments, read_metrics
 from stepmark.errors import StepmarkError, UsageError
-from stepmark.launch.signals import RunInterrupted
+from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer import finished_runs, model_export
 from stepmark.trainer.interruption.outside_training import ending_outside_training

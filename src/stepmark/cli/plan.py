@@ -8,6 +8,8 @@ import os
 
 from stepmark.cli.recipe_fields import add_recipe_arguments, explain_unknown_argument, recipe_of
 from stepmark.errors import UsageError
+from stepmark.launch.imports import quick_imports
+from stepmark.recipe.hub import work_offline_without_hub
 
 HELP = "show the memory a rank of a recipe needs, its steps and checkpoints, and which mesh fits; needs no device"
 
@@ -31,8 +33,10 @@ def run(parsed: argparse.Namespace) -> int:
     recipe = recipe_of(parsed)
     memory = _memory(parsed.device_memory)
     os.environ.setdefault("USE_TORCH_XLA", "0")  # transformers imports torch_xla otherwise, where it is installed
-    from stepmark.planning.from_recipe import plan_recipe
-    from stepmark.planning.text import to_json, to_text
+    work_offline_without_hub(recipe)
+    with quick_imports():
+        from stepmark.planning.from_recipe import plan_recipe
+        from stepmark.planning.text import to_json, to_text
 
     plan = plan_recipe(recipe, parsed.nproc, memory, count_data=parsed.count_data)
     print(json.dumps(to_json(plan), indent=2) if parsed.json else to_text(plan))

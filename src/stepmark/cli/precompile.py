@@ -11,6 +11,7 @@ from stepmark.cli.recipe_fields import (
     explain_unknown_argument,
     recipe_of,
 )
+from stepmark.launch.imports import quick_imports
 
 HELP = "make every graph of a recipe's run ahead, without data or weights; nothing of the run is saved"
 
@@ -34,7 +35,8 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.launch.supervisor import follow_supervisor
 
     follow_supervisor()
-    from stepmark.compilation.precompile import precompile
+    with quick_imports():
+        from stepmark.compilation.precompile import precompile
 
     precompile(recipe, parsed.metrics)
     return 0

@@ -15,6 +15,7 @@ from stepmark.cli.recipe_fields import (
     recipe_of,
 )
 from stepmark.config.recipe import Recipe
+from stepmark.launch.imports import quick_imports
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 
@@ -66,7 +67,8 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
         raise_keyboard_interrupts()
     folder = Path(recipe.training.output_dir)
     with ending_outside_training(folder) if recipe.training.save_on_signal else contextlib.nullcontext():
-        from stepmark.recipe.train import train
+        with quick_imports():
+            from stepmark.recipe.train import train
 
         train(recipe, metrics)
     return 0

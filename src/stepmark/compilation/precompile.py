@@ -86,7 +86,7 @@ def record_graphs(trainer: Trainer) -> GraphRecorder:
 
 def _train(parts: RunParts, recorder: GraphRecorder) -> None:
     from stepmark.data.prefetcher import DevicePrefetcher
-    from stepmark.training.schedule import advance
+    from stepmark.training.learning_rate_schedule import advance
 
     follow = PartsOfStep(recorder, parts.args.gradient_accumulation_steps)
     runtime = parts.context.runtime

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from stepmark.launch.process_exit import end_interrupted
-from stepmark.launch.signals import RunInterrupted, listening
+from stepmark.launch.signal_listener import RunInterrupted, listening
 
 PATIENCE = 2.0  # seconds that the main thread has to react to a signal
 UNWINDING = 10.0  # seconds that it has to leave the block then

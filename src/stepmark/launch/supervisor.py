@@ -28,7 +28,7 @@ from stepmark.launch.failure_report import OUTPUT_CLOSED, REPORTS, FailureReport
 from stepmark.launch.process_exit import INTERRUPTED, end_by_signal
 from stepmark.launch.restarts import Restarts
 from stepmark.launch.signal_handlers import STOPPING, handler_afterwards
-from stepmark.launch.signals import Interrupts
+from stepmark.launch.signal_listener import Interrupts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
 
 STORE_FD = "STEPMARK_STORE_FD"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 import urllib.error
@@ -32,9 +33,17 @@ def _names_of_hub(recipe: Recipe) -> list[str]:
     """The names in the recipe that are neither built in nor local."""
     model, data = recipe.model, recipe.data
     names = [model.model_name_or_path, model.tokenizer_name, data.dataset_name]
-    if model.config_name is not None and "/" in model.config_name:  # others are model types
+    if model.config_name is not None and not _is_model_type(model.config_name):
         names.append(model.config_name)
     return [name for name in names if name and name not in ("bytes", STDLIB) and not Path(name).exists()]
+
+
+def _is_model_type(name: str) -> bool:
+    """Whether transformers' lists of model types have the name; found without importing it, which takes seconds."""
+    package = importlib.util.find_spec("transformers")
+    folders = () if package is None else package.submodule_search_locations or ()
+    lists = (path for folder in folders for path in Path(folder).glob("models/auto/*.py"))
+    return "/" not in name and any(f'"{name}"' in path.read_text(encoding="utf-8") for path in lists)
 
 
 def _hub_answers() -> bool:

@@ -11,6 +11,7 @@ from stepmark.config.recipe import ModelArguments
 from stepmark.config.training_fields import parse_options
 from stepmark.data.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.launch.imports import quick_imports
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
 from stepmark.recipe.early_checks import check_model_folder
 
@@ -79,7 +80,8 @@ def build_model(
 
     It is complete and on the host; with a `factory`, sharded and on the device, with the same values.
     """
-    from transformers import AutoModelForCausalLM
+    with quick_imports():
+        from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     trust = config.trust_remote_code

@@ -12,6 +12,7 @@ from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
+from stepmark.launch.imports import quick_imports
 from stepmark.recipe.hub import work_offline_without_hub
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
@@ -91,8 +92,9 @@ def build_trainer(
     """
     import torch
 
-    from stepmark.recipe.model import build_tokenizer, check_sharding
-    from stepmark.trainer.trainer import Trainer
+    with quick_imports():
+        from stepmark.recipe.model import build_tokenizer, check_sharding
+        from stepmark.trainer.trainer import Trainer
 
     args = recipe.training
     tokenizer = build_tokenizer(recipe.model)
@@ -149,8 +151,8 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
 
 def _check_names(args: TrainingFields) -> None:
     """Raises UsageError for an optimizer or schedule that does not exist, before anything is built."""
+    from stepmark.training.learning_rate_schedule import check_schedule
     from stepmark.training.optimizer import check_optimizer
-    from stepmark.training.schedule import check_schedule
 
     check_optimizer(args.optim)
     check_schedule(args.lr_scheduler_type)

@@ -10,7 +10,7 @@ from typing import Any
 from stepmark.errors import StepmarkError
 from stepmark.launch.process_exit import say
 from stepmark.launch.restarts import may_be_restarted
-from stepmark.launch.signals import HOW_TO_GO_ON, RunInterrupted
+from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.telemetry.run_log import RunLog

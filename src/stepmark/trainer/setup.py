@@ -25,9 +25,9 @@ from stepmark.runtime.module_placement import agree_on_weights, fetch_module, pl
 from stepmark.trainer.existing_run import check_no_earlier_run
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
+from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.model_options import check_bf16, enable_gradient_checkpointing
 from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
-from stepmark.training.schedule import build_schedule, warmup_length
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,17 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.config.old_names import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.data.loader import DataLoader
-from stepmark.data.stream_loader import check_readable_again
-from stepmark.errors import DataError, UsageError
-from stepmark.evaluation.evaluator import Evaluation, Evaluator
-from stepmark.evaluation.metrics import by_batch, check_by_batch, summarize
+from stepmark.errors import UsageError
+from stepmark.evaluation.metrics import check_by_batch
 from stepmark.launch.restarts import check_restarts
 from stepmark.optim.protocols import StepOptimizer
-from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.custom_loss import call_compute_loss
-from stepmark.trainer.evaluation_sets import evaluation_sets, logged_evaluation
+from stepmark.trainer.evaluation_methods import EvaluationMethods
 from stepmark.trainer.finished_runs import finished, set_aside_finished_run
 from stepmark.trainer.given_loader import GivenLoader
 from stepmark.trainer.hub_uploads import HubCallback, HubMethods, check_hub
@@ -43,7 +39,7 @@ from stepmark.trainer.model_factory import model_of
 from stepmark.trainer.outputs import SavedFiles, prepare_output_folder, write_model_files
 from stepmark.trainer.overrides import check_assignment, check_overrides, overrides
 from stepmark.trainer.parameter_queries import ParameterQueries
-from stepmark.trainer.results import PredictionOutput, TrainOutput
+from stepmark.trainer.results import TrainOutput
 from stepmark.trainer.resume import TRAINER_STATE
 from stepmark.trainer.run_identity import identity
 from stepmark.trainer.run_results import RunResults, record_end
@@ -69,12 +65,11 @@ from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.noisy_embeddings import noisy_embeddings
-from stepmark.training.pipelined_micro_batches import PipelinedForward
 from stepmark.training.step import TrainStep
 
 
 @explains_keywords
-class Trainer(ParameterQueries, ScriptMethods, HubMethods):
+class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
     A subclass may override `compute_loss`, `get_train_dataloader`, `get_eval_dataloader`, `create_optimizer`,
@@ -197,7 +192,7 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
 
     def _check_pipeline(self, compute_loss_func: Any) -> None:
         """Raises UsageError for what needs the complete model, where no rank has it."""
-        replaced = [name for name in ("compute_loss", "prediction_step") if overrides(self, Trainer, name)]
+        replaced = [name for name in ("compute_loss", "prediction_step") if self._overridden(name)]
         replaced += ["compute_loss_func"] if compute_loss_func is not None else []
         if self.mesh.pipeline.size > 1 and replaced:
             raise UsageError(
@@ -205,11 +200,9 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
                 "model, and each rank has a stage of it; use the model's own, or set pipeline_parallel_size to 1"
             )
 
-    def _pipelined_forward(self) -> PipelinedForward | None:
-        """Runs evaluations where the model is cut into stages."""
-        if staged(self.model) is None:
-            return None
-        return PipelinedForward(self.model, self.loss, self.mesh, self._autocast_dtype)
+    def _overridden(self, name: str) -> bool:
+        """Whether a subclass, or an attribute that was set, replaces a method."""
+        return overrides(self, Trainer, name)
 
     # What callbacks see
 
@@ -473,23 +466,8 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
             label_names=self.args.label_names,
             lazy=self.context.runtime.lazy,
         )
-        if overrides(self, Trainer, "compute_loss"):
+        if self._overridden("compute_loss"):
             self.loss.override = self._overridden_loss
-
-    @property
-    def evaluator(self) -> Evaluator:
-        """Evaluates with the loss and the functions that the Trainer has now."""
-        return Evaluator(
-            self.model,
-            self.loss,
-            self.context.runtime,
-            self.context.host,
-            self._autocast_dtype,
-            self.preprocess_logits_for_metrics,
-            reporting=self.mesh.reporting_ranks,
-            prediction_step=self._overridden_step if overrides(self, Trainer, "prediction_step") else None,
-            stages=self._pipelined_forward(),
-        )
 
     # Training
 
@@ -642,11 +620,11 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
 
     def _collect_model_files(self) -> None:
         """Before a checkpoint: lets an overridden `save_model` write the files that the checkpoint gets. Collective."""
-        if overrides(self, Trainer, "save_model"):
+        if self._overridden("save_model"):
             self._saved_files.collect(self.save_model)
 
     def _write_files(self, folder: Path) -> None:
-        if overrides(self, Trainer, "save_model"):
+        if self._overridden("save_model"):
             self._saved_files.move_to(folder)
         else:
             write_model_files(folder, self._saved, self.processing_class)
@@ -654,176 +632,6 @@ class Trainer(ParameterQueries, ScriptMethods, HubMethods):
 
     def _write_state(self, folder: Path) -> None:
         self._callbacks.exportable_state().save_to_json(str(folder / TRAINER_STATE))
-
-    # Evaluation
-
-    def evaluate(
-        self,
-        eval_dataset: str | Dataset | Mapping[str, Dataset] | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Computes loss and metrics over exactly the samples of a dataset. Collective.
-
-        A subclass may override it; evaluations in training are made by it too. Several datasets are evaluated by a call
-        for each.
-
-        Args:
-            eval_dataset: The data, or several datasets by name, or the name of one of the Trainer's sets; default: the
-                Trainer's own.
-            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
-                its configuration names.
-            metric_key_prefix: What the metrics' names begin with; the names of several datasets are appended to it.
-
-        Returns:
-            The metrics by name; runtimes are in seconds.
-
-        Raises:
-            UsageError: There is no evaluation data.
-            DataError: A dataset is empty.
-        """
-        if not isinstance(eval_dataset, str):
-            self._eval_sets(eval_dataset)  # raises where there is no data
-        own = eval_dataset is None
-        data = self.eval_dataset if own else eval_dataset
-        if isinstance(data, Mapping):
-            metrics: dict[str, float] = {}
-            for name, dataset in data.items():
-                metrics |= self.evaluate(
-                    eval_dataset=name if own else dataset,
-                    ignore_keys=ignore_keys,
-                    metric_key_prefix=f"{metric_key_prefix}_{name}",
-                )
-        else:
-            metrics = self._evaluate_set(eval_dataset, ignore_keys, metric_key_prefix)
-        if own and metric_key_prefix == "eval":
-            self._callbacks.last_evaluation = (self.state.global_step, metrics)
-        return metrics
-
-    def _evaluate_own_data(self, evaluation: PausableEvaluation) -> dict[str, float]:
-        """An evaluation in training, which a signal may stop."""
-        self._pausable = evaluation
-        try:
-            metrics = self.evaluate()
-        finally:
-            self._pausable = None
-        self._callbacks.last_evaluation = (self.state.global_step, metrics)
-        return metrics
-
-    def _evaluate_set(self, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
-        evaluation = self._pausable or PausableEvaluation()
-        key = evaluation.key(prefix)
-        if key not in evaluation.completed:
-            found = self.run_evaluation(
-                self.get_eval_dataloader(dataset),
-                gather=self.compute_metrics is not None and not self.args.batch_eval_metrics,
-                ignore_keys=ignore_keys,
-                before_batch=evaluation.before_batch,
-            )
-            metrics = self._metrics(found, prefix)
-            if self.state.epoch is not None:
-                metrics["epoch"] = self.state.epoch
-            evaluation.completed[key] = metrics
-            self._callbacks.evaluated(metrics, prefix)
-        return dict(evaluation.completed[key])
-
-    def _eval_sets(self, given: Any = None) -> list[tuple[str, Any]]:
-        """The sets to evaluate, each with the prefix of its metrics."""
-        dataset = self.eval_dataset if given is None else given
-        if dataset is None and overrides(self, Trainer, "get_eval_dataloader"):
-            return [("eval", None)]
-        sets = evaluation_sets(dataset)
-        for _, each in sets if given is None else ():
-            check_readable_again("eval_dataset", each)
-        return sets
-
-    def final_evaluation(self) -> dict[str, float]:
-        """Returns the metrics of the model as it is at the end of training; evaluates it where that was not done yet.
-
-        With `load_best_model_at_end` these are the metrics of the best model. Collective.
-        """
-        step = self.state.global_step if self._best_step is None else self._best_step
-        last = self._callbacks.last_evaluation
-        if last is not None and last[0] == step:
-            return last[1]
-        return logged_evaluation(self.state.log_history, step, self._eval_sets()) or self.evaluate()
-
-    def predict(
-        self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
-        """Computes predictions, labels and metrics over exactly the samples of a dataset. Collective.
-
-        Args:
-            test_dataset: The data.
-            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
-                its configuration names.
-            metric_key_prefix: What the metrics' names begin with.
-
-        Returns:
-            Numpy arrays of all samples in order, and the metrics by name.
-
-        Raises:
-            DataError: The dataset is empty.
-        """
-        if hasattr(test_dataset, "__len__") and not len(test_dataset):
-            raise DataError("test_dataset: it is empty; pass one with samples")
-        evaluation = self.run_evaluation(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
-        metrics = self._metrics(evaluation, metric_key_prefix)
-        self._callbacks.event("on_predict", metrics)
-        return PredictionOutput(evaluation.predictions, evaluation.labels, metrics)
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Evaluates one batch. A subclass may override it.
-
-        Args:
-            model: The model.
-            inputs: A batch on the device.
-            prediction_loss_only: Return no predictions and labels.
-            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
-                its configuration names.
-
-        Returns:
-            The batch's mean loss, a 0-dim tensor (None without labels), predictions and labels: tensors, or tuples.
-        """
-        loss, predictions, labels = replace(self.evaluator, model=model).predict_batch(inputs, ignore_keys)
-        return (loss, None, None) if prediction_loss_only else (loss, predictions, labels)
-
-    def _overridden_step(
-        self, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Calls a subclass's `prediction_step`."""
-        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        return self.prediction_step(self.model, given, loss_only, ignore_keys)  # type: ignore[arg-type]
-
-    def run_evaluation(
-        self,
-        batches: Any,
-        *,
-        gather: bool,
-        ignore_keys: list[str] | None = None,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> Evaluation:
-        """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. Collective."""
-        loss_only = self.args.prediction_loss_only
-        by_batches = self.compute_metrics if self.args.batch_eval_metrics and not loss_only else None
-        return self.evaluator(
-            self._loaders.steps_of(batches),
-            gather=gather and not loss_only,
-            include=self.args.include_for_metrics or (),
-            batch_metrics=None if by_batches is None else by_batch(by_batches),
-            ignore_keys=ignore_keys,
-            before_batch=before_batch,
-            after_batch=lambda: self._callbacks.event("on_prediction_step"),
-        )
-
-    def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
-        return summarize(evaluation, prefix, causal=self.loss.causal_shift, compute_metrics=self.compute_metrics)
 
 
 def _is_called(callback: TrainerCallback | type[TrainerCallback]) -> bool:

@@ -13,7 +13,7 @@ from stepmark.data.batch import StepBatch
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.errors import PeerLost, UsageError
 from stepmark.launch.process_exit import say
-from stepmark.launch.signals import HOW_TO_GO_ON, RunInterrupted
+from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
@@ -27,8 +27,8 @@ from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
 from stepmark.trainer.telemetry.total_flos import TotalFlos
+from stepmark.training.learning_rate_schedule import advance, follows_metric, restore_schedule, schedule_state
 from stepmark.training.model_options import set_training
-from stepmark.training.schedule import advance, follows_metric, restore_schedule, schedule_state
 from stepmark.training.step import StepHooks
 
 FLAGS_AFTER_EVALUATION = ("should_save", "should_epoch_stop", "should_training_stop")

@@ -15,6 +15,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, UsageError
+from stepmark.launch.imports import quick_imports
 from stepmark.recipe.used_recipe import read_used_recipe
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
 from stepmark.watcher.evaluation_data import DataChoice
@@ -73,10 +74,11 @@ def evaluate_command(request: Request) -> int:
     request.check()
     quiet_libraries()
     prepare_environment()
-    from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
-    from stepmark.runtime.context import start
-    from stepmark.runtime.mesh import Mesh
-    from stepmark.watcher.setup import Functions
+    with quick_imports():
+        from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
+        from stepmark.runtime.context import start
+        from stepmark.runtime.mesh import Mesh
+        from stepmark.watcher.setup import Functions
 
     functions = Functions.load(request.metrics, request.evaluator)
     cache = _compile_cache(request)

@@ -238,7 +238,7 @@ def save_and_die(folder: Path, number: int, fail: Callable[[], None], patch: pyt
 @pytest.mark.parametrize(
     ("attempt", "every"),
     [
-        pytest.param(save_and_die, 9, id="killed"),
+        pytest.param(save_and_die, 19, id="killed"),
         pytest.param(save_and_die, 1, id="killed, every call", marks=pytest.mark.prove),
         pytest.param(save_again, 1, id="full", marks=pytest.mark.prove),
     ],

@@ -40,7 +40,7 @@ def test_in_the_graph_of_four(ranks: Ranks, alone: list[list[float]]) -> None:
     check(found, alone)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.prove), 2])
 def test_over_the_host(ranks: Ranks, alone: list[list[float]], accumulation: int) -> None:
     found = ranks.run("tests.support.programs:alone", "xla", {"accumulation": accumulation}, nproc=2).check()
     check(found, alone)

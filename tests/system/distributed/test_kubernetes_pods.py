@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from stepmark.launch.signals import INTERRUPTED
+from stepmark.launch.signal_listener import INTERRUPTED
 from tests.support.braked_run import LONG, BrakedRun
 from tests.support.ranks import ROOT
 from tests.support.recipes import write_recipe

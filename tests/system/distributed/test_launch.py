@@ -212,6 +212,7 @@ def test_a_rank_that_is_killed_is_named_under_torchrun(environment: dict[str, st
     assert reason in done.stderr
 
 
+@pytest.mark.prove
 def test_a_missing_device_is_reported_once_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
     done = run(torchrun(recipe(tmp_path), "--device", "neuron"), environment, tmp_path)
     assert done.returncode == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.launch.signals import INTERRUPTED
+from stepmark.launch.signal_listener import INTERRUPTED
 from tests.support.braked_run import LONG, BrakedRun
 from tests.support.processes import find_process, wait_until
 from tests.support.ranks import ROOT

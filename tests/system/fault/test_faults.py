@@ -45,7 +45,7 @@ def sample() -> list[Point]:
     pairs = list(itertools.product(SCENARIOS, KINDS))
     return [
         Point(scenario, kind, generator.randrange(RANKS), generator.randrange(1, 70), alone=generator.random() < 0.1)
-        for scenario, kind in generator.sample(pairs, len(pairs) // 2)
+        for scenario, kind in generator.sample(pairs, len(pairs) // 4)
     ]
 
 

@@ -183,7 +183,8 @@ programs.train({"output_dir": sys.argv[1], "samples": 9, "per_device_train_batch
 """
 
 
-@pytest.mark.parametrize("code", ["75", pytest.param("0", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("code", ["75", "0"])
 def test_a_signal_while_a_script_ends_that_uses_the_trainer(tmp_path: Path, code: str) -> None:
     root = str(Path(__file__).parents[3])
     done = subprocess.run(

@@ -69,10 +69,8 @@ def test_sample(ranks: Ranks, tmp_path: Path) -> None:
     model = MODELS["gpt2"]
     told = save(ranks, tmp_path, "dp2-tp2-zero", model)
     assert told["slices"] <= 4 * 3
-    save(ranks, tmp_path, "dp1", model)
     save(ranks, tmp_path, "pp2-tp2", model)
-    meshes = ["dp1", "dp2-tp2-zero", "pp2-tp2"]
-    check_pairs(ranks, tmp_path, meshes, ["dp1", "dp2-tp2-zero", "tp4", "pp2-dp2-zero"], model=model)
+    check_pairs(ranks, tmp_path, ["dp2-tp2-zero", "pp2-tp2"], ["dp1", "dp2-tp2-zero", "pp2-dp2-zero"], model=model)
 
 
 @pytest.mark.prove

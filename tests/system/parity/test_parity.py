@@ -115,16 +115,25 @@ def test_ranks_start_from_identical_weights(ranks: Ranks, tmp_path: Path, device
     assert other[0]["weights"] == other[1]["weights"] == same[0]["weights"]
 
 
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", devices(pytest.mark.prove))
 @pytest.mark.parametrize(
     "options",
     [{"bf16": True}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}],
     ids=lambda options: next(iter(options)),
 )
 def test_training_learns_with(ranks: Ranks, tmp_path: Path, device: str, options: dict[str, Any]) -> None:
+    check_learning(ranks, tmp_path, device, options)
+
+
+@pytest.mark.xla
+def test_training_in_autocast_learns_on_a_lazy_device(ranks: Ranks, tmp_path: Path) -> None:
+    check_learning(ranks, tmp_path, "xla", {"bf16": True})
+
+
+def check_learning(ranks: Ranks, folder: Path, device: str, options: dict[str, Any]) -> None:
     """One sample again and again: the loss falls well below that of guessing."""
     common = {"device": device, "samples": 2, "max_steps": 40, "learning_rate": 1e-2, "dropout": 0.0}
-    (result,) = ranks.run(PROGRAM, {**common, **options, "output_dir": str(tmp_path)}).check()
+    (result,) = ranks.run(PROGRAM, {**common, **options, "output_dir": str(folder)}).check()
     assert losses(result)[-1][0] < 2.0 < 4.0 < losses(result)[0][0]
     if result["counters"] is not None:
         assert result["counters"][0] <= 2  # graphs: the step's, and for bf16 parameters none more

@@ -22,7 +22,7 @@ from stepmark.checkpoint import SaveHandle
 from stepmark.errors import DataError
 from stepmark.launch import process_exit
 from stepmark.launch.failure_report import REPORTS
-from stepmark.launch.signals import listening
+from stepmark.launch.signal_listener import listening
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.interruption import outside_training

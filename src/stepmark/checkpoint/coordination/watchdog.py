@@ -2,7 +2,8 @@
 
 An operation that may hang is registered with its deadline. Once that has passed, a thread that needs neither the device
 nor the stuck thread calls the operation's `expired`. Where even that thread cannot run, because something holds the
-interpreter's lock, another process lets this one print its stacks and ends it, BACKSTOP seconds later (`backstop.py`).
+interpreter's lock, another process (`external_watchdog.py`) lets this one print its stacks and ends it, EXTERNAL_DELAY
+seconds later.
 
 Deadlines are in `running_time`: a job that is suspended as a whole does not miss them.
 """
@@ -14,13 +15,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepmark.checkpoint.coordination.backstop import Backstop
+from stepmark.checkpoint.coordination.external_watchdog import ExternalWatchdog
 from stepmark.launch.process_exit import end_process
 from stepmark.launch.running_time import running_time
 
 # Seconds. A supervisor gives the other ranks five more, and all is to be over ten after the deadline.
 GRACE = 2.5  # that a process has to end by itself once a deadline has passed
-BACKSTOP = GRACE + 1.0
+EXTERNAL_DELAY = GRACE + 1.0
 _MARGIN = 0.5  # seconds that a wait with its own deadline has to raise by itself
 _FAR = 30 * 86400.0  # no deadline is further away: clocks and timers of the system take no infinity
 
@@ -40,7 +41,7 @@ class Watchdog:
         self._watches: set[Watch] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._backstop = Backstop()
+        self._external = ExternalWatchdog()
 
     def watch(self, deadline: float, expired: Callable[[], None]) -> Watch:
         """Calls `expired` in another thread if the watch is not released by the deadline, and a little."""
@@ -63,10 +64,10 @@ class Watchdog:
 
     def _arm(self) -> None:
         if not self._watches:
-            self._backstop.disarm()
+            self._external.disarm()
             return
-        left = min(watch.deadline for watch in self._watches) - running_time() + BACKSTOP
-        self._backstop.arm(max(left, BACKSTOP))
+        left = min(watch.deadline for watch in self._watches) - running_time() + EXTERNAL_DELAY
+        self._external.arm(max(left, EXTERNAL_DELAY))
 
     def _run(self) -> None:
         while True:
@@ -82,7 +83,7 @@ class Watchdog:
             except Exception as error:  # nobody knows of the deadline, so nobody would end what is stuck
                 end_process(error, int(os.environ.get("RANK", "0")))
             finally:
-                self.release(first)  # only now: until then the backstop stands by
+                self.release(first)  # only now: until then the external one stands by
 
     def before_fork(self) -> None:
         """Waits for other threads, so that the child does not inherit the lock while it is held."""
@@ -94,7 +95,7 @@ class Watchdog:
 
     def forget(self) -> None:
         """In a forked child, which has none of the threads."""
-        self._backstop.forget()
+        self._external.forget()
         self.__init__()  # type: ignore[misc]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from stepmark.errors import UsageError
-from stepmark.parallel.zero.buckets import Bucket
+from stepmark.parallel.zero.sharded_buckets import Bucket
 from stepmark.runtime.collectives import GroupCollectives
 
 

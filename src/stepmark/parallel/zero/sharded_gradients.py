@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stepmark.optim.protocols import ReducedGradients
 from stepmark.parallel.gradient_math import add_ends, squares
-from stepmark.parallel.zero.buckets import Bucket
 from stepmark.parallel.zero.overlapped_reduce_scatter import OverlappedReduceScatter
+from stepmark.parallel.zero.sharded_buckets import Bucket
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.optim.elementwise import check_elementwise
 from stepmark.optim.wrapped import load_learning_rates, plain, take_empty_step
-from stepmark.parallel.zero.buckets import Bucket, complete_on_host, make_buckets
+from stepmark.parallel.zero.sharded_buckets import Bucket, complete_on_host, make_buckets
 from stepmark.parallel.zero.sharded_gradients import ShardedGradients
 from stepmark.runtime.collectives import gather_in_place
 from stepmark.runtime.mesh import Mesh

@@ -16,7 +16,7 @@ thread keeps a rank from answering. Nothing is added to a step or to a graph.
              Checkpoints are complete or absent, so the last committed one remains.
 
 A second signal changes nothing: launchers often send several, and the grace period is the bound. A second Ctrl-C ends
-the process at once (`launch/signals.py`).
+the process at once (`launch/signal_listener.py`).
 
 The thread acts first and records after that, and does not wait long for the record: the main thread may hang in a file
 system, with the log's lock.
@@ -38,7 +38,7 @@ import torch.distributed as dist
 from stepmark.checkpoint import SaveHandle
 from stepmark.launch.failure_report import FailureReport
 from stepmark.launch.process_exit import RECORDING, end_interrupted, within
-from stepmark.launch.signals import RunInterrupted, conclude, listening, program_handler, send_again
+from stepmark.launch.signal_listener import RunInterrupted, conclude, listening, program_handler, send_again
 from stepmark.runtime.context import Context
 
 __all__ = ["DurationEstimates", "PreemptionCoordinator", "RunInterrupted"]

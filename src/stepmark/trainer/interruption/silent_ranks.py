@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from stepmark.errors import PeerLost
 from stepmark.launch.restarts import may_be_restarted
-from stepmark.runtime.liveness import PeerWatch
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.rank_heartbeats import PeerWatch
 from stepmark.trainer.callbacks import RunCallbacks
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stepmark.launch.signals import SAME_PRESS, Interrupts, conclude, listening
+from stepmark.launch.signal_listener import SAME_PRESS, Interrupts, conclude, listening
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
@@ -144,7 +144,7 @@ def run_signalled(program: str, *numbers: int, pause: float = 0.5) -> int:
 
 BLOCKED = """
 import ctypes
-from stepmark.launch.signals import listening
+from stepmark.launch.signal_listener import listening
 with listening(lambda number: None):
     print("ready", flush=True)
     for _ in range(20): ctypes.CDLL(None).sleep(1)  # native code, which signals interrupt
@@ -162,7 +162,7 @@ def test_ctrl_c_is_not_heard_where_a_shell_has_put_the_job_into_the_background()
 
 INTERRUPTED = """
 import signal, sys, time
-from stepmark.launch.signals import RunInterrupted, conclude, listening
+from stepmark.launch.signal_listener import RunInterrupted, conclude, listening
 try:
     with listening(lambda number: None):
         print("ready", flush=True)

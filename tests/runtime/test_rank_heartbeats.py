@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from stepmark.errors import PeerLost
-from stepmark.runtime import liveness
-from stepmark.runtime.liveness import HeartbeatTimeouts, PeerWatch
+from stepmark.runtime import rank_heartbeats
+from stepmark.runtime.rank_heartbeats import HeartbeatTimeouts, PeerWatch
 
 LIMIT = 1.6  # seconds: a beat every 0.2
 RANKS: dict[int, PeerWatch] = {}
@@ -26,8 +26,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         reasons.append(f"rank {rank}: {error}")
         RANKS[rank]._closed.set()
 
-    monkeypatch.setattr(liveness, "end_process", end)
-    monkeypatch.setattr(liveness, "print_stacks", lambda reason: None)
+    monkeypatch.setattr(rank_heartbeats, "end_process", end)
+    monkeypatch.setattr(rank_heartbeats, "print_stacks", lambda reason: None)
     yield reasons
     for one in RANKS.values():
         one._closed.set()
@@ -35,7 +35,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def watch(store: dist.Store, rank: int, size: int = 3, reported: list[str] | None = None) -> PeerWatch:
-    liveness._watches = 0  # the ranks of this test are in one process
+    rank_heartbeats._watches = 0  # the ranks of this test are in one process
     received = reported if reported is not None else []
     RANKS[rank] = PeerWatch(
         store, rank, size, LIMIT, setting="limit", progress=lambda: "after step 7", ending=received.append

@@ -1,8 +1,8 @@
 """Ends this process when it has missed a deadline and none of its Python threads can run.
 
-Something that holds the interpreter's lock stops every thread that could act, so a small process beside this one counts
-down (`backstop_process.py`). A timer of the system, or faulthandler's thread, would also count the time in which the
-job is suspended, and end it when it wakes.
+Something that holds the interpreter's lock stops every thread that could act, so a small process beside this one
+(`external_watchdog_process.py`) counts down. A timer of the system, or faulthandler's thread, would also count the time
+in which the job is suspended, and end it when it wakes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from stepmark.launch.failure_report import REPORTS
 from stepmark.launch.process_exit import STDERR
 
-SCRIPT = Path(__file__).with_name("backstop_process.py")
+SCRIPT = Path(__file__).with_name("external_watchdog_process.py")
 STACKS = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - 1  # the signal at which this process prints its stacks
 CLOSING = 1.0  # seconds
 
 logger = logging.getLogger("stepmark")
 
 
-class Backstop:
+class ExternalWatchdog:
     """A countdown in another process, which is started with the first one."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import SchedulerType
 
 from stepmark.errors import UsageError
-from stepmark.training.schedule import (
+from stepmark.training.learning_rate_schedule import (
     advance,
     build_schedule,
     check_schedule,

@@ -12,20 +12,20 @@ from pathlib import Path
 
 PROGRAM = """
 import sys, time
-from stepmark.checkpoint.coordination.backstop import Backstop
-backstop = Backstop()
-backstop.arm(float(sys.argv[1]))
-print("armed", backstop._process.pid, flush=True)
+from stepmark.checkpoint.coordination.external_watchdog import ExternalWatchdog
+watchdog = ExternalWatchdog()
+watchdog.arm(float(sys.argv[1]))
+print("armed", watchdog._process.pid, flush=True)
 if sys.argv[2] == "stuck":
     sum(range(10**11))  # one call of C code, which keeps the interpreter's lock for minutes
 if sys.argv[2] == "disarmed":
-    backstop.disarm()
+    watchdog.disarm()
 time.sleep(float(sys.argv[3]))
 """
 
 
 def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], int]:
-    """A process with an armed backstop, and the number of the other process."""
+    """A process with an armed watchdog, and the number of the other process."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *arguments],
         env={**os.environ, **environment},

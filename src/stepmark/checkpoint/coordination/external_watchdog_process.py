@@ -1,4 +1,4 @@
-"""The process behind `backstop.py`: ends its parent when a countdown is over. A script that imports nothing of ours.
+"""The process of `external_watchdog.py`, a script that imports nothing of ours: ends its parent after a countdown.
 
 Arguments: the parent's process id, the signal at which the parent prints its stacks, the rank, and the folder for
 failure reports (empty: standard error). Each line on standard input is a new countdown in seconds, or `-` for none.
