@@ -13,7 +13,7 @@ WORKERS ?= 3
 PYTEST := -m pytest --numprocesses $(WORKERS) --dist worksteal
 EAGER := -m "not xla and not prove"
 
-.PHONY: demo test test-newest test-cuda check fault prove clean
+.PHONY: demo test test-newest test-cuda check docs fault prove clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -34,6 +34,11 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, in build/site; a broken link or an undocumented parameter is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # Makes each file system call of a save fail once, in every way, and prints how many faults were tried. Takes 90 minutes;
 # SAMPLE=6 tries every sixth one in about 15, and leaves docs/proof.md as it is.

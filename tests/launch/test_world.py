@@ -45,6 +45,11 @@ def test_alone() -> None:
     assert World.from_environment({}) == World(rank=0, size=1, local_rank=0, local_size=1, node=0)
 
 
+def test_a_size_of_one_without_a_rank_is_alone() -> None:
+    """As containers and old scripts for one process set it."""
+    assert World.from_environment({"WORLD_SIZE": "1", "LOCAL_RANK": "-1"}) == World()
+
+
 def test_torchrun() -> None:
     assert World.from_environment(TORCHRUN) == World(5, 8, 1, 4, 1, "10.0.0.1", 29500)
 

@@ -53,7 +53,7 @@ class World:
         which would train alone.
         """
         environment = os.environ if environment is None else environment
-        if "RANK" in environment or "WORLD_SIZE" in environment:
+        if "RANK" in environment or environment.get("WORLD_SIZE", "1") != "1":
             world = _from_torchrun(environment)
             return _exported if _exported == world else world
         if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:

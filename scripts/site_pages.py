@@ -1,0 +1,150 @@
+"""Hooks of mkdocs: pages of the documentation site that are made from the code, and links that leave `docs/`.
+
+`make docs` builds the site. The reference of fields, commands and errors is made of what the command line itself prints
+and of the docstrings, so that it cannot differ from them. The first page is the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from stepmark import errors
+from stepmark.cli.main import COMMANDS, build_parser
+from stepmark.config.field_help import FIELD_HELP
+from stepmark.config.recipe import all_fields
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that are made from the code, and the README as the first one."""
+    pages = {
+        "index.md": (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "]("),
+        "reference/fields.md": fields_page(),
+        "reference/commands.md": commands_page(),
+        "reference/errors.md": errors_page(),
+    }
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turns links to files that the site does not have into their paths, which are those of the repository."""
+    here = PurePosixPath(page.file.src_uri).parent
+
+    def replaced(link: re.Match[str]) -> str:
+        image, text, target, anchor = link.groups()
+        if files.get_file_from_path(_normal(here / target)) is not None:
+            return link[0]
+        within = _normal(here / target)
+        if f"{within}/README.md" in files.src_uris:
+            return f"{image}[{text}]({target}/README.md)"
+        path = (ROOT / "docs" / here / target).resolve()
+        if path == ROOT / "README.md":
+            return f"[{text}]({'../' * len(here.parts)}index.md{anchor})"
+        if not path.exists():
+            path = (ROOT / target).resolve()  # of the README
+        return f"{text} (`{path.relative_to(ROOT).as_posix()}`)" if path.exists() else link[0]
+
+    return LINK.sub(replaced, markdown)
+
+
+def _normal(path: PurePosixPath) -> str:
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and parts and parts[-1] != "..":
+            parts.pop()
+        elif part != ".":
+            parts.append(part)
+    return "/".join(parts)
+
+
+def fields_page() -> str:
+    """Every recipe field in its group: type, default, what it does, and an example."""
+    known = all_fields()
+    lines = ["# Recipe fields", ""]
+    lines += ["Every field can be given in a recipe or as a flag, which overrides it. Unknown fields are rejected.", ""]
+    described = {name for fields in FIELD_HELP.values() for name in fields}
+    for group, fields in FIELD_HELP.items():
+        lines += [
+            f"## {group.capitalize()}",
+            "",
+            "| field | | type | default | example |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for name, each in fields.items():
+            kind, default = known[name]
+            lines.append(
+                f"| `{name}` | {_cell(each.text)} | {_code(kind)} | {_code(_shown(default))} | {_code(each.example)} |"
+            )
+        lines.append("")
+    missing = [name for name in known if name not in described]
+    assert not missing, missing
+    return "\n".join(lines)
+
+
+def commands_page() -> str:
+    """Every command with its arguments; recipe fields have a page of their own."""
+    parser = build_parser()
+    choices = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction)).choices
+    lines = ["# Commands", ""]
+    for name, module in COMMANDS.items():
+        command = choices[name]
+        lines += [f"## stepmark {name}", "", f"{module.HELP[0].upper()}{module.HELP[1:]}.", ""]
+        lines += ["```text", command.format_usage().strip(), "```", "", "| argument | |", "| --- | --- |"]
+        for group in command._action_groups:
+            if (group.title or "").startswith("recipe fields"):
+                continue
+            lines += [f"| {_argument(each)} | {_cell(_help(command, each))} |" for each in group._group_actions]
+        if any((group.title or "").startswith("recipe fields") for group in command._action_groups):
+            lines += ["", "It also takes every [recipe field](fields.md) as a flag."]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def errors_page() -> str:
+    """The classes of errors with their exit codes."""
+    lines = ["# Errors and exit codes", "", (inspect.getdoc(errors) or "").strip(), ""]
+    lines += ["| class | a kind of | exit code | |", "| --- | --- | --- | --- |"]
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.StepmarkError):
+            base = next(each.__name__ for each in kind.__bases__)
+            text = " ".join((kind.__doc__ or "").split())
+            lines.append(f"| `{name}` | `{base}` | {kind.exit_code} | {_cell(text)} |")
+    lines += [
+        "",
+        "All exit codes, also those of interrupted runs and of launchers: [operations](../operations.md#exit-codes).",
+    ]
+    return "\n".join(lines)
+
+
+def _help(command: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return command._get_formatter()._expand_help(action) if action.help else ""
+
+
+def _argument(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    value = action.metavar or ("" if action.nargs == 0 or not names else action.dest.upper())
+    shown = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else value
+    shown = " ".join(shown) if isinstance(shown, tuple) else shown
+    return f"{names} {_code(shown) if shown else ''}".strip() if names else _code(action.metavar or action.dest)
+
+
+def _shown(default: object) -> str:
+    return "unset" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def _code(text: object) -> str:
+    return f"`{str(text).replace(' | ', ' or ')}`"  # a bar ends the cell of a table, also in code
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
