@@ -142,6 +142,13 @@ def test_planned_checkpoints_are_those_of_the_run(
     assert saves(Plan("", 0, 1, DEVICES["cpu"], None, length, [own], nothing, [])) == expected
 
 
+def test_a_setting_fits_with_room_for_what_is_not_counted() -> None:
+    args = TrainingFields()
+    assert RankMemory(args, usage={"parameters": 90}).fits(100)
+    assert not RankMemory(args, usage={"parameters": 91}).fits(100)
+    assert not RankMemory(args, impossible="too many ranks").fits(100)
+
+
 def tensor_bytes(path: Path) -> int:
     """Bytes of tensors in a safetensors file."""
     data = path.read_bytes()
