@@ -13,6 +13,7 @@ import pytest
 
 from stepmark.cli.main import run
 from stepmark.compilation.cache_entries import find_entries
+from stepmark.compilation.cache_trimming import delete
 
 DAY = 86400.0
 VERSION = "neuronxcc-2.21.1+abc"
@@ -93,6 +94,24 @@ def test_what_is_old_goes(cache: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert set(states(cache)) == {"MODULE_failed", "MODULE_running", "456", "4567", ".tmp-89"}
     listed(capsys, cache, "--older-than", "0s")
     assert set(states(cache)) == {"MODULE_running", "456", "4567", ".tmp-89"}
+
+
+def test_what_is_in_use_is_not_even_shown_as_deleted(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = listed(capsys, cache, "--older-than", "0s", "--dry-run")
+    assert names(found["deleted"]) == states(cache).keys() - {"MODULE_running", "456", "4567", ".tmp-89"}
+
+
+def test_what_somebody_begins_to_write_meanwhile_stays(cache: Path) -> None:
+    (left,) = (entry for entry in find_entries(cache) if entry.path.name == "MODULE_left")
+    put(left.path / "model.hlo_module.pb", 0)
+    assert delete([left]) == []
+    assert states(cache)["MODULE_left"] == "running"
+
+
+def test_a_compiled_graph_without_its_mark_is_done(cache: Path) -> None:
+    """As earlier compilers leave it."""
+    put(cache / "graphs" / "neuron" / VERSION / "MODULE_unmarked" / "model.neff", 3)
+    assert states(cache)["MODULE_unmarked"] == "done"
 
 
 def test_the_oldest_go_until_the_rest_fits(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

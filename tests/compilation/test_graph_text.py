@@ -48,10 +48,31 @@ MAIN = """module @m {{
         ),
         ('%c = stablehlo.constant dense<"0x00"> : tensor<512x1024xi8>', 1, []),
         ("%c = stablehlo.constant dense<1.0> : tensor<4096x4096xf32>", 1, []),  # one value
+        (
+            '%1 = "stablehlo.triangular_solve"(%0, %0) <{left_side = true}> : (tensor<4x4xf32>) -> tensor<4x4xf32>',
+            2,
+            ["an operation that Neuron's compiler rejects (triangular_solve)"],
+        ),
+        (
+            "%1 = stablehlo.complex %0, %0 : tensor<4x4xcomplex<f32>>",
+            2,
+            ["a type that Neuron's compiler rejects (complex)"],
+        ),
+        (
+            "%1 = stablehlo.convert %0 : (tensor<4x4xf32>) -> tensor<4x4xf8E5M2FNUZ>",
+            2,
+            ["a type that Neuron's compiler rejects (f8E5M2FNUZ)"],
+        ),
     ],
 )
 def test_problems_are_named(line: str, operations: int, problems: list[str]) -> None:
-    assert GraphText.read(MAIN.format(line=line)) == GraphText(operations, 2, tuple(problems))
+    read = GraphText.read(MAIN.format(line=line))
+    assert (read.operations, read.parameters, list(read.problems)) == (operations, 2, problems)
+
+
+def test_operations_that_neurons_list_lacks() -> None:
+    lines = ["%1 = stablehlo.logistic %0 : tensor<4x4xf32>", "%2 = stablehlo.tanh %1 : tensor<4x4xf32>"]
+    assert GraphText.read(MAIN.format(line="\n".join(lines))).unlisted == ("logistic",)
 
 
 def graphs_of_a_device() -> list[list[str]]:

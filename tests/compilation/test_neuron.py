@@ -1,13 +1,14 @@
 """Neuron's compiler: its tool starts the command again to extract graphs, and its cache is where the recipe says.
 
-There is no Neuron device here. A program takes the place of `neuron_parallel_compile`: it sets the variable by which
-the real one asks for graphs alone, and runs the command.
+There is no Neuron device here. A program takes the place of `neuron_parallel_compile`: like the real one it takes its
+own options out of the command, sets the variable by which it asks for graphs alone, and runs the rest.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,12 +22,16 @@ from tests.support.recipes import write_recipe
 
 HERE = "tests.compilation.test_neuron"
 TOOL = """#!{python}
-import json, os, subprocess, sys
+import argparse, json, os, subprocess, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--command", choices=["collect-and-compile", "collect", "compile"])
+parser.add_argument("--log_level", choices=["INFO", "DEBUG", "ERROR", "WARNING"])
+_, command = parser.parse_known_args()
 names = ("NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS")
 found = {{name: os.environ.get(name) for name in names}}
 with open({seen!r}, "w") as file:
-    json.dump({{"command": sys.argv[1:], **found}}, file)
-sys.exit(subprocess.run(sys.argv[1:], env={{**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}}).returncode)
+    json.dump({{"command": command, **found}}, file)
+sys.exit(subprocess.run(command, env={{**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}}).returncode)
 """
 ON_A_NEURON_HOST = """
 import sys
@@ -60,12 +65,14 @@ def on_a_neuron_host(folder: Path, *arguments: str, tool: bool = True) -> subpro
 @pytest.mark.xla
 def test_precompile_runs_under_neurons_tool(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, device="xla", compile_cache="s3://bucket/graphs")
-    done = on_a_neuron_host(tmp_path, "precompile", str(recipe))
+    done = on_a_neuron_host(tmp_path, "precompile", str(recipe), "--log_level", "warning")
     assert done.returncode == 0, done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["NEURON_COMPILE_CACHE_URL"] == "s3://bucket/graphs"
-    assert seen["command"][1:] == ["-m", "stepmark", "precompile", str(recipe)]
+    words = shlex.split(seen["command"][-1])
+    assert words[2:] == ["-m", "stepmark", "precompile", str(recipe), "--log_level", "warning"]
     assert "extracted" in done.stdout
+    assert "in None" not in done.stdout
     assert not (tmp_path / "out").exists()
 
 

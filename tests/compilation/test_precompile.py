@@ -86,6 +86,15 @@ def follow(ranks: Ranks, folder: Path, nproc: int, fields: dict[str, Any], metri
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_asks_for_no_graph_that_was_not_made_ahead(ranks: Ranks, tmp_path: Path, name: str) -> None:
     check(follow(ranks, tmp_path, *CASES[name]))
+    nproc = CASES[name][0]
+    check(ranks.run(f"{PROGRAMS}:evaluated", str(tmp_path / "out" / "checkpoint-4"), nproc=nproc).check())
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("watch", [False, True])
+def test_nor_does_the_evaluation_of_the_run(ranks: Ranks, tmp_path: Path, watch: bool) -> None:
+    follow(ranks, tmp_path, 1, EVALUATED)
+    check(ranks.run(f"{PROGRAMS}:evaluated", str(tmp_path / "out"), watch).check())
 
 
 @pytest.mark.prove

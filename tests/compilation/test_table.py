@@ -37,3 +37,15 @@ def test_stages_of_a_pipeline_have_graphs_of_their_own() -> None:
 
 def test_a_client_that_cannot_read_back_is_said() -> None:
     assert "note: XLA's CPU client cannot read" in describe([[STEP]], "/cache", reads_back=False)
+
+
+def test_operations_that_neurons_list_lacks_are_noted_once() -> None:
+    gate = Graph("step", GraphText(3, 2, unlisted=("logistic", "while")), "c", 0.5, NEW)
+    by_rank = [[gate, gate], [gate, gate]]
+    notes = [line for line in describe(by_rank, None, reads_back=True, for_neuron=True).splitlines() if "note:" in line]
+    assert notes == [
+        "note: Neuron's published list of operators lacks logistic, while; "
+        "`neuronx-cc list-operators --framework XLA` shows the compiler's own"
+    ]
+    assert "note:" not in describe(by_rank, None, reads_back=True)
+    assert "note:" not in describe([[STEP]], None, reads_back=True, for_neuron=True)

@@ -2,18 +2,25 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stepmark.cli.main import run
-from stepmark.doctor import shared_folder
+from stepmark.config.recipe import read_recipe
+from stepmark.doctor import devices, shared_folder
+from stepmark.doctor.devices import look_at_devices
 from stepmark.doctor.findings import Finding, Status
+from stepmark.doctor.graphs import look_at_graphs
 from stepmark.doctor.machine import look_at_launcher, look_at_machine
 from stepmark.doctor.shared_folder import file_system, look_at_folder
 from stepmark.doctor.variables import look_at_variables
 from stepmark.filesystem import files
 from tests.support.recipes import write_recipe
+
+REJECTED = "that a compiler for accelerators rejects"
 
 
 def statuses(findings: list[Finding]) -> dict[str, Status]:
@@ -91,6 +98,25 @@ def test_a_full_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_slow_or_small_folder_is_a_risk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never, always = ("ext4", 1e9, 0.0, 0), ("tmpfs", 0.0, 1e18, 1 << 62)
+    for (kind, slow_sync, slow_write, little), expected in ((never, Status.OK), (always, Status.WARNING)):
+        monkeypatch.setattr(shared_folder, "file_system", lambda path, kind=kind: kind)
+        monkeypatch.setattr(shared_folder, "SLOW_SYNC", slow_sync)
+        monkeypatch.setattr(shared_folder, "SLOW_WRITE", slow_write)
+        monkeypatch.setattr(shared_folder, "LITTLE_ROOM", little)
+        found = statuses(list(look_at_folder(tmp_path)))
+        assert {found[name] for name in ("fsync", "throughput", str(tmp_path))} == {expected}
+        assert ("durability" in found) == (kind == "tmpfs")
+
+
+def test_neuron_devices_that_cannot_be_opened_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/neuron0"] if "neuron" in pattern else [])
+    for opens, expected in ((True, [Status.OK]), (False, [Status.OK, Status.FAILURE])):
+        monkeypatch.setattr(devices.os, "access", lambda *_, opens=opens: opens)
+        assert [each.status for each in look_at_devices("cpu") if each.name == "Neuron"] == expected
+
+
 def test_the_file_system_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mounts"
     table.write_text(f"/dev/a / ext4 rw 0 0\nserver:/x {tmp_path}/with\\040space nfs4 rw 0 0\n")
@@ -116,3 +142,45 @@ def test_data_workers_need_shared_memory(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("stepmark.doctor.machine.LITTLE_SHARED_MEMORY", 1 << 62)
     assert statuses(list(look_at_machine(4)))["/dev/shm"] == Status.WARNING
     assert statuses(list(look_at_machine(0)))["/dev/shm"] == Status.OK
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ((0, "2 graphs in 1.0 seconds\n", ""), [Finding("graphs", "4 ranks", f"nothing in them {REJECTED}")]),
+        (
+            (0, "warning: step: has 64-bit floats\n", ""),
+            [Finding("graphs", "4 ranks", "step: has 64-bit floats", Status.WARNING)],
+        ),
+        ((1, "", "noise\nerror: no\n"), [Finding("graphs", "4 ranks", "no", Status.FAILURE)]),
+        ((-9, "", ""), [Finding("graphs", "4 ranks", "could not be made (exit code -9)", Status.FAILURE)]),
+    ],
+)
+def test_what_is_said_of_a_recipes_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: tuple[int, str, str], expected: list[Finding]
+) -> None:
+    called: dict[str, Any] = {}
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        called.update(command=command, env=env)
+        return subprocess.CompletedProcess(command, *output)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O1 --cache_dir=/shared")
+    recipe = write_recipe(tmp_path, device="xla", tensor_parallel_size=2, zero_1=True)
+    assert list(look_at_graphs(str(recipe), read_recipe(str(recipe), {}))) == expected
+    assert called["command"][3:7] == ["precompile", str(recipe), "--nproc", "4"]
+    assert called["env"]["NEURON_EXTRACT_GRAPHS_ONLY"] == "1"
+    assert called["env"]["NEURON_CC_FLAGS"] == "-O1"  # what is not compiled is not put where compiled graphs are
+
+
+@pytest.mark.prove
+@pytest.mark.xla
+def test_the_graphs_of_a_recipe_are_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, device="xla")
+    assert run(["doctor", "--recipe", str(recipe)]) == 0
+    assert f"nothing in them {REJECTED}" in capsys.readouterr().out
+    recipe = write_recipe(tmp_path, device="xla", tensor_parallel_size=3)
+    assert run(["doctor", "--recipe", str(recipe)]) == 1
+    assert "tensor_parallel_size" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()

@@ -14,9 +14,12 @@ from stepmark.errors import UsageError
 from stepmark.planning.candidates import neighbours, smaller
 from stepmark.planning.depth import trace_deep
 from stepmark.planning.from_recipe import plan_recipe
+from stepmark.planning.plan import CheckpointSize, Plan, RankMemory, saves
+from stepmark.planning.run_length import RunLength
 from stepmark.planning.simulated_mesh import DEVICES
 from stepmark.planning.step_trace import StepSetup
 from stepmark.planning.text import flags, to_text
+from tests.support.own_code import folder_with_own_code
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
@@ -121,6 +124,29 @@ def test_planned_checkpoint_is_the_one_that_is_written(ranks: Ranks, tmp_path: P
     written = sum(tensor_bytes(path) for path in folder.rglob("*.safetensors"))
     plan = plan_recipe(read_recipe(str(recipe), {}), 2)
     assert plan.checkpoint.total == pytest.approx(written, rel=0.001)
+    assert plan.checkpoint.staging == pytest.approx(written / 2, rel=0.001)  # on each of two ranks
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval", "strategy", "expected"),
+    [(10, 4, "steps", 3), (8, 4, "steps", 2), (2, 500, "steps", 1), (10, 0.3, "steps", 4), (10, 4, "no", 0)],
+)
+def test_planned_checkpoints_are_those_of_the_run(
+    tmp_path: Path, steps: int, interval: float, strategy: str, expected: int
+) -> None:
+    """A run saves at its last step, too."""
+    recipe = recipe_in(tmp_path, max_steps=steps, save_steps=interval, save_strategy=strategy)
+    own = RankMemory(recipe.training)
+    length = RunLength(32, 2, steps)
+    nothing = CheckpointSize(0, 0, 0)
+    assert saves(Plan("", 0, 1, DEVICES["cpu"], None, length, [own], nothing, [])) == expected
+
+
+def test_a_setting_fits_with_room_for_what_is_not_counted() -> None:
+    args = TrainingFields()
+    assert RankMemory(args, usage={"parameters": 90}).fits(100)
+    assert not RankMemory(args, usage={"parameters": 91}).fits(100)
+    assert not RankMemory(args, impossible="too many ranks").fits(100)
 
 
 def tensor_bytes(path: Path) -> int:
@@ -166,6 +192,17 @@ def test_models_that_read_their_tensors_are_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(GPT2LMHeadModel, "forward", reading)
     with pytest.raises(UsageError, match="GPT2Config: the model reads values of its tensors"):
         plan_recipe(recipe_in(tmp_path), 1)
+
+
+def test_code_that_comes_with_a_model_is_executed_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(folder_with_own_code(tmp_path, monkeypatch, n_layer=14))  # deeper than what is traced
+    given = {"config_name": None, "config_overrides": None, "model_name_or_path": folder, "tokenizer_name": "bytes"}
+    plan = plan_recipe(recipe_in(tmp_path, trust_remote_code=True, block_size=16, **given), 1)
+    assert plan.model_class == "TinyModel"
+    with pytest.raises(UsageError, match="set trust_remote_code: true"):
+        plan_recipe(recipe_in(tmp_path, block_size=16, **given), 1)
 
 
 def test_a_pipeline_is_refused_before_data_are_read(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +13,14 @@ from stepmark.config.recipe import ModelArguments
 from stepmark.data.tokenizer import byte_tokenizer
 from stepmark.errors import CheckpointMismatch, StepmarkError, UsageError
 from stepmark.evaluation.restored_model import read_config
-from stepmark.recipe.model import build_model, build_tokenizer
-
-CONFIG = """
-from transformers import GPT2Config
-class TinyConfig(GPT2Config):
-    model_type = "tiny_of_this_test"
-"""
-MODEL = """
-from transformers import GPT2LMHeadModel
-from .configuration_tiny import TinyConfig
-class TinyModel(GPT2LMHeadModel):
-    config_class = TinyConfig
-"""
-TOKENIZER = """
-from transformers import PreTrainedTokenizerFast
-class TinyTokenizer(PreTrainedTokenizerFast):
-    pass
-"""
-SIZES = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 258}
+from stepmark.recipe.model import build_model, build_tokenizer, build_untrained
+from tests.support.own_code import folder_with_own_code
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with a configuration, a model class and a tokenizer class of its own."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    folder = tmp_path / "own_code"
-    byte_tokenizer().save_pretrained(folder)
-    for name, code in (("configuration", CONFIG), ("modeling", MODEL), ("tokenization", TOKENIZER)):
-        (folder / f"{name}_tiny.py").write_text(code)
-    of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    of_tokenizer |= {
-        "tokenizer_class": "TinyTokenizer",
-        "auto_map": {"AutoTokenizer": [None, "tokenization_tiny.TinyTokenizer"]},
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
-    classes = {"AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyModel"}
-    config = {"model_type": "tiny_of_this_test", "architectures": ["TinyModel"], "auto_map": classes, **SIZES}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return folder_with_own_code(tmp_path, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +40,10 @@ def test_code_that_comes_with_a_model_is_not_executed(folder: Path) -> None:
     new = ModelArguments(config_name=name, tokenizer_name="bytes")
     loaded = ModelArguments(model_name_or_path=name, tokenizer_name="bytes")
     for arguments, field in ((new, "config_name"), (loaded, "model_name_or_path")):
-        message = refused(lambda arguments=arguments: build_model(arguments, tokenizer, 1))
-        assert message.startswith(f"{field}: {name} comes with Python code of its own")
-        assert "trust_remote_code: true" in message
+        for build in (build_model, build_untrained):
+            message = refused(lambda arguments=arguments, build=build: build(arguments, tokenizer, 1))
+            assert message.startswith(f"{field}: {name} comes with Python code of its own")
+            assert "trust_remote_code: true" in message
     own = ModelArguments(model_name_or_path=name)
     assert refused(lambda: build_tokenizer(own)).startswith(f"tokenizer_name: {name} comes with Python code")
     with pytest.raises(CheckpointMismatch, match="needs Python code that came with its model"):
@@ -88,6 +56,9 @@ def test_code_that_is_trusted_is_executed(folder: Path) -> None:
     assert type(tokenizer).__name__ == "TinyTokenizer"
     new = build_model(ModelArguments(config_name=str(folder), config_overrides={"n_layer": 2}, **trusted), tokenizer, 1)
     assert (type(new).__name__, len(new.transformer.h)) == ("TinyModel", 2)
+    for source in ("config_name", "model_name_or_path"):
+        untrained = build_untrained(ModelArguments(**{source: str(folder)}, **trusted), tokenizer, 1)
+        assert type(untrained).__name__ == "TinyModel"  # there are no weights yet
     new.save_pretrained(folder)
     loaded = build_model(ModelArguments(model_name_or_path=str(folder), **trusted), tokenizer, 1)
     assert type(loaded).__name__ == "TinyModel"

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from stepmark.trainer.telemetry.run_log import read_metrics
 from tests.support.interference import install_brake
-from tests.support.processes import wait_until
+from tests.support.processes import processor_seconds, wait_until
 
-LONG = 420.0  # seconds in which a run on a busy machine starts, is stopped, or ends
+LONG = 420.0  # seconds in which a run on a busy machine starts, is stopped, or ends, or which it spends doing nothing
+WORK = 5  # seconds of processor time; a process that only waits uses fewer in LONG
 LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "MASTER_", "SLURM", "STEPMARK_")
 
 
@@ -36,7 +37,11 @@ class BrakedRun:
 
     def wait_until_it_trains(self) -> None:
         before = len(self.losses())
-        wait_until(lambda: len(self.losses()) > before + 1, LONG)
+        wait_until(lambda: len(self.losses()) > before + 1, LONG, self.progress)
+
+    def progress(self) -> tuple[int, int, int]:
+        """Changes as long as the run's processes compute or write."""
+        return processor_seconds(PYTHONPATH=self.site) // WORK, len(self.log()), len(self.losses())
 
     def resumptions(self) -> list[int]:
         lines = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from pathlib import Path
 from typing import Any
 
 from stepmark.config.recipe import read_recipe
@@ -24,6 +25,14 @@ def trained(recipe: str, steps: int, metrics: str | None = None) -> dict[str, An
     from stepmark.recipe.train import train
 
     train(read_recipe(recipe, {"max_steps": str(steps), "resume_from_checkpoint": "true"}), metrics)
+    return asked()
+
+
+def evaluated(folder: str, watch: bool = False) -> dict[str, Any]:
+    """Evaluates a checkpoint, or the checkpoints of a run, as `stepmark evaluate` does."""
+    from stepmark.watcher.command import Request, evaluate_command
+
+    assert evaluate_command(Request(Path(folder), watch=watch, device="xla")) == 0
     return asked()
 
 

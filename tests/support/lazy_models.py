@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from stepmark import Trainer, TrainingArguments
+from stepmark.trainer.telemetry import progress
 
 VOCABULARY, LENGTH, FIRST_TOKEN = 67, 16, 3
 STEPS, WARM_UP, BATCHES = 6, 2, 3
@@ -189,7 +190,9 @@ class Warnings(logging.Handler):
 
 
 def run(model: Any, sample: Any, **options: Any) -> dict[str, Any]:
-    """Trains STEPS steps with an evaluation of BATCHES batches after the second and the fourth."""
+    """Trains STEPS steps with an evaluation of BATCHES batches after the second and the fourth. No line of progress,
+    which fetches losses, falls due meanwhile, however busy the machine is."""
+    progress.LINE_SECONDS = float("inf")
     count, warnings = CountDevice(), Warnings()
     batch = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-4, "optim": "sgd"}
     quiet = {"logging_steps": 100, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -57,9 +58,32 @@ def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
     step, batches = training(context, options, MODELS.pop() if MODELS else build(**options["model"]))
     found: list[list[float]] = []
     for number, batch in zip(range(options.get("steps", 20)), batches, strict=False):
-        statistics = step(number, batch)
+        with fit_for_a_compiler(context) if number == 1 else nullcontext():
+            statistics = step(number, batch)
         found += [values.tolist() for values in context.runtime.to_host([statistics.values])]
     return found
+
+
+@contextmanager
+def fit_for_a_compiler(context: Context) -> Iterator[None]:
+    """Inside the block, no graph of a lazy device may have what a compiler for accelerators rejects."""
+    if not context.runtime.lazy:
+        yield
+        return
+    from stepmark.compilation.graph_text import GraphText
+    from stepmark.runtime.xla import XlaRuntime, pending_graph
+
+    assert isinstance(context.runtime, XlaRuntime)
+    graphs: list[GraphText] = []
+
+    def dispatch(run: Callable[[], None]) -> None:
+        graphs.append(GraphText.read(pending_graph()))
+        run()
+
+    with context.runtime.dispatching(dispatch):
+        yield
+    assert sum(graph.operations for graph in graphs) > 100, "the step's graph was not seen"
+    assert [problem for graph in graphs for problem in graph.problems] == []
 
 
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:

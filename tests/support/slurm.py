@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.processes import wait_until
@@ -110,15 +110,15 @@ class Cluster:
     def state(self, job: str) -> str:
         return self.field(job, "JobState")
 
-    def finish(self, job: str, seconds: float) -> str:
-        """Waits until the job is over and is not queued again; its state."""
-        wait_until(lambda: self.state(job) in FINISHED, seconds)
+    def finish(self, job: str, seconds: float, progress: Callable[[], object] | None = None) -> str:
+        """Waits until the job is over and is not queued again; its state. `progress` is as in `wait_until`."""
+        wait_until(lambda: self.state(job) in FINISHED, seconds, progress)
         return self.state(job)
 
-    def wait_for_restart(self, job: str, seconds: float) -> None:
+    def wait_for_restart(self, job: str, seconds: float, progress: Callable[[], object] | None = None) -> None:
         """Waits until the job has been queued again, and lets it run, in a few seconds instead of two minutes and with
         more time: on a busy machine a second start may take longer than the limit that interrupted the first."""
-        wait_until(lambda: self.field(job, "Restarts") != "0" or self.state(job) in FINISHED, seconds)
+        wait_until(lambda: self.field(job, "Restarts") != "0" or self.state(job) in FINISHED, seconds, progress)
         assert self.state(job) not in FINISHED, f"job {job} ended instead: {self.state(job)}"
         wait_until(lambda: self.state(job) == "PENDING", seconds)
         self._call("scontrol", "update", f"JobId={job}", "StartTime=now+4", "TimeLimit=60")

@@ -33,9 +33,13 @@ class SlurmRun(BrakedRun):
     def ends(self, job: str) -> None:
         """Waits until the job is done."""
         self.brake.unlink(missing_ok=True)
-        assert self.cluster.finish(job, LONG) == "COMPLETED", self.log()
+        assert self.cluster.finish(job, LONG, self.progress) == "COMPLETED", self.log()
         assert self.status() == "done"
         assert [step for step, _ in self.losses()] == list(range(1, self.steps + 1))
+
+    def is_queued_again(self, job: str) -> None:
+        """Waits until Slurm has queued the job again, and lets it run."""
+        self.cluster.wait_for_restart(job, LONG, self.progress)
 
     def ends_like(self, undisturbed: SlurmRun, job: str) -> None:
         """Waits until the job is done: it was resumed, and its losses are those of the other run, bit for bit."""

@@ -143,3 +143,18 @@ def test_a_checkpointer_saves_nothing_but_runs_what_is_pending(tmp_path: Path, m
         assert files_in(tmp_path) == before
         monkeypatch.setenv(VARIABLE, "0")
         assert checkpointer.save(2, state, block=True) is not None
+
+
+def test_a_corrupted_checkpoint_is_left_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"model": torch.nn.Linear(3, 3)}
+    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state, block=True)
+    (weights,) = (tmp_path / "checkpoint-2").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    before = files_in(tmp_path)
+    for extracting, unchanged in (("1", True), ("0", False)):
+        monkeypatch.setenv(VARIABLE, extracting)
+        with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+            assert checkpointer.restore(state) == 1
+        assert (files_in(tmp_path) == before) == unchanged

@@ -20,6 +20,6 @@ def run(parsed: argparse.Namespace) -> int:
     recipe = None if parsed.recipe is None else read_recipe(parsed.recipe, {})
     from stepmark.doctor.examine import examine, to_json, to_text, will_fail
 
-    findings = examine(recipe)
+    findings = examine(recipe, parsed.recipe)
     print(json.dumps(to_json(findings), indent=2) if parsed.json else to_text(findings))
     return int(will_fail(findings))

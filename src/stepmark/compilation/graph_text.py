@@ -6,6 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from stepmark.compilation.neuron_operators import rejected, unlisted
+
 LARGE_CONSTANT = 2**20  # bytes
 _BITS = re.compile(r"[a-z]+(\d+)")
 _OPERATION = re.compile(r'^\s*(?:%[\w:#, ]+ = )?"?(?:stablehlo|chlo|mhlo)\.(\w+)', re.MULTILINE)
@@ -25,11 +27,13 @@ class GraphText:
         operations: Number of operations, constants apart.
         parameters: Number of tensors that the graph is given.
         problems: What a compiler for accelerators rejects, or makes slow, in words.
+        unlisted: Operations that Neuron's published list lacks.
     """
 
     operations: int
     parameters: int
     problems: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, text: str) -> GraphText:
@@ -38,7 +42,8 @@ class GraphText:
         return cls(
             sum(name not in _NO_OPERATIONS for name in names),
             len(_ARGUMENT.findall(main)),
-            tuple(_problems(text, names)),
+            (*_problems(text, names), *rejected(text, names)),
+            unlisted(names),
         )
 
 

@@ -4,6 +4,7 @@ compiles all of them in parallel into Neuron's cache."""
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def run_parallel_compile(arguments: Sequence[str], compile_cache: Setting) -> No
     if World.from_environment().size > 1:
         raise UsageError(
             f"precompile: this process is one of several ranks, and {TOOL} has to start them: use --nproc, or run "
-            f"`{TOOL} torchrun … -m stepmark precompile …`"
+            f"`{TOOL} torchrun … -m stepmark precompile …`, or `{TOOL} srun … stepmark precompile …`"
         )
     tool = shutil.which(TOOL)
     if tool is None:
@@ -44,4 +45,5 @@ def run_parallel_compile(arguments: Sequence[str], compile_cache: Setting) -> No
         raise UsageError("compile_cache: is false, so no graph would be kept; leave it out, or name a folder")
     prepare_compile_cache(compile_cache)
     sys.stdout.flush()
-    os.execv(tool, [TOOL, sys.executable, "-m", "stepmark", *arguments])
+    command = shlex.join([sys.executable, "-m", "stepmark", *arguments])
+    os.execv(tool, [TOOL, "sh", "-c", f"exec {command}"])  # one word: the tool would take --log_level for its own

@@ -17,6 +17,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import kept_in, switched_on
+from stepmark.runtime.hardware import neuron_device_present
 from stepmark.runtime.xla_environment import extracting_graphs
 
 if TYPE_CHECKING:
@@ -59,8 +60,10 @@ def precompile(recipe: Recipe, metrics: str | None = None) -> None:
     recorder = record_graphs(trainer)
     graphs = context.host.all_gather(recorder.graphs)
     if context.host.rank == 0:
-        stages, reads_back = training.pipeline_parallel_size, not context.runtime.host_memory
-        print(describe(graphs, kept_in(), reads_back=reads_back, stages=stages), flush=True)
+        stages, on_host = training.pipeline_parallel_size, context.runtime.host_memory
+        for_neuron = on_host or neuron_device_present()
+        text = describe(graphs, kept_in(), reads_back=not on_host, stages=stages, for_neuron=for_neuron)
+        print(text, flush=True)
     context.host.barrier()
 
 

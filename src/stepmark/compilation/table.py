@@ -5,21 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stepmark.compilation.neuron_operators import ASK
+
 if TYPE_CHECKING:
     from stepmark.compilation.graph import Graph
 
 HEAD = ("graph", "operations", "parameters", "seconds", "state")
 
 
-def describe(by_rank: Sequence[Sequence[Graph]], folder: str | None, *, reads_back: bool, stages: int = 1) -> str:
+def describe(
+    by_rank: Sequence[Sequence[Graph]],
+    folder: str | None,
+    *,
+    reads_back: bool,
+    stages: int = 1,
+    for_neuron: bool = False,
+) -> str:
     """The graphs of the first rank of each pipeline stage as a table, what is wrong with them, and whether the ranks of
     a stage have the same ones.
 
     Args:
         by_rank: The graphs of each rank, in the order in which they were made.
-        folder: Where they are kept.
+        folder: Where they are kept; None: nowhere.
         reads_back: Whether a later process on this device reads what was compiled.
         stages: Stages of the ranks' pipeline, each of as many ranks, which are neighbours.
+        for_neuron: Whether the graphs are for Neuron's compiler, or may be later.
     """
     size = len(by_rank) // stages
     lines: list[str] = []
@@ -30,15 +40,26 @@ def describe(by_rank: Sequence[Sequence[Graph]], folder: str | None, *, reads_ba
         seconds = sum(graph.seconds for graph in graphs)
         ranks = f" on each of {size} ranks" if size > 1 else ""
         place = f" of pipeline stage {stage + 1}" if stages > 1 else ""
-        lines.append(f"{len(graphs)} graphs{place}{ranks} in {seconds:.1f} seconds, in {folder}")
+        kept = "" if folder is None else f", in {folder}"
+        lines.append(f"{len(graphs)} graphs{place}{ranks} in {seconds:.1f} seconds{kept}")
         lines += [f"warning: {graph.part}: has {problem}" for graph in graphs for problem in graph.content.problems]
         lines += _differences(by_rank, range(stage * size, (stage + 1) * size))
+    if for_neuron:
+        lines += _unlisted(by_rank)
     if not reads_back:
         lines.append(
             "note: XLA's CPU client cannot read compiled graphs back, so a run on it compiles them again; set "
             "compile_cache to see in its metrics that it asks for no others"
         )
     return "\n".join(lines)
+
+
+def _unlisted(by_rank: Sequence[Sequence[Graph]]) -> list[str]:
+    """The operations of all graphs that Neuron's published list lacks."""
+    names = sorted({name for graphs in by_rank for graph in graphs for name in graph.content.unlisted})
+    if not names:
+        return []
+    return [f"note: Neuron's published list of operators lacks {', '.join(names)}; `{ASK}` shows the compiler's own"]
 
 
 def _sizes(graph: Graph) -> tuple[str, str]:

@@ -74,6 +74,10 @@ EXPORTS = {
     "MpDeviceLoader": "DevicePrefetcher",
     "ParallelLoader": "DevicePrefetcher",
     "NeuronZero1Optimizer": "ZeroRedundancyOptimizer",
+    "mark_step": "TrainStep or ZeroRedundancyOptimizer, which end the step, else mesh.runtime.step_boundary()",
+    "optimizer_step": "TrainStep, or the step of ZeroRedundancyOptimizer",
+    "xla_device": 'Mesh.create(device="xla").runtime.device',
+    "rendezvous": "Mesh.create(…).context.host.barrier()",
 }
 
 Owner = TypeVar("Owner", bound=type)

@@ -11,18 +11,22 @@ from typing import Any
 from stepmark.config.recipe import Recipe
 from stepmark.doctor.devices import look_at_devices, neuron_driver
 from stepmark.doctor.findings import Finding, Status
+from stepmark.doctor.graphs import look_at_graphs
 from stepmark.doctor.known_versions import judge_versions
 from stepmark.doctor.machine import look_at_launcher, look_at_machine
 from stepmark.doctor.shared_folder import look_at_folder
 from stepmark.doctor.variables import look_at_variables
+from stepmark.errors import LaunchError
+from stepmark.launch.world import World
 from stepmark.runtime.versions import PACKAGES, software_versions
 
 MARKS = {Status.OK: " ", Status.WARNING: "?", Status.FAILURE: "!"}
 RUNTIME_PACKAGE = "aws-neuronx-runtime-lib"
 
 
-def examine(recipe: Recipe | None) -> list[Finding]:
-    """All findings, for a run of the recipe; without one, for a run in the current folder with default fields."""
+def examine(recipe: Recipe | None, path: str | None = None) -> list[Finding]:
+    """All findings, for a run of the recipe in the file `path`; without one, for a run in the current folder with
+    default fields."""
     wish = "auto" if recipe is None else recipe.training.device_name
     folder = Path.cwd() if recipe is None else Path(recipe.training.output_dir)
     workers = 0 if recipe is None else recipe.training.dataloader_num_workers
@@ -35,7 +39,16 @@ def examine(recipe: Recipe | None) -> list[Finding]:
         *look_at_launcher(),
         *look_at_machine(workers),
         *look_at_folder(folder),
+        *(look_at_graphs(path, recipe) if recipe is not None and path is not None and _makes_graphs(device) else ()),
     ]
+
+
+def _makes_graphs(device: str) -> bool:
+    """Whether runs on the device make graphs, and this process may start ranks that make them."""
+    try:
+        return device == "xla" and World.from_environment().size == 1
+    except LaunchError:  # the launcher's finding says it
+        return False
 
 
 def _versions() -> Iterator[Finding]:

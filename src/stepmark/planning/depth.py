@@ -45,6 +45,7 @@ def _with_depth(setup: StepSetup, layers: int) -> StepSetup:
     depth = setup.config.num_hidden_layers
     changed = {name: value[:layers] for name, value in values.items() if _is_by_layer(value, depth)}
     config = type(setup.config)(**{**values, **changed, "num_hidden_layers": layers, _depth_name(setup.config): layers})
+    config.name_or_path = setup.config.name_or_path  # where code that comes with the model is looked for
     return dataclasses.replace(setup, config=config)
 
 

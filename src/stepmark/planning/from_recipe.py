@@ -7,6 +7,7 @@ from typing import Any
 
 from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.recipe import Recipe
+from stepmark.data.tokenizer import check_own_code
 from stepmark.errors import UsageError
 from stepmark.planning.plan import Plan, check_mesh, make_plan
 from stepmark.planning.run_length import run_length
@@ -52,8 +53,9 @@ def _config(recipe: Recipe, tokenizer: Any | None) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
+        check_own_code(error, "model_name_or_path", name)
         raise UsageError(
             f"model_name_or_path: {name} has no readable config.json; a plan needs it, but no weights"
         ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,13 +115,15 @@ def make_plan(
     """
     args = recipe.training
     check_mesh(args, ranks)
-    model_class, parameters, elements = _count(config)
-    measured = [_measure(config, each, ranks, length, device) for each in neighbours(args, ranks)]
+    trust = recipe.model.trust_remote_code
+    model_class, parameters, elements = _count(config, trust)
+    setup = StepSetup(config, args, ranks, length.block_size, DEVICES[device], trust)
+    measured = [_measure(setup, each) for each in neighbours(args, ranks)]
     if measured[0].impossible is not None:
         raise UsageError(measured[0].impossible)
     if device_memory is not None and not any(each.fits(device_memory) for each in measured):
         others = [each for each in smaller(args, ranks) if each not in [one.args for one in measured]]
-        measured += _until_one_fits(config, others, ranks, length, device, device_memory)
+        measured += _until_one_fits(setup, others, device_memory)
     size = torch.finfo(getattr(torch, args.dtype)).bits // 8
     optimizer = 0 if args.save_only_model else round(parameters * measured[0].checkpointed)
     total = elements * size + optimizer
@@ -154,32 +156,31 @@ def check_mesh(args: TrainingFields, ranks: int) -> None:
         )
 
 
-def _count(config: Any) -> tuple[str, int, int]:
+def _count(config: Any, trust_remote_code: bool) -> tuple[str, int, int]:
     """The model's class, its parameters, and these with the buffers that are saved."""
     with FakeTensorMode():
-        model = meta_model(config)
+        model = meta_model(config, trust_remote_code)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         saved = {id(value): value.numel() for value in model.state_dict(keep_vars=True).values()}
         return type(model).__name__, parameters, sum(saved.values())
 
 
-def _until_one_fits(
-    config: Any, tried: Sequence[TrainingFields], ranks: int, length: RunLength, device: str, device_memory: int
-) -> list[RankMemory]:
+def _until_one_fits(setup: StepSetup, tried: Sequence[TrainingFields], device_memory: int) -> list[RankMemory]:
     found: list[RankMemory] = []
     for settings in tried:
-        found.append(_measure(config, settings, ranks, length, device))
+        found.append(_measure(setup, settings))
         if found[-1].fits(device_memory):
             break
     return found
 
 
-def _measure(config: Any, args: TrainingFields, ranks: int, length: RunLength, device: str) -> RankMemory:
-    if args.sequence_parallel and length.block_size % args.tensor_parallel_size:
-        reason = f"block_size {length.block_size} is not a multiple of tensor_parallel_size {args.tensor_parallel_size}"
+def _measure(setup: StepSetup, args: TrainingFields) -> RankMemory:
+    """The memory with other arguments than the setup's."""
+    if args.sequence_parallel and setup.length % args.tensor_parallel_size:
+        reason = f"block_size {setup.length} is not a multiple of tensor_parallel_size {args.tensor_parallel_size}"
         return RankMemory(args, impossible=f"sequence_parallel: {reason}")
     try:
-        trace = trace_deep(StepSetup(config, args, ranks, length.block_size, DEVICES[device]))
+        trace = trace_deep(replace(setup, args=args))
     except UsageError as error:
         return RankMemory(args, impossible=str(error))
     window, usage = max(trace.peaks.items(), key=lambda item: sum(item[1].values()))
@@ -198,4 +199,4 @@ def saves(plan: Plan) -> int | None:
     if args.save_strategy != "steps" or steps is None:
         return 0 if args.save_strategy == "no" else None
     interval = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * steps)
-    return steps // max(int(interval), 1)
+    return math.ceil(steps / max(int(interval), 1))  # the last step is saved as well

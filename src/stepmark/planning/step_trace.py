@@ -59,6 +59,7 @@ class StepSetup:
         ranks: All ranks.
         length: Tokens in a sequence.
         device: What is planned for.
+        trust_remote_code: Whether to execute Python code that comes with the model.
     """
 
     config: Any
@@ -66,6 +67,7 @@ class StepSetup:
     ranks: int
     length: int
     device: PlannedDevice
+    trust_remote_code: bool = False
 
     @property
     def axes(self) -> dict[str, int]:
@@ -143,7 +145,7 @@ def _attention(device: PlannedDevice) -> Iterator[None]:
         yield
 
 
-def meta_model(config: Any) -> nn.Module:
+def meta_model(config: Any, trust_remote_code: bool = False) -> nn.Module:
     """The causal language model without memory; under FakeTensorMode only.
 
     Raises UsageError if the configuration does not describe one.
@@ -151,7 +153,7 @@ def meta_model(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # every model class checks its sizes differently
         line = (str(error).strip() or type(error).__name__).split("\n")[0]
         if "Couldn't swap" in line:
@@ -165,7 +167,7 @@ def meta_model(config: Any) -> nn.Module:
 
 def _make_model(setup: StepSetup, mesh: SimulatedMesh) -> nn.Module:
     args = setup.args
-    model = meta_model(setup.config).to(getattr(torch, args.dtype))
+    model = meta_model(setup.config, setup.trust_remote_code).to(getattr(torch, args.dtype))
     parallelize(model, mesh, sequence_parallel=args.sequence_parallel, parallelize_embedding=args.parallelize_embedding)
     if args.gradient_checkpointing:
         # Lazy devices have a function of their own; what it keeps is the same.

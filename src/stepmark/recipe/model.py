@@ -112,19 +112,23 @@ def build_untrained(
     """A model as `build_model` returns it, but for the values: of `model_name_or_path` no weights are read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    name = config.model_name_or_path
+    name, trust = config.model_name_or_path, config.trust_remote_code
     if name is None:
         return build_model(config, tokenizer, seed, factory, dtype)
+
     try:
-        saved = AutoConfig.from_pretrained(name)
-        if factory is not None:
-            sharded: torch.nn.Module = factory.new(lambda: AutoModelForCausalLM.from_config(saved, dtype=dtype))
-            return sharded
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(saved, dtype=dtype)
+        saved = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+
+        def make() -> torch.nn.Module:
+            made: torch.nn.Module = AutoModelForCausalLM.from_config(saved, dtype=dtype, trust_remote_code=trust)
+            return made
+
+        model: torch.nn.Module = make() if factory is None else factory.new(make)
         return model
     except StepmarkError:
         raise
     except Exception as error:  # as in _load
+        check_own_code(error, "model_name_or_path", name)
         raise UsageError(f"model_name_or_path: no model can be made from {name}: {_first_line(error)}") from error
 
 

@@ -50,6 +50,11 @@ def prepare_compile_cache(setting: Setting) -> None:
         os.environ[NEURON_URL] = setting if isinstance(setting, str) else str(cache_root() / GRAPHS / NEURON_FOLDER)
 
 
+def without_cache_folder(flags: str) -> str:
+    """The flags of Neuron's compiler, without the folder of its cache."""
+    return _NEURON_OPTION.sub("", flags).strip()
+
+
 def kept_in() -> str | None:
     """The folder or URL of all ranks' compiled graphs, once the cache was opened; None without one."""
     if neuron_device_present():

@@ -75,12 +75,16 @@ def evaluate_command(request: Request) -> int:
     quiet_libraries()
     prepare_environment()
     with quick_imports():
+        from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
         from stepmark.runtime.context import start
         from stepmark.runtime.mesh import Mesh
         from stepmark.watcher.setup import Functions
 
     functions = Functions.load(request.metrics, request.evaluator)
+    cache = _compile_cache(request)
+    prepare_compile_cache(cache)
     context = start(request.device)
+    open_compile_cache(context.runtime, cache, context.world)
     if not context.runtime.lazy:
         leave_out_torch_xla()
     mesh = Mesh.create(context=context)
@@ -89,6 +93,12 @@ def evaluate_command(request: Request) -> int:
     if request.is_run:
         return _of_run(request, mesh, functions)
     return _of_one(request, mesh, functions)
+
+
+def _compile_cache(request: Request) -> bool | str | None:
+    """Where the run keeps compiled graphs, so that its evaluations' are found there; None before it has begun."""
+    recipe = read_used_recipe(request.path) if request.is_run else _recipe_of(request.path)
+    return None if recipe is None else recipe.training.compile_cache
 
 
 def _extract(request: Request, mesh: Any, functions: Any) -> int:

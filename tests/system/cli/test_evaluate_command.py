@@ -79,6 +79,18 @@ def test_one_checkpoint_for_people_and_machines(folder: Path, capsys: pytest.Cap
     assert not list((folder / ".stepmark").glob("*lease*"))
 
 
+def test_graphs_are_kept_where_the_run_keeps_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (folder / "used_recipe.yaml").open("a") as recipe:
+        recipe.write("compile_cache: s3://bucket/graphs\n")
+    settings: list[Any] = []
+    monkeypatch.setattr("stepmark.runtime.compile_cache.prepare_compile_cache", settings.append)
+    assert run(["evaluate", str(folder / "checkpoint-4")]) == 0
+    assert run(["evaluate", str(folder), "--until", "2"]) == 0
+    (folder / "used_recipe.yaml").unlink()
+    assert run(["evaluate", str(folder)]) == 1  # there is no data
+    assert settings == ["s3://bucket/graphs", "s3://bucket/graphs", None]
+
+
 def test_a_hugging_face_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for checkpoint in folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)

@@ -85,7 +85,7 @@ def test_a_time_limit_saves_and_queues_the_job_again(
 ) -> None:
     job = run.submit("--signal=USR1@60", *nodes, slowly=True, script=script)
     run.cluster.reach_time_limit(job)
-    run.cluster.wait_for_restart(job, LONG)
+    run.is_queued_again(job)
     assert SAVED.search(run.log()), run.log()
     run.ends_like(undisturbed, job)
 
@@ -96,7 +96,7 @@ def test_a_preempted_job_saves_and_is_queued_again(run: SlurmRun, undisturbed: S
     urgent.write_text("#!/bin/sh\nsleep 1\n")
     other = run.cluster.submit(urgent, options=("--partition=high", "--nodes=2", "--exclusive"), folder=tmp_path)
     assert run.cluster.finish(other, LONG) == "COMPLETED"
-    run.cluster.wait_for_restart(job, LONG)
+    run.is_queued_again(job)
     assert SAVED.search(run.log()), run.log()
     run.ends_like(undisturbed, job)
 
@@ -115,7 +115,7 @@ def test_further_signals_change_nothing(run: SlurmRun, undisturbed: SlurmRun) ->
     job = run.submit(*ON_TWO, slowly=True)
     while run.cluster.state(job) == "RUNNING" and run.cluster.field(job, "Restarts") == "0":
         run.cluster.signal(job)
-    run.cluster.wait_for_restart(job, LONG)
+    run.is_queued_again(job)
     assert SAVED.search(run.log()), run.log()
     assert exit_codes(run) == {"75"}, run.log()
     run.ends_like(undisturbed, job)
@@ -134,7 +134,7 @@ def test_a_lost_node_queues_the_job_again(run: SlurmRun, undisturbed: SlurmRun) 
     job = run.submit(*ON_TWO, slowly=True)
     wait_until(lambda: any(run.out.glob("checkpoint-*")), LONG)
     run.cluster.lose(NODES[1])
-    run.cluster.wait_for_restart(job, LONG)
+    run.is_queued_again(job)
     run.cluster.repair(NODES[1])
     run.ends_like(undisturbed, job)
 

@@ -11,7 +11,6 @@ import pytest
 
 from stepmark.cli.main import COMMANDS
 from stepmark.trainer.telemetry.run_log import read_metrics
-from tests.support.braked_run import LONG
 from tests.support.ranks import ROOT
 from tests.support.slurm import Cluster, is_installed
 from tests.support.slurm_run import SlurmRun
@@ -68,7 +67,7 @@ def test_a_time_limit_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
     undisturbed.ends(undisturbed.submit(*ON_TWO))
     job = run.submit("--signal=USR1@60", *ON_TWO, slowly=True)
     run.cluster.reach_time_limit(job)
-    run.cluster.wait_for_restart(job, LONG)
+    run.is_queued_again(job)
     run.ends_like(undisturbed, job)
     evaluations = [
         [line["eval_loss"] for line in read_metrics(each.out) if "eval_loss" in line] for each in (run, undisturbed)

@@ -92,7 +92,11 @@ def test_bf16(ranks: Ranks, sequence: bool) -> None:
 
 @pytest.mark.xla
 def test_in_the_graph(ranks: Ranks) -> None:
-    in_threads(ranks, 2, [{"model": MODELS["qwen3-tied"], "steps": 4, "tp": 2, "sequence": True}])
+    """Of each model, whose graphs are examined as well: see fit_for_a_compiler."""
+    qwen3 = {"model": MODELS["qwen3-tied"], "steps": 4, "tp": 2, "sequence": True}
+    llama = {"model": MODELS["llama"], "steps": 2, "tp": 2}
+    gpt2 = {"model": MODELS["gpt2"], "steps": 2, "zero_1": True, "accumulation": 2}
+    in_threads(ranks, 2, [qwen3, llama, gpt2])
 
 
 @pytest.mark.prove

@@ -23,6 +23,7 @@ from stepmark.checkpoint.sections import Section, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.xla_environment import extracting_graphs
 
 logger = logging.getLogger("stepmark")
 
@@ -74,7 +75,8 @@ class Restorer:
         self.quarantined: list[tuple[Path, str]] = []  # on this rank, each with the reason
 
     def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
-        """Restores from the first complete candidate and quarantines those before it; None without candidates.
+        """Restores from the first complete candidate and quarantines those before it; None without candidates. A
+        process that only extracts graphs leaves them in place.
 
         Raises CheckpointDamaged where none is complete; then none is quarantined.
         """
@@ -82,7 +84,7 @@ class Restorer:
         for path in candidates:
             reason = self._attempt(path, state)
             if reason is None:
-                self._quarantine(damaged, path)
+                self._quarantine(() if extracting_graphs() else damaged, path)
                 return path
             if self._group.rank == 0:
                 logger.error("%s is corrupted: %s", path, reason)
