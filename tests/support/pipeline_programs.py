@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.parallel.pipeline.transfers import Activation, Transfers
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.context import start
 from tests.support.models import build, training
 
@@ -28,6 +29,7 @@ def idle_share(options: dict[str, Any], forward: float, backward: float) -> floa
     waits = _Waits()
     waits.count(Activation, "arrived")
     waits.count(Transfers, "settle")
+    waits.count(GroupCollectives, "all_reduce")  # of the norm, for which those wait that end first
     found = []
     for number, batch in zip(range(BEST_OF + 1), batches, strict=False):  # the first agrees on forms and warms up
         context.host.barrier()
