@@ -7,6 +7,8 @@ NEWEST_INSTALLED := .venv-newest/.installed
 TORCH_NEWEST ?= 2.13.0
 
 export OMP_NUM_THREADS ?= 1
+# Compiled modules are kept also where the environment says otherwise: the tests start Python hundreds of times.
+export PYTHONDONTWRITEBYTECODE :=
 
 # How many processes run the tests; each has its own ranks, and uses about 2 GB.
 WORKERS ?= 3

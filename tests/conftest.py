@@ -34,7 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_configure() -> None:
+    gc.disable()  # until all tests are imported
+
+
 def pytest_collection_finish() -> None:
+    gc.enable()
     gc.freeze()  # what was imported stays: collecting need not look at it again, in this process and in forks of it
 
 

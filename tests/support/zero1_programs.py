@@ -74,10 +74,10 @@ def train(name: str, options: dict[str, Any], sharded: bool) -> dict[str, list[f
 def announced(bad: bool) -> dict[str, Any]:
     """Weights after steps of two backward passes, the last of which is announced or not, in buckets of a parameter or
     two; a parameter takes no part. With `bad`, what a third pass after the announced one says."""
-    from stepmark.parallel.zero import buckets
+    from stepmark.parallel.zero import sharded_buckets
 
     mesh = Mesh.create(device="cpu")
-    buckets.HOST_BUCKET_ELEMENTS = 16
+    sharded_buckets.HOST_BUCKET_ELEMENTS = 16
     found = {}
     for announce in (False, True):
         net, axis = Net(), mesh.data_parallel

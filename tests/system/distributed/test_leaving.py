@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = '''
 import atexit, os, sys, threading
 import torch
@@ -30,6 +32,7 @@ mesh.tensor_parallel.all_reduce([torch.ones(3)])
 '''
 
 
+@pytest.mark.prove
 def test_no_thread_of_a_group_is_left(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -151,6 +151,7 @@ def test_a_signal_during_imports(tmp_path: Path, place: str, number: signal.Sign
         assert before in ([], ["device: cpu, 1 rank"])
 
 
+@pytest.mark.prove
 def test_signals_while_the_interpreter_ends(tmp_path: Path) -> None:
     """Of a run that a signal has stopped."""
     arguments = train(tmp_path, tmp_path / "out", 1)[3:]
