@@ -118,12 +118,16 @@ PASSED: dict[str, str] = {
 
 ROUTER_LOSSES: frozenset[str] = frozenset(
     (
+        "ernie4_5_moe",
         "flex_olmo",
+        "flint",
         "gpt_oss",
         "granitemoe",
         "granitemoe_swa",
         "granitemoeshared",
+        "jamba",
         "jetmoe",
+        "laguna",
         "mellum",
         "minimax",
         "minimax_m2",
@@ -132,6 +136,7 @@ ROUTER_LOSSES: frozenset[str] = frozenset(
         "olmoe",
         "phimoe",
         "qwen2_moe",
+        "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_moe",
         "qwen3_next",
