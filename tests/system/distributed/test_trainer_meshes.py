@@ -60,6 +60,7 @@ def test_a_lazy_mesh_trains_like_one_rank(ranks: Ranks, tmp_path: Path, alone: d
         same(each, alone, 1e-4)
 
 
+@pytest.mark.prove
 def test_a_run_goes_on_on_another_mesh(ranks: Ranks, tmp_path: Path, alone: dict[str, Any]) -> None:
     options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1, "device": "cpu"}
     options |= {"eval_strategy": "steps", "eval_steps": 3, "resume_from_checkpoint": True}

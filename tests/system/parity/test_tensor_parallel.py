@@ -90,6 +90,7 @@ def test_bf16(ranks: Ranks, sequence: bool) -> None:
     on_cpu(ranks, 2, options, tolerance=2e-2)
 
 
+@pytest.mark.prove
 @pytest.mark.xla
 def test_in_the_graph(ranks: Ranks) -> None:
     """Of each model, whose graphs are examined as well: see fit_for_a_compiler."""
