@@ -17,7 +17,7 @@ from stepmark.planning.from_recipe import plan_recipe
 from stepmark.planning.plan import CheckpointSize, Plan, RankMemory, saves
 from stepmark.planning.run_length import RunLength
 from stepmark.planning.simulated_mesh import DEVICES
-from stepmark.planning.step_trace import StepSetup
+from stepmark.planning.step_setup import StepSetup
 from stepmark.planning.text import flags, to_text
 from tests.support.own_code import folder_with_own_code
 from tests.support.ranks import Ranks

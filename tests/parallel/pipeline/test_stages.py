@@ -19,7 +19,7 @@ from transformers import (
 from scripts.pipeline_comparison import Pipeline, difference, pipeline_mesh, router_difference, tokens_for
 from stepmark import evaluate
 from stepmark.errors import UsageError
-from stepmark.parallel.pipeline.balance import balanced, bounds_of
+from stepmark.parallel.pipeline.balance import CHECKPOINTED, balanced, bounds_of
 from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.parallel.tensor.parallelize import parallelize
@@ -82,6 +82,16 @@ def test_a_large_vocabulary_is_worth_several_layers() -> None:
     )
     assert small == [4, 4]
     assert large[0] > large[1]
+
+
+def test_gradient_checkpointing_makes_the_last_stage_cheaper() -> None:
+    assert balanced([1.0] * 9, 0, 2, CHECKPOINTED) == [4, 5]
+    assert balanced([1.0] * 10, 4.0, 2) == [7, 3]
+    assert balanced([1.0] * 10, 4.0, 2, CHECKPOINTED) == [6, 4]
+    model = build("llama", num_hidden_layers=9)
+    assert [end - begin for begin, end in plan_stages(model, 2).bounds] == [5, 4]
+    model.gradient_checkpointing_enable()
+    assert [end - begin for begin, end in plan_stages(model, 2).bounds] == [4, 5]
 
 
 def refused(model: Any, stages: int = 2, sizes: list[int] | None = None) -> str:
