@@ -212,9 +212,3 @@ def test_code_that_comes_with_a_model_is_executed_where_it_is_trusted(
     assert plan.model_class == "TinyModel"
     with pytest.raises(UsageError, match="set trust_remote_code: true"):
         plan_recipe(recipe_in(tmp_path, block_size=16, **given), 1)
-
-
-def test_a_pipeline_is_refused_before_data_are_read(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path, pipeline_parallel_size=2, gradient_accumulation_steps=2)
-    with pytest.raises(UsageError, match="plan does not know the memory of pipeline stages"):
-        plan_recipe(recipe, 2, count_data=True)

@@ -23,6 +23,8 @@ from stepmark.parallel.pipeline.balance import CHECKPOINTED, balanced, bounds_of
 from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.parallel.tensor.parallelize import parallelize
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.training.model_options import enable_gradient_checkpointing
 from tests.support.models import build, configuration
 from tests.support.programs import Blocks
 
@@ -90,7 +92,7 @@ def test_gradient_checkpointing_makes_the_last_stage_cheaper() -> None:
     assert balanced([1.0] * 10, 4.0, 2, CHECKPOINTED) == [6, 4]
     model = build("llama", num_hidden_layers=9)
     assert [end - begin for begin, end in plan_stages(model, 2).bounds] == [5, 4]
-    model.gradient_checkpointing_enable()
+    enable_gradient_checkpointing(model, EagerRuntime(torch.device("cpu")))
     assert [end - begin for begin, end in plan_stages(model, 2).bounds] == [4, 5]
 
 
