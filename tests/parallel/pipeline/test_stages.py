@@ -144,6 +144,18 @@ def test_outputs_of_all_layers_are_refused() -> None:
     assert "output_hidden_states" in refused(model)
 
 
+@pytest.mark.parametrize("name", ["output_router_logits", "output_hidden_states"])
+def test_outputs_of_all_layers_that_are_asked_for_later_are_refused(name: str) -> None:
+    """A loss over routers would be that of the last stage's."""
+    pipeline = Pipeline(mixture(), 2)
+    inputs = {"input_ids": tokens_for(67), "use_cache": False}
+    pipeline.forward(inputs, inputs)
+    for part in pipeline.parts:
+        setattr(part.config, name, True)
+    with pytest.raises(UsageError, match=f"{name}: it was turned on after the model was cut"):
+        pipeline.forward(inputs, inputs)
+
+
 def test_layers_that_training_leaves_out_are_refused() -> None:
     small = {"hidden_size": 8, "ffn_dim": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "word_embed_proj_dim": 8}
     model = AutoModelForCausalLM.from_config(OPTConfig(**small, vocab_size=67, layerdrop=0.1))

@@ -117,6 +117,13 @@ def _verified(model: Any) -> str:
     return PASSED[kind]
 
 
+def asked_of_all_layers(model: Any) -> tuple[str, ...]:
+    """The outputs of all layers, or of all their routers, that the configuration asks for."""
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    names = (*OUTPUTS_OF_ALL_LAYERS, ROUTER_LOGITS)
+    return tuple(name for name in names if any(getattr(config, name, False) for config in configs))
+
+
 def _routers(config: Any) -> tuple[int, int] | None:
     """The columns of a router's logits and of hidden states, where the loss needs the routers of all layers."""
     experts = next((getattr(config, name) for name in EXPERTS if isinstance(getattr(config, name, None), int)), None)
