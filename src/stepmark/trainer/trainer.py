@@ -46,6 +46,7 @@ from stepmark.trainer.run_results import RunResults, record_end
 from stepmark.trainer.script_methods import ScriptMethods
 from stepmark.trainer.setup import (
     RunParts,
+    check_packed,
     check_start,
     count_steps,
     make_checkpointer,
@@ -137,6 +138,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
         model = without_wrapper(model)
+        check_packed(model, train_dataset, eval_dataset)
         prepare_compile_cache(self.args.compile_cache)
         self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
@@ -185,6 +187,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         """
         check_assignment(self, name, value)
         self._check_pipeline(name, name in NEED_COMPLETE_MODEL)
+        if name in ("train_dataset", "eval_dataset"):
+            check_packed(self.model, value, may_call=False)
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
