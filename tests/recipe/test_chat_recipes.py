@@ -96,7 +96,7 @@ def test_all_weights_are_trained_without_an_adapter(tmp_path: Path, fields: dict
     inside = logged(tmp_path / "run", "eval_loss")
     assert call(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 0
     beside = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()[-1])
-    assert beside["metrics"]["eval_loss"] == pytest.approx(inside[-1], rel=1e-5)
+    assert beside["eval_loss"] == pytest.approx(inside[-1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
