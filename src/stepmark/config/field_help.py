@@ -77,6 +77,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
     },
     "precision and memory": {
         "bf16": FieldHelp("bfloat16 autocast over float32 parameters", "true"),
+        "fp16": FieldHelp("float16 autocast over float32 parameters, with a dynamic loss scale", "true"),
         "dtype": FieldHelp("the parameters' type: float32, or bfloat16 with fp32 master weights", "bfloat16"),
         "gradient_checkpointing": FieldHelp("compute activations again instead of keeping them", "true"),
     },

@@ -27,7 +27,7 @@ from stepmark.trainer.existing_run import check_no_earlier_run
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
-from stepmark.training.model_options import check_bf16, enable_gradient_checkpointing
+from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
 from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
 from stepmark.training.packed_samples import check_packing
 from stepmark.training.step import TrainStep
@@ -77,6 +77,8 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     fetch_module(model, runtime)
     if args.bf16 or args.dtype == "bfloat16":
         check_bf16(runtime.device)
+    if args.fp16:
+        check_fp16(runtime)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model, runtime)
     if args.dtype == "bfloat16":
