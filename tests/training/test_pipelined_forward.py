@@ -15,6 +15,7 @@ from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.transfers import Activation, Transfers
 from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.links import Exchange, Form
+from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.pipelined_forward import PipelinedForward
 from tests.support.models import build
@@ -44,14 +45,10 @@ class SlowLinks:
         return self.exchange(other, outgoing, ())
 
 
-class Stopped(Exception):
-    pass
-
-
 def stopped_after(count: int) -> Iterator[MicroBatch]:
     for _ in range(count):
         yield MicroBatch({"input_ids": tokens_for(67)}, 2, None)
-    raise Stopped
+    raise EvaluationPaused
 
 
 def test_what_was_sent_before_an_evaluation_stopped_still_arrives() -> None:
@@ -60,7 +57,7 @@ def test_what_was_sent_before_an_evaluation_stopped_still_arrives() -> None:
     mesh.links = links = SlowLinks()
     model = parallelize(build("llama", num_hidden_layers=2), mesh)
     forward = PipelinedForward(model, MicroBatchLoss(model), mesh)
-    with pytest.raises(Stopped), torch.no_grad():
+    with pytest.raises(EvaluationPaused), torch.no_grad():
         list(forward(stopped_after(3), lambda batch: None))
     assert len(links.sending) == 4  # three batches' hidden states, and once their form
     assert all(each.waited for each in links.sending)

@@ -15,6 +15,7 @@ from stepmark.parallel.pipeline.stage_plan import StagePlan, plan_stages
 from stepmark.planning.allocations import ACTIVATIONS, AllocationTracker
 from stepmark.planning.simulated_mesh import SimulatedMesh
 from stepmark.planning.step_setup import StepSetup
+from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import TENSOR
 from stepmark.training.loss import MicroBatchLoss, Weight
@@ -33,7 +34,7 @@ def stage_inputs(setup: StepSetup, model: nn.Module) -> list[Form]:
     layers: Any = model.get_submodule(plan.layers)
     hooks = [_note(layers[begin], stage, plan, found) for stage, (begin, _) in enumerate(plan.bounds)]
     inputs = setup.batch(setup.args.per_device_train_batch_size)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=setup.autocast is not None):
+    with torch.no_grad(), autocast(EagerRuntime(torch.device("cpu")), setup.autocast):
         model(input_ids=inputs["input_ids"], use_cache=False)
     for hook in hooks:
         hook.remove()

@@ -13,6 +13,7 @@ from stepmark.data.batch import MicroBatch
 from stepmark.parallel.pipeline.schedules import GPIPE, INTERLEAVED
 from stepmark.planning.simulated_mesh import PlannedDevice
 from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR
+from stepmark.training.micro_batches import autocast_dtype
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class StepSetup:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.args.bf16 else None
+        """The type of matrix products; None: that of the parameters."""
+        return autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16)
 
     def traced_micro_batches(self) -> list[MicroBatch]:
         """Of one step, as many as it takes until what is allocated repeats."""

@@ -37,7 +37,7 @@ from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.model_export import write_model
 from stepmark.trainer.model_factory import model_of
 from stepmark.trainer.outputs import SavedFiles, prepare_output_folder, write_model_files
-from stepmark.trainer.overrides import check_assignment, check_overrides, overrides
+from stepmark.trainer.overrides import check_assignment, check_overrides, hooks_of, overrides
 from stepmark.trainer.parameter_queries import ParameterQueries
 from stepmark.trainer.results import TrainOutput
 from stepmark.trainer.resume import TRAINER_STATE
@@ -46,6 +46,7 @@ from stepmark.trainer.run_results import RunResults, record_end
 from stepmark.trainer.script_methods import ScriptMethods
 from stepmark.trainer.setup import (
     RunParts,
+    check_packed,
     check_start,
     count_steps,
     make_checkpointer,
@@ -62,7 +63,8 @@ from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.trainer.transformers_arguments import converted
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.micro_batches import autocast
+from stepmark.training.loss_scaler import LossScaler
+from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.noisy_embeddings import noisy_embeddings
 from stepmark.training.step import TrainStep
@@ -114,7 +116,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
         super().__init_subclass__(**options)
-        check_overrides(cls, Trainer)
+        check_overrides(cls, _OWN_HOOKS)
 
     def __init__(
         self,
@@ -131,11 +133,13 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:
+        check_overrides(type(self), _OWN_HOOKS)
         self.args: TrainingArguments = converted(args)
         set_log_level(self.args)
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
         model = without_wrapper(model)
+        check_packed(model, train_dataset, eval_dataset)
         prepare_compile_cache(self.args.compile_cache)
         self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
@@ -184,6 +188,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         """
         check_assignment(self, name, value)
         self._check_pipeline(name, name in NEED_COMPLETE_MODEL)
+        if name in ("train_dataset", "eval_dataset"):
+            check_packed(self.model, value, may_call=False)
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
@@ -206,7 +212,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 
     def _overridden(self, name: str) -> bool:
         """Whether a subclass, or an attribute that was set, replaces a method."""
-        return overrides(self, Trainer, name)
+        return overrides(self, _OWN_HOOKS, name)
 
     # What callbacks see
 
@@ -263,7 +269,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.args.bf16 else None
+        return autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
@@ -396,6 +402,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             pipeline_schedule=self.args.pipeline_schedule,
             max_grad_norm=self.args.max_grad_norm,
             autocast=self._autocast_dtype,
+            scaler=LossScaler() if self.args.fp16 else None,
             seed=self.args.seed,
         )
 
@@ -435,7 +442,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         return call_compute_loss(self.compute_loss, type(self).__name__, model, inputs, items)
 
     def compute_loss_context_manager(self) -> torch.autocast:
-        """Returns the context in which models are called: autocast, as `bf16` says."""
+        """Returns the context in which models are called: autocast, as `bf16` and `fp16` say."""
         return autocast(self.context.runtime, self._autocast_dtype)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -641,3 +648,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 def _is_called(callback: TrainerCallback | type[TrainerCallback]) -> bool:
     """Whether a callback takes part in the run; none that reports values does while they are placeholders."""
     return not (extracting_graphs() and reports(callback))
+
+
+_OWN_HOOKS = hooks_of(Trainer)
