@@ -18,6 +18,7 @@ from stepmark.planning.step_setup import StepSetup
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import TENSOR
+from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
@@ -33,9 +34,10 @@ def stage_inputs(setup: StepSetup, model: nn.Module) -> list[Form]:
         collect_router_logits(model)
     layers: Any = model.get_submodule(plan.layers)
     hooks = [_note(layers[begin], stage, plan, found) for stage, (begin, _) in enumerate(plan.bounds)]
-    inputs = setup.batch(setup.args.per_device_train_batch_size)
-    with torch.no_grad(), autocast(EagerRuntime(torch.device("cpu")), setup.autocast):
-        model(input_ids=inputs["input_ids"], use_cache=False)
+    inputs = {"input_ids": setup.batch(setup.args.per_device_train_batch_size)["input_ids"]}
+    # As on a lazy device, so that no values are read.
+    with torch.no_grad(), autocast(EagerRuntime(torch.device("cpu")), setup.autocast), lazy_forward(inputs):
+        model(**inputs, use_cache=False)
     for hook in hooks:
         hook.remove()
     divided = setup.axes[TENSOR] if setup.args.sequence_parallel else 1
