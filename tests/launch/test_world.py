@@ -121,9 +121,11 @@ def test_slurm_outside_a_step_or_with_one_task_is_alone() -> None:
         ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("MPICH", "PMI_RANK", "PMI_SIZE"),
         ("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        ("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ],
 )
-def test_ranks_of_mpi_do_not_train_alone(launcher: str, rank: str, size: str) -> None:
+def test_ranks_of_other_launchers_do_not_train_alone(launcher: str, rank: str, size: str) -> None:
     with pytest.raises(LaunchError, match=f"{launcher} has started this process as rank 1 of 2.*torchrun, srun or"):
         World.from_environment({rank: "1", size: "2"})
     assert World.from_environment({rank: "0", size: "1"}) == World()

@@ -659,3 +659,32 @@ def test_every_method_of_transformers_is_called_or_rejected() -> None:
     theirs = {name for name, value in vars(transformers.Trainer).items() if callable(value) and name != "__init__"}
     assert theirs - {*CALLED, *INSTEAD} == CALLED_BY_PROGRAMS
     assert all(hasattr(Trainer, name) for name in CALLED)
+
+
+# Patches of the class, as libraries make them
+
+
+@pytest.mark.parametrize("kind", [Trainer, OldSignature])
+def test_a_patched_method_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Trainer]) -> None:
+    plain = make(kind, tmp_path / "plain")
+    plain.train()
+    own = kind.compute_loss
+
+    def tripled(self: Trainer, model: Any, inputs: Any, **options: Any) -> Any:
+        loss = own(self, model, inputs)
+        return (3 * loss, {}) if options.get("return_outputs") else 3 * loss
+
+    monkeypatch.setattr(kind, "compute_loss", tripled)
+    patched = make(kind, tmp_path / "patched", learning_rate=0.0)
+    patched.train()
+    assert logged(patched, "loss")[0] == pytest.approx(3 * logged(plain, "loss")[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["training_step", "_save", "hyperparameter_search"])
+def test_a_patch_that_would_never_be_called_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(Trainer, name, lambda self: None, raising=False)
+    for kind in (Trainer, WeightedMean):
+        with pytest.raises(UsageError, match=f"^{kind.__name__}: {name} is never called by stepmark's Trainer"):
+            make(kind, tmp_path / kind.__name__)

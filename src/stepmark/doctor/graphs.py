@@ -20,6 +20,8 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
     """Makes the graphs of the recipe at `path` as `stepmark precompile` does, in processes of their own, and compiles
     none of them on Neuron. There are as many ranks as the recipe's mesh has at least."""
     ranks = _ranks(recipe)
+    name = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    print(f"doctor: making the graphs of {path} for {name}, which takes as long as a first step", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="stepmark-doctor-") as folder:
         command = ["precompile", path, "--nproc", str(ranks), "--compile_cache", folder]
         done = subprocess.run(
@@ -28,13 +30,13 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         text = errors[-1].removeprefix("error: ") if errors else f"could not be made (exit code {done.returncode})"
-        yield Finding(TOPIC, f"{ranks} ranks", text, Status.FAILURE)
+        yield Finding(TOPIC, name, text, Status.FAILURE)
         return
     lines = done.stdout.splitlines()
     problems = [line.removeprefix(PROBLEM) for line in lines if line.startswith(PROBLEM)]
-    yield from (Finding(TOPIC, f"{ranks} ranks", problem, Status.WARNING) for problem in problems)
+    yield from (Finding(TOPIC, name, problem, Status.WARNING) for problem in problems)
     if not problems:
-        yield Finding(TOPIC, f"{ranks} ranks", "nothing in them that a compiler for accelerators rejects")
+        yield Finding(TOPIC, name, "nothing in them that a compiler for accelerators rejects")
 
 
 def _ranks(recipe: Recipe) -> int:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from stepmark.errors import LaunchError
 
 _FIRST_PORT, _JOBS, _STEPS = 20000, 600, 20
-_MPI = {  # the variables of a rank and of the number of ranks, by who sets them
+_OTHERS = {  # launchers whose variables are not read: those of a rank and of the number of ranks
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "MPICH": ("PMI_RANK", "PMI_SIZE"),
     "MVAPICH2": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
 }
 
 
@@ -49,8 +51,8 @@ class World:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
         """Reads torchrun's variables, else those of a Slurm step with several tasks; else returns a single rank.
 
-        Raises LaunchError if variables are missing or not numbers, and where MPI has started several ranks, each of
-        which would train alone.
+        Raises LaunchError if variables are missing or not numbers, and where another launcher has started several
+        ranks, each of which would train alone.
         """
         environment = os.environ if environment is None else environment
         if "RANK" in environment or environment.get("WORLD_SIZE", "1") != "1":
@@ -58,7 +60,7 @@ class World:
             return _exported if _exported == world else world
         if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
             return _from_slurm(environment)
-        _refuse_mpi(environment)
+        _refuse_others(environment)
         return cls()
 
     def export(self) -> None:
@@ -125,8 +127,8 @@ def _from_slurm(environment: Mapping[str, str]) -> World:
     )
 
 
-def _refuse_mpi(environment: Mapping[str, str]) -> None:
-    for name, (rank, size) in _MPI.items():
+def _refuse_others(environment: Mapping[str, str]) -> None:
+    for name, (rank, size) in _OTHERS.items():
         if _number(environment, size, 1) > 1:
             raise LaunchError(
                 f"{name} has started this process as rank {environment.get(rank)} of {environment[size]}, and Stepmark "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stepmark.errors import UsageError
@@ -113,11 +113,18 @@ INSTEAD = {
 }
 
 
-def check_overrides(cls: type, base: type) -> None:
-    """Raises UsageError where `cls` defines a hook of transformers' Trainer that is never called here."""
+def hooks_of(base: type) -> dict[str, Any]:
+    """The methods of `base` among those of transformers' Trainer, as they are now, before any patch."""
+    missing = object()
+    found = {name: inspect.getattr_static(base, name, missing) for name in (*CALLED, *INSTEAD)}
+    return {name: method for name, method in found.items() if method is not missing}
+
+
+def check_overrides(cls: type, own: Mapping[str, Any]) -> None:
+    """Raises UsageError where `cls` has, by definition or by a patch, a hook of transformers' Trainer that is never
+    called here. `own` are Stepmark's methods, of `hooks_of`."""
     for name, instead in INSTEAD.items():
-        owner = next((each for each in cls.__mro__ if name in vars(each)), None)
-        if owner is not None and not issubclass(base, owner):
+        if inspect.getattr_static(cls, name, None) is not own.get(name):
             raise UsageError(f"{cls.__name__}: {name} is never called by stepmark's Trainer; override {instead}")
 
 
@@ -134,10 +141,10 @@ def check_assignment(trainer: Any, name: str, value: Any) -> None:
         )
 
 
-def overrides(trainer: Any, base: type, name: str) -> bool:
-    """Whether the method `name` of `trainer` is not that of `base`, but of a subclass or set on the object."""
+def overrides(trainer: Any, own: Mapping[str, Any], name: str) -> bool:
+    """Whether the method `name` of `trainer` is not Stepmark's `own`: a subclass, a patch or an attribute has it."""
     method = getattr(trainer, name)
-    return getattr(method, "__func__", method) is not inspect.getattr_static(base, name)
+    return getattr(method, "__func__", method) is not own[name]
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

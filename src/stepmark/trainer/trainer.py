@@ -37,7 +37,7 @@ from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.model_export import write_model
 from stepmark.trainer.model_factory import model_of
 from stepmark.trainer.outputs import SavedFiles, prepare_output_folder, write_model_files
-from stepmark.trainer.overrides import check_assignment, check_overrides, overrides
+from stepmark.trainer.overrides import check_assignment, check_overrides, hooks_of, overrides
 from stepmark.trainer.parameter_queries import ParameterQueries
 from stepmark.trainer.results import TrainOutput
 from stepmark.trainer.resume import TRAINER_STATE
@@ -46,6 +46,7 @@ from stepmark.trainer.run_results import RunResults, record_end
 from stepmark.trainer.script_methods import ScriptMethods
 from stepmark.trainer.setup import (
     RunParts,
+    check_packed,
     check_start,
     count_steps,
     make_checkpointer,
@@ -114,7 +115,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
         super().__init_subclass__(**options)
-        check_overrides(cls, Trainer)
+        check_overrides(cls, _OWN_HOOKS)
 
     def __init__(
         self,
@@ -131,11 +132,13 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:
+        check_overrides(type(self), _OWN_HOOKS)
         self.args: TrainingArguments = converted(args)
         set_log_level(self.args)
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
         model = without_wrapper(model)
+        check_packed(model, train_dataset, eval_dataset)
         prepare_compile_cache(self.args.compile_cache)
         self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
@@ -184,6 +187,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         """
         check_assignment(self, name, value)
         self._check_pipeline(name, name in NEED_COMPLETE_MODEL)
+        if name in ("train_dataset", "eval_dataset"):
+            check_packed(self.model, value, may_call=False)
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
@@ -206,7 +211,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 
     def _overridden(self, name: str) -> bool:
         """Whether a subclass, or an attribute that was set, replaces a method."""
-        return overrides(self, Trainer, name)
+        return overrides(self, _OWN_HOOKS, name)
 
     # What callbacks see
 
@@ -641,3 +646,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 def _is_called(callback: TrainerCallback | type[TrainerCallback]) -> bool:
     """Whether a callback takes part in the run; none that reports values does while they are placeholders."""
     return not (extracting_graphs() and reports(callback))
+
+
+_OWN_HOOKS = hooks_of(Trainer)

@@ -12,6 +12,7 @@ from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
 from stepmark.config.transformers_defaults import IGNORED, LATE, check_ignored, ignored_argument
 from stepmark.errors import UsageError
+from stepmark.launch.accelerate_variables import asked_by_accelerate
 from stepmark.launch.world import World
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class TrainingArguments(TrainingFields):
         self._take_dtype()
         if self.output_dir is None:
             self.output_dir = TrainingFields.output_dir
+        self._take_variables()
         super().__post_init__()
         self.lr_scheduler_kwargs, self.report_to = self.scheduler_options or None, self.reporters
         self.include_for_metrics = list(self.include_for_metrics or [])
@@ -97,6 +99,14 @@ class TrainingArguments(TrainingFields):
             raise UsageError(f"local_rank: is {self.local_rank}, but the launcher says {launched}; leave it out")
         self.local_rank = launched
         self.parameter_dtype = self.dtype
+
+    def _take_variables(self) -> None:
+        """What `accelerate launch` asks for, where the arguments do not say otherwise."""
+        asked = asked_by_accelerate()
+        if self.dtype == "float32":
+            self.bf16 = self.bf16 or asked.bf16
+        if asked.cpu and self.device_name == "auto":
+            self.device = "cpu"
 
     def _take_dtype(self) -> None:
         """`dtype` as it was given to the constructor, under either name; that of torch becomes its name."""

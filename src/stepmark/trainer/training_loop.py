@@ -17,7 +17,7 @@ from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.interruption.pausable_evaluation import EvaluationPaused, PausableEvaluation
+from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.resume import restore_run
@@ -27,6 +27,7 @@ from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
 from stepmark.trainer.telemetry.total_flos import TotalFlos
+from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.learning_rate_schedule import advance, follows_metric, restore_schedule, schedule_state
 from stepmark.training.model_options import set_training
 from stepmark.training.step import StepHooks

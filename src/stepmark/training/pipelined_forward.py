@@ -14,6 +14,7 @@ from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
+from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
@@ -89,7 +90,7 @@ class PipelinedForward:
         other ranks stop before the same batch, and may be behind."""
         try:
             yield from batches
-        except Exception:
+        except EvaluationPaused:
             self._transfers.settle()
             raise
 

@@ -15,12 +15,14 @@ from torch import nn
 
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.config.recipe import Recipe
+from stepmark.data.collate import PadTo
 from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
 from stepmark.evaluation.restored_model import CONFIG, ModelReader, read_config
 from stepmark.runtime.mesh import Mesh
+from stepmark.training.packed_samples import check_packing
 from stepmark.watcher.evaluation_data import DataChoice, EvaluationSet, prepare_sets
 
 logger = logging.getLogger("stepmark")
@@ -158,9 +160,11 @@ class EvaluationSetup:
     def _standard(self, model: nn.Module) -> dict[str, float]:
         metrics = self._functions.loaded_metrics
         sets = {name: each.blocks for name, each in self.sets.items()}
+        check_packing(model, sets.values(), whole=False)
         return evaluate(
             model,
             sets.get(None, sets),
+            data_collator=_padding(sets, fixed=self.mesh.runtime.lazy),
             mesh=self.mesh,
             batch_size=self._batch_size,
             bf16=self._bf16,
@@ -169,6 +173,12 @@ class EvaluationSetup:
             preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics if metrics is not None else None,
             metric_key_prefix=PREFIX,
         )
+
+
+def _padding(sets: Mapping[str | None, Any], *, fixed: bool) -> PadTo | None:
+    """The collator of conversations; blocks of texts need none."""
+    made = (each.padding(fixed=fixed) for each in sets.values() if hasattr(each, "padding"))
+    return next(made, None)
 
 
 def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -> tuple[Any, int | None]:

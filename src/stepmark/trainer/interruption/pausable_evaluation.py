@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from stepmark.training.evaluation_paused import EvaluationPaused
+
 Metrics = dict[str, float]
-
-
-class EvaluationPaused(Exception):
-    """The run stops here, in the middle of an evaluation."""
 
 
 class PausableEvaluation:

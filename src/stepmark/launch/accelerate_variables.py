@@ -1,0 +1,53 @@
+"""What `accelerate launch` asks of the processes that it starts: its options arrive as environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stepmark.errors import UsageError
+
+_SHARDING = "leave the option out, and set zero_1, tensor_parallel_size or pipeline_parallel_size"
+_SWITCHES = {
+    "ACCELERATE_USE_DEEPSPEED": _SHARDING,
+    "ACCELERATE_USE_FSDP": _SHARDING,
+    "ACCELERATE_USE_MEGATRON_LM": _SHARDING,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": _SHARDING,
+}
+_DYNAMO, _PRECISION, _CPU = "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"
+_TRUE = ("1", "on", "t", "true", "y", "yes")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the options of `accelerate launch` stand for: `bf16` for `--mixed_precision bf16`, `cpu` for `--cpu`."""
+
+    bf16: bool = False
+    cpu: bool = False
+
+
+def asked_by_accelerate(environment: Mapping[str, str] | None = None) -> Asked:
+    """Reads the variables that transformers' Trainer obeys too.
+
+    Raises:
+        UsageError: A variable asks for what Stepmark lacks: another precision, torch.compile, or a library that shards.
+    """
+    environment = os.environ if environment is None else environment
+    for name, remedy in _SWITCHES.items():
+        if _is_on(environment, name):
+            raise _refusal(environment, name, remedy)
+    if environment.get(_DYNAMO, "no").lower() not in ("", "no"):
+        raise _refusal(environment, _DYNAMO, "leave the option out, and pass torch.compile(model)")
+    precision = environment.get(_PRECISION, "no").lower()
+    if precision not in ("", "no", "bf16"):
+        raise _refusal(environment, _PRECISION, "use bf16")
+    return Asked(bf16=precision == "bf16", cpu=_is_on(environment, _CPU))
+
+
+def _is_on(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").lower() in _TRUE
+
+
+def _refusal(environment: Mapping[str, str], name: str, remedy: str) -> UsageError:
+    return UsageError(f"{name}={environment[name]}, as `accelerate launch` sets it, is not supported; {remedy}")

@@ -1,0 +1,67 @@
+"""Scripts that `accelerate launch` starts: its options are obeyed, or refused by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepmark import TrainingArguments
+from stepmark.errors import UsageError
+from stepmark.launch.accelerate_variables import Asked, asked_by_accelerate
+
+SCRIPT = """
+from stepmark import TrainingArguments
+args = TrainingArguments()
+print(args.bf16, args.device_name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "asked"),
+    [
+        ({}, Asked()),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}, Asked()),
+        ({"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False", "ACCELERATE_USE_FSDP": "0"}, Asked()),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, Asked(bf16=True)),
+        ({"ACCELERATE_USE_CPU": "true"}, Asked(cpu=True)),
+    ],
+)
+def test_what_the_variables_ask_for(variables: dict[str, str], asked: Asked) -> None:
+    assert asked_by_accelerate(variables) == asked
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "fp8", "use bf16"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", r"torch.compile\(model\)"),
+        ("ACCELERATE_USE_FSDP", "true", "zero_1"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "zero_1"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "tensor_parallel_size"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "pipeline_parallel_size"),
+    ],
+)
+def test_what_stepmark_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, remedy: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"^{name}={value}, as `accelerate launch` sets it, .*{remedy}"):
+        TrainingArguments()
+
+
+def test_arguments_follow_the_variables_where_they_do_not_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    both = TrainingArguments()
+    assert (both.bf16, both.device_name) == (True, "cpu")
+    assert not TrainingArguments(dtype="bfloat16").bf16  # is bfloat16 already
+    assert TrainingArguments(device="xla").device_name == "xla"
+
+
+def test_accelerate_launch_sets_these_variables(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "bf16", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["True cpu"], done.stderr
