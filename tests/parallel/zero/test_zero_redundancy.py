@@ -253,6 +253,20 @@ def test_masters_keep_what_rounding_hides_of_parameters_that_were_not_written() 
     assert net.scale.item() == 2.0
 
 
+def test_parameters_that_are_frozen_or_unfrozen_later_are_refused() -> None:
+    net = Net()
+    net.bias.requires_grad_(False)
+    made = optimizer(net)
+    trained(net, made, 1)
+    net.bias.requires_grad_(True)
+    with pytest.raises(UsageError, match="step: a parameter that was frozen when the optimizer was made"):
+        trained(net, made, 1)
+    net.bias.requires_grad_(False)
+    net.scale.requires_grad_(False)
+    with pytest.raises(UsageError, match="zero_1: scale was frozen .* after the optimizer was made"):
+        trained(net, made, 1)
+
+
 @pytest.mark.xla
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.prove)])
 def test_what_the_script_writes_on_a_lazy_device_is_trained_further(ranks: Ranks, dtype: str) -> None:

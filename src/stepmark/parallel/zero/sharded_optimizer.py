@@ -98,7 +98,12 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Updates this rank's shards, and distributes the new values to all ranks. What the script has written to
-        parameters since the last step is kept."""
+        parameters since the last step is kept.
+
+        Raises:
+            UsageError: A parameter has been frozen since: its part of the shards would be updated all the same.
+        """
+        self._check_none_is_frozen()
         for number, flat in enumerate(self._flat):
             moved = flat is not None and _attach(self.buckets[number], flat)
             if moved or self._written[number].found():
@@ -107,6 +112,15 @@ class ShardedOptimizer:
         self._publish()
         for written in self._written:
             written.forget()
+
+    def _check_none_is_frozen(self) -> None:
+        members = (member for bucket in self.buckets for member in bucket.members)
+        frozen = next((member.name for member in members if not member.parameter.requires_grad), None)
+        if frozen is not None:
+            raise UsageError(
+                f"zero_1: {frozen} was frozen (requires_grad) after the optimizer was made, which updates its momentum "
+                "and weight decay in one piece with other parameters; freeze parameters before that"
+            )
 
     def _follow_written(self, number: int) -> None:
         """A shard that has memory of its own gets the values of parameters that the script has written."""
