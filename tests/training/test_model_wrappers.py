@@ -41,6 +41,7 @@ def test_other_wrappers_are_refused_by_name() -> None:
         without_wrapper(inside)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("how", ["around", "inside"])
 def test_compiled_modules_keep_their_names_and_are_compiled(how: str) -> None:
     calls: list[str] = []
