@@ -50,6 +50,20 @@ def test_updates_too_small_for_bf16_add_up_in_the_master_weights() -> None:
     torch.testing.assert_close(master, start - 2e-2, rtol=1e-4, atol=1e-5)
 
 
+def test_masters_follow_parameters_that_the_script_writes() -> None:
+    module, optimizer = bf16_optimizer("sgd")
+    for _ in range(3):
+        optimizer.set_gradients([torch.full((8, 8), 1e-2), torch.full((8,), 1e-2, dtype=torch.bfloat16)])
+        optimizer.step()
+    kept = optimizer.named_state()["bias"][MASTER].detach().clone()
+    assert not torch.equal(kept, kept.to(torch.bfloat16).float())
+    nn.init.constant_(module.weight, 0.5)
+    optimizer.set_gradients([torch.zeros(8, 8), None])
+    optimizer.step()
+    assert torch.equal(module.weight, torch.full((8, 8), 0.5, dtype=torch.bfloat16))
+    assert torch.equal(optimizer.named_state()["bias"][MASTER], kept)
+
+
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
 def test_bf16_parameters_are_their_masters_rounded(name: str) -> None:
     module, optimizer = bf16_optimizer(name)

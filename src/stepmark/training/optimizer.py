@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.optim.master_weights import WrittenParameters, follow
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.optim.wrapped import (
     load_hyperparameters,
@@ -71,6 +72,9 @@ class ParameterOptimizer:
         self.names = [self.names[index] for index in in_order]
         self.parameters = [self.parameters[index] for index in in_order]
         self._updated = [self._updated[index] for index in in_order]
+        pairs = zip(self.parameters, self._updated, strict=True)
+        self._masters = [(parameter, master) for parameter, master in pairs if master is not parameter]
+        self._written = WrittenParameters([parameter for parameter, _ in self._masters])
 
     @classmethod
     def around(
@@ -114,10 +118,18 @@ class ParameterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
+        self._follow_written()
         self.inner.step()
-        for parameter, updated in zip(self.parameters, self._updated, strict=True):
-            if updated is not parameter:
-                parameter.copy_(updated)
+        for parameter, master in self._masters:
+            parameter.copy_(master)
+        self._written.forget()
+
+    def _follow_written(self) -> None:
+        """Master weights of parameters that the script has written get their values."""
+        written = {id(parameter) for parameter in self._written.found()}
+        for parameter, master in self._masters:
+            if id(parameter) in written:
+                self._runtime.write(master, follow(*self._runtime.to_host([master, parameter])))
 
     def ensure_state(self) -> None:
         """Creates the state that the first step would create, so that it can be restored in place.
