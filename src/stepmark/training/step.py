@@ -14,6 +14,7 @@ from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
 from stepmark.parallel.pipeline.staged_model import staged
+from stepmark.parallel.tensor.parallelize import check_not_added_to
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import MicroBatchSchedule, SequentialSchedule
@@ -64,6 +65,9 @@ class TrainStep:
         max_grad_norm: 2-norm to which larger gradients are scaled; 0 or less: never.
         autocast: Type of matrix products, such as `torch.bfloat16`; None: that of the parameters.
         seed: Seed of dropout and other random numbers of the model.
+
+    Raises:
+        UsageError: The model got an adapter after it was sharded, or the schedule does not fit.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class TrainStep:
         autocast: torch.dtype | None = None,
         seed: int = 42,
     ) -> None:
+        check_not_added_to(model)
         self.model = model
         self.optimizer = optimizer
         self._runtime = mesh.runtime

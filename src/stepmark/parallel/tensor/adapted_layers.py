@@ -189,7 +189,8 @@ class AddedAdapters:
         for name, modules, key, child in self._children:
             found = modules.get(key)
             if found is not child and is_wrapper(found):
+                place = f"{name}.{key}".removeprefix(".")
                 raise UsageError(
-                    f"tensor_parallel_size: {name}.{key} got an adapter of peft after the model was sharded, which would "
-                    "train incorrectly; add adapters to the complete model, before Trainer or parallelize shards it"
+                    f"tensor_parallel_size: {place} got an adapter of peft after the model was sharded, which "
+                    "would train incorrectly; add adapters to the complete model, before it is sharded"
                 )

@@ -18,9 +18,11 @@ from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import cut_into_stages
 from stepmark.parallel.tensor.adapted_layers import (
     AdaptedLayer,
+    AddedAdapters,
     adapted_layers,
     called_models,
     check_adapters,
+    is_wrapper,
     unwrapped,
 )
 from stepmark.parallel.tensor.attention_heads import Heads, heads_of
@@ -65,6 +67,18 @@ _applied: WeakKeyDictionary[nn.Module, ParallelizedModel] = WeakKeyDictionary()
 def parallelized(model: nn.Module) -> ParallelizedModel | None:
     """How the model was parallelized; None where it was not."""
     return _applied.get(model)
+
+
+def check_not_added_to(model: nn.Module) -> None:
+    """Raises UsageError for a model that got an adapter after it was sharded, as far as that is seen before it is
+    called: one in a PeftModel, or one in a pipeline."""
+    applied = _applied.get(model)
+    staged = applied is not None and applied.mesh.pipeline.size > 1
+    if (applied is None and unwrapped(model) in _applied) or (staged and any(map(is_wrapper, model.modules()))):
+        raise UsageError(
+            "model: it got an adapter of peft after it was sharded, which would train incorrectly; add adapters to the "
+            "complete model, before Trainer or parallelize shards it"
+        )
 
 
 def parallelize(
@@ -112,6 +126,7 @@ def parallelize(
         return model
     if model in _applied:
         raise UsageError("parallelize: the model is already sharded; pass a complete one")
+    check_not_added_to(model)
     check_adapters(model, mesh.tensor_parallel.size, mesh.pipeline.size)
     stages = plan_stages(model, mesh.pipeline.size * pipeline_chunks, pipeline_layers) if pipeline else None
     if tensor:
@@ -195,6 +210,8 @@ class _Parallelization:
         for name, each, style in self._styles:
             if style.kind in COLUMN_STYLES or style.kind in ROW_STYLES:
                 yield from self._linear_shards(name, each, style)
+            elif style.kind == "all_reduce" and any(is_wrapper(module) for module in each.called.modules()):
+                raise UsageError(f"tensor_parallel_size: adapters in {name} are not supported; leave them out")
             elif style.kind == "embedding_rowwise":
                 yield self._vocabulary_shard(name, each.layer.weight)
 
@@ -265,6 +282,9 @@ class _Parallelization:
         has_head = self._wire_vocabulary()
         if self._sequence:
             shard_sequence(model, axis, seeds, has_head)
+        added = AddedAdapters(model)  # which calls the modules in the model, whatever calls the latter
+        for module in [modules[parent] for parent in regions][:1] or [each.called for each in self._tables]:
+            module.register_forward_pre_hook(lambda module, args: added.check())
 
     def _wire_vocabulary(self) -> bool:
         """Returns whether the head is sharded."""
