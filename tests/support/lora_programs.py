@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, parallelize
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.sharding.layout import layout_of
 from tests.support.mesh_programs import StopAt
 from tests.support.models import build, with_lora
 from tests.support.programs import Blocks, checksum, logged
@@ -79,6 +81,20 @@ def refusal(model: dict[str, Any], options: dict[str, Any]) -> str:
         assert [parameter.shape for parameter in made.parameters()] == before
         return str(error)
     return ""
+
+
+def drawn_apart(model: dict[str, Any]) -> list[str]:
+    """The checksums of the replicated parts of adapters that each rank has drawn for itself."""
+    mesh = Mesh.create(tensor_parallel_size=2, device="cpu")
+    made = build(**model)
+    torch.manual_seed(mesh.context.world.rank)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter))
+    parallelize(made, mesh)
+    found = [each for _, each in made.named_parameters() if each.requires_grad and layout_of(each) is None]
+    return [xxhash.xxh3_64_hexdigest(each.detach().numpy().tobytes()) for each in found]
 
 
 def _added(sharded: Any, lora: dict[str, Any]) -> dict[str, Callable[[], Any]]:

@@ -116,6 +116,13 @@ def test_the_best_adapter_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> 
         assert found["evaluation"] == pytest.approx(best, rel=1e-6)
 
 
+def test_adapters_that_ranks_have_drawn_for_themselves(ranks: Ranks) -> None:
+    model = {"kind": "llama", "lora": {"target_modules": ["q_proj", "o_proj"]}}
+    one, other = ranks.run(PROGRAMS + "drawn_apart", model, nproc=2).check()
+    assert one == other
+    assert len(set(one)) == 4
+
+
 def test_dropout_of_adapters(ranks: Ranks) -> None:
     """Equal on both ranks where the input is replicated, different where it is sharded, and new for each layer and each
     batch."""

@@ -5,6 +5,7 @@ On a mesh with a pipeline it is cut into stages afterwards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -44,8 +45,11 @@ from stepmark.parallel.tensor.sequence import partial_parameters, sequence_modul
 from stepmark.parallel.tensor.vocabulary import VocabParallelHead, Vocabulary, shard_embedding, use_vocab_parallel_loss
 from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.module_placement import agree_on_weights
 from stepmark.sharding.layout import Layout, Shape, annotate, layout_of
 from stepmark.sharding.replication import Replication, annotate_replication
+
+logger = logging.getLogger("stepmark")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -101,6 +105,9 @@ def parallelize(
     and `TrainStep` or `Trainer` runs them; the model cannot be called. On a mesh that has neither the model is returned
     unchanged.
 
+    LoRA adapters of peft are sharded with their layers, and have to be in the model by then. Where the ranks have drawn
+    different ones, all use those of rank 0.
+
     Args:
         model: A complete model, on the host or on the meta device.
         mesh: The mesh from `Mesh.create`.
@@ -131,6 +138,7 @@ def parallelize(
     stages = plan_stages(model, mesh.pipeline.size * pipeline_chunks, pipeline_layers) if pipeline else None
     if tensor:
         work = _Parallelization(model, mesh, plan, parallelize_embedding, sequence_parallel)
+        _agree_on_adapters(model, mesh)
         work.shard_parameters()
         work.wire()
     if stages is not None:
@@ -140,6 +148,16 @@ def parallelize(
         _applied[each] = ParallelizedModel(mesh, sequence_parallel, parallelize_embedding, sizes, pipeline_chunks)
         vars(each)["save_pretrained"] = _refuse_saving
     return model
+
+
+def _agree_on_adapters(model: nn.Module, mesh: Mesh) -> None:
+    """Makes adapters equal on all ranks: unlike the base, which is read from files, each rank may have drawn others.
+    Collective if there are any."""
+    trained = nn.ParameterList([each for each in model.parameters() if each.requires_grad and not each.is_meta])
+    if not any(map(is_wrapper, model.modules())):
+        return
+    if agree_on_weights(trained, mesh.runtime, mesh.context.host) and mesh.context.host.rank == 0:
+        logger.warning("the ranks had different adapters; all use those of rank 0")
 
 
 def _refuse_saving(*args: Any, **options: Any) -> None:
