@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from stepmark.config.recipe import Recipe
+from stepmark.data.collate import PadTo
 from stepmark.data.prepared_data import choose_block_size
 
 FINGERPRINT = "stand-in"
@@ -25,10 +26,12 @@ class StandInData:
 
 
 class StandInBlocks(Dataset[dict[str, Tensor]]):
-    """Blocks as those of `PackedBlocks`: every token is the same, and every label counts."""
+    """Blocks as those of `PackedBlocks`, or packed as those of `Conversations`: every token is the same, and every
+    label counts."""
 
-    def __init__(self, samples: int, block_size: int) -> None:
+    def __init__(self, samples: int, block_size: int, packed: bool = False) -> None:
         self.block_size = block_size
+        self.packed = packed
         self.fingerprint = FINGERPRINT
         self._samples = samples
 
@@ -37,7 +40,15 @@ class StandInBlocks(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.zeros(self.block_size, dtype=torch.int64)
-        return {"input_ids": tokens, "labels": tokens.clone()}
+        sample = {"input_ids": tokens, "labels": tokens.clone()}
+        if self.packed:
+            sees = torch.ones(1, self.block_size, self.block_size, dtype=torch.bool)
+            sample |= {"position_ids": tokens.clone(), "attention_mask": sees}
+        return sample
+
+    def padding(self, *, fixed: bool) -> PadTo | None:
+        """As that of `Conversations`."""
+        return PadTo(self.block_size) if fixed and not self.packed else None
 
 
 def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps: int) -> StandInData:
@@ -46,7 +57,7 @@ def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps
     training = recipe.training
     per_batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * data_parallel_size
     ragged = 0 if training.dataloader_drop_last else (per_batch - 1) // 2
-    validation = StandInBlocks(training.per_device_eval_batch_size * data_parallel_size + 1, block_size)
-    return StandInData(
-        StandInBlocks(per_batch * steps - ragged, block_size), validation if training.eval_strategy != "no" else None
-    )
+    packed = recipe.data.packing
+    train = StandInBlocks(per_batch * steps - ragged, block_size, packed)
+    validation = StandInBlocks(training.per_device_eval_batch_size * data_parallel_size + 1, block_size, packed)
+    return StandInData(train, validation if training.eval_strategy != "no" else None)

@@ -31,12 +31,19 @@ class DataArguments:
     `validation_split_percentage` percent of the training texts (0: there is no validation). `max_train_samples` and
     `max_eval_samples` count blocks of `block_size` tokens. `text_column` is `text`, else the only column of strings.
 
+    With `messages_column` the rows are conversations, or instructions, by the tokenizer's chat template, and
+    `block_size` is the length at most of one, or with `packing` of a block of several. `assistant_only_loss`: what the
+    assistant says is all that is trained on.
+
     Raises UsageError where fields contradict each other or are out of range.
     """
 
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     text_column: str | None = None
+    messages_column: str | None = None
+    assistant_only_loss: bool = False
+    packing: bool = False
     train_file: str | list | None = None
     validation_file: str | list | None = None
     block_size: int | None = None
@@ -61,6 +68,9 @@ class DataArguments:
             raise UsageError("there is no training data: give dataset_name or train_file")
         if self.dataset_config_name and self.dataset_name in (None, STDLIB):
             raise UsageError("dataset_config_name needs a dataset_name that has configurations; remove it")
+        for field in ("text_column", "assistant_only_loss", "packing"):
+            if getattr(self, field) and (self.messages_column is None) != (field == "text_column"):
+                raise UsageError(_conversation_fields(field))
         if self.text_column is not None and not self._has_columns():
             raise UsageError("text_column is given, but the data has no columns; remove it")
 
@@ -82,3 +92,9 @@ class DataArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}; leave it out for no limit")
+
+
+def _conversation_fields(field: str) -> str:
+    if field == "text_column":
+        return "text_column and messages_column: samples are texts or conversations; set one of them"
+    return f"{field}: is for conversations; set messages_column to the column that has them, or leave it out"

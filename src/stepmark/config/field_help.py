@@ -20,7 +20,13 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "config_name": FieldHelp("train a new model of this type, or of a folder's config.json", "gpt2"),
         "config_overrides": FieldHelp("sizes of the new model", "{n_layer: 4, n_embd: 256}"),
         "tokenizer_name": FieldHelp("a tokenizer's folder or hub name, or bytes (built in)", "bytes"),
+        "chat_template_path": FieldHelp("a file with a chat template; unset: the tokenizer's own", "chat.jinja"),
         "trust_remote_code": FieldHelp("execute Python code that comes with the model or tokenizer", "true"),
+        "peft": FieldHelp("lora: train an adapter, and leave the model's weights as they are", "lora"),
+        "lora_r": FieldHelp("rank of the adapter", "16"),
+        "lora_alpha": FieldHelp("scale of the adapter, times lora_r", "32"),
+        "lora_dropout": FieldHelp("dropout before the adapter", "0.05"),
+        "lora_target_modules": FieldHelp("modules that get one: all-linear, or names", "[q_proj, v_proj]"),
     },
     "data": {
         "train_file": FieldHelp("texts to train on: a file, a folder, a pattern, or a list of them", '"data/*.jsonl"'),
@@ -28,6 +34,9 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "dataset_name": FieldHelp("python-stdlib (built in), a folder of save_to_disk, or a hub name", "python-stdlib"),
         "dataset_config_name": FieldHelp("the dataset's configuration", "wikitext-2-raw-v1"),
         "text_column": FieldHelp("which column holds the texts", "body"),
+        "messages_column": FieldHelp("train on conversations: which column holds their messages", "messages"),
+        "assistant_only_loss": FieldHelp("of conversations, train on what the assistant says alone", "true"),
+        "packing": FieldHelp("put several conversations into a block, none of which sees another", "true"),
         "block_size": FieldHelp("tokens in a sample; unset: 1024, or less if the model takes less", "512"),
         "validation_split_percentage": FieldHelp(
             "percent of the training texts to evaluate on, if none are given", "1"
@@ -68,6 +77,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
     },
     "precision and memory": {
         "bf16": FieldHelp("bfloat16 autocast over float32 parameters", "true"),
+        "fp16": FieldHelp("float16 autocast over float32 parameters, with a dynamic loss scale", "true"),
         "dtype": FieldHelp("the parameters' type: float32, or bfloat16 with fp32 master weights", "bfloat16"),
         "gradient_checkpointing": FieldHelp("compute activations again instead of keeping them", "true"),
     },

@@ -17,18 +17,30 @@ from stepmark.config.unknown_field_message import unknown_field
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 
+_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+
 
 @dataclass(frozen=True)
 class ModelArguments:
     """Which model: a new one of `config_name` (a model type of transformers, or a folder with a config.json) with
-    `config_overrides`, or the weights in `model_name_or_path`; and its tokenizer, by default that of the model.
-    Python code that comes with them is executed only with `trust_remote_code`."""
+    `config_overrides`, or the weights in `model_name_or_path`; and its tokenizer, by default that of the model, with
+    the chat template in the file `chat_template_path`, by default its own. Python code that comes with them is executed
+    only with `trust_remote_code`.
+
+    With `peft: lora` the model's weights stay as they are, and an adapter of rank `lora_r`, scaled by `lora_alpha` /
+    `lora_r`, is trained on the modules that `lora_target_modules` names."""
 
     model_name_or_path: str | None = None
     config_name: str | None = None
     config_overrides: dict | str | None = None
     tokenizer_name: str | None = None
+    chat_template_path: str | None = None
     trust_remote_code: bool = False
+    peft: str | None = None
+    lora_r: int = 8
+    lora_alpha: float = 16
+    lora_dropout: float = 0.0
+    lora_target_modules: str | list | None = "all-linear"
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None and self.config_name is None:
@@ -39,6 +51,24 @@ class ModelArguments:
             raise UsageError("config_overrides: overrides are for a new model; set config_name, or leave them out")
         if self.tokenizer_name is None and self.model_name_or_path is None:
             raise UsageError("tokenizer_name: a new model needs one; `bytes` is built in")
+        self._check_adapter()
+
+    def _check_adapter(self) -> None:
+        if self.peft is None:
+            given = [name for name in _LORA if getattr(self, name) != getattr(type(self), name)]
+            if given:
+                raise UsageError(f"{given[0]}: is for an adapter; set peft: lora, or leave it out")
+            return
+        if self.peft != "lora":
+            raise UsageError(f"peft: {self.peft!r} is unknown; choose lora, or leave it out to train all weights")
+        if self.model_name_or_path is None:
+            raise UsageError("peft: an adapter is trained over a model's weights; set model_name_or_path")
+        if self.lora_r < 1:
+            raise UsageError(f"lora_r: should be at least 1, and is {self.lora_r}")
+        if self.lora_alpha <= 0:
+            raise UsageError(f"lora_alpha: should be above 0, and is {self.lora_alpha:g}")
+        if not 0 <= self.lora_dropout < 1:
+            raise UsageError(f"lora_dropout: should be from 0 to below 1, and is {self.lora_dropout:g}")
 
 
 @dataclass(frozen=True)

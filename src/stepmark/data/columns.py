@@ -25,7 +25,7 @@ def choose_column(columns: Sequence[str], strings: Sequence[str], wanted: str | 
     if len(strings) > 1:
         raise UsageError(
             f"text_column: {where} has {len(strings)} columns of strings, of which one can be trained on: set"
-            f" text_column to one of {', '.join(strings)}"
+            f" text_column to one of {', '.join(strings)}; for conversations and instructions set messages_column"
         )
     return strings[0]
 

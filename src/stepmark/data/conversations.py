@@ -1,33 +1,35 @@
-"""Conversations and instructions as training samples: the tokenizer's chat template, and loss on the answers alone."""
+"""Conversations and instructions as training samples, padded or packed, with loss on the answers alone."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 from torch.utils.data import Dataset
 
+from stepmark.data.chat_template import ChatTokenizer
+from stepmark.data.collate import PadTo
 from stepmark.data.compressed_files import named_read_errors, open_text
 from stepmark.data.json_rows import json_rows
 from stepmark.data.packing import IGNORED
+from stepmark.data.sample_packing import pack
+from stepmark.data.tokenized_rows import TokenizedRows
 from stepmark.errors import DataError, UsageError
 
-Message = Mapping[str, Any]
-
-ASSISTANT = "assistant"
-# Columns of instruction sets: the question, what belongs to it, the answer.
-INSTRUCTIONS = (("prompt", "", "completion"), ("instruction", "input", "output"), ("question", "context", "answer"))
+SECONDS_A_LINE = 10.0
 
 logger = logging.getLogger("stepmark")
 
 
-class Conversations(Dataset[dict[str, torch.Tensor]]):
+class Conversations(Dataset[dict[str, Tensor]]):
     """Samples of conversations, tokenized by the tokenizer's chat template: `input_ids` and `labels` [tokens].
 
     Of a JSON-lines file, or of rows such as those of `datasets`. A row has a list of messages, each with `role` and
@@ -37,6 +39,11 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
     Samples that are longer than `max_length` are cut at their end. Their number, and that of the rows of which no
     target is left, which are left out, is logged and kept.
 
+    With `packing` a sample is a block of `max_length` tokens that holds several conversations, none of which sees
+    another: `position_ids` [tokens] begin anew with each, `attention_mask` bool [1, tokens, tokens] is true where a
+    token sees another one, and the first token of each is no target. The model has to run with PyTorch's
+    scaled_dot_product_attention, which the Trainer checks.
+
     Args:
         source: The path of a `.jsonl` or `.json` file, also compressed, or rows.
         tokenizer: A tokenizer with a chat template.
@@ -44,11 +51,15 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
         assistant_only_loss: Only what the assistant says is a target, its end of turn included. Default: False, every
             token is one.
         messages_column: The column with the messages. Default: `messages`.
+        packing: Put several conversations into one sample, which needs `max_length`. Default: False.
 
     Attributes:
         truncated: Samples that were cut.
         tokens_left_out: Tokens that were cut off.
         rows_left_out: Rows without a target within `max_length`.
+        packed: Whether conversations are packed.
+        block_size: `max_length`, else tokens of the longest.
+        conversations: How many there are in all samples.
         fingerprint: Identifies the samples; a resumed run must have the same ones.
 
     Raises:
@@ -64,47 +75,72 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
         max_length: int | None = None,
         assistant_only_loss: bool = False,
         messages_column: str = "messages",
+        packing: bool = False,
     ) -> None:
         if max_length is not None and max_length < 2:
             raise UsageError(f"max_length: should be at least 2 tokens, and is {max_length}")
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise UsageError(
-                "tokenizer: has no chat template, which says how messages become text; set tokenizer.chat_template"
-            )
-        self.truncated = self.tokens_left_out = self.rows_left_out = 0
-        self._samples: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-        hashed = xxhash.xxh3_128()
-        rows = 0
-        for where, row in _rows(source):
-            rows += 1
-            messages = _messages(row, messages_column, where)
-            ids, targets = _tokenized(tokenizer, messages, assistant_only_loss, where)
-            self._add(ids, targets, max_length)
-        for arrays in self._samples:
-            hashed.update(b"".join(array.tobytes() for array in arrays))
-        self.fingerprint = hashed.hexdigest()
-        self._report(rows, max_length)
+        if packing and max_length is None:
+            raise UsageError("packing and max_length: packing needs the length of its blocks; set max_length")
+        chat = ChatTokenizer(tokenizer, messages_column, assistant_only_loss)
+        self._take(TokenizedRows.of(tokenized(_rows(source), chat)), max_length, packing, filler_of(tokenizer))
+        self._report()
 
-    def _add(self, ids: list[int], targets: list[bool], max_length: int | None) -> None:
-        if max_length is not None and len(ids) > max_length:
-            self.truncated += 1
-            self.tokens_left_out += len(ids) - max_length
-            ids, targets = ids[:max_length], targets[:max_length]
-        if not any(targets[1:]):  # the first token is not predicted
-            self.rows_left_out += 1
-            return
-        labels = [each if counts else IGNORED for each, counts in zip(ids, targets, strict=True)]
-        self._samples.append((np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32)))
+    @classmethod
+    def of_rows(
+        cls, rows: TokenizedRows, max_length: int, *, packing: bool, filler: int, max_samples: int | None = None
+    ) -> Conversations:
+        """Samples of rows that are tokenized; blocks end with the token `filler`, and the first `max_samples` stay."""
+        made = cls.__new__(cls)
+        made._take(rows, max_length, packing, filler, max_samples)
+        return made
 
-    def _report(self, rows: int, max_length: int | None) -> None:
-        if not self._samples:
+    def _take(
+        self,
+        rows: TokenizedRows,
+        max_length: int | None,
+        packing: bool,
+        filler: int,
+        max_samples: int | None = None,
+    ) -> None:
+        self._source, self._length, self._filler, self.packed = rows, max_length, filler, packing
+        self.block_size = longest = rows.longest if max_length is None else max_length
+        lengths = rows.lengths
+        self.truncated = int((lengths > longest).sum())
+        self.tokens_left_out = int((lengths - longest).clip(min=0).sum())
+        kept = rows.with_targets(longest)
+        self.rows_left_out = len(rows) - len(kept)
+        if not len(kept):
             raise DataError(
-                f"conversations: none of {rows} rows has a target; pass rows with answers, or a larger max_length"
+                f"conversations: none of {len(rows)} rows has a target; pass rows with answers, or a larger max_length"
             )
+        self._samples: list[list[int]] = [[int(row)] for row in kept]
+        if packing:
+            cut = lengths[kept].clip(max=longest).tolist()
+            self._samples = [[int(kept[index]) for index in block] for block in pack(cut, longest)]
+        self._samples = self._samples[:max_samples]
+        self.conversations = sum(len(sample) for sample in self._samples)
+        self.fingerprint = self._hashed(rows)
+
+    def padding(self, *, fixed: bool) -> PadTo | None:
+        """The collator that pads to `block_size` where shapes are `fixed`; blocks need none."""
+        return PadTo(self.block_size) if fixed and not self.packed else None
+
+    def _hashed(self, rows: TokenizedRows) -> str:
+        hashed = xxhash.xxh3_128()
+        for sample in self._samples:
+            for row in sample:
+                for array in self._row(rows, row):
+                    hashed.update(array.astype(np.int32).tobytes())
+            if self.packed:
+                hashed.update(b"|")
+        return hashed.hexdigest()
+
+    def _report(self) -> None:
+        rows = len(self._source)
         if self.truncated:
             logger.warning(
                 "conversations: %s of %s were cut to %s tokens, %s tokens were left out",
-                self.truncated, rows, max_length, self.tokens_left_out,
+                self.truncated, rows, self._length, self.tokens_left_out,
             )  # fmt: skip
         if self.rows_left_out:
             logger.warning("conversations: %s of %s have no target and are left out", self.rows_left_out, rows)
@@ -112,9 +148,57 @@ class Conversations(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids, labels = self._samples[index]
-        return {"input_ids": torch.from_numpy(ids).long(), "labels": torch.from_numpy(labels).long()}
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        parts = [self._row(self._source, row) for row in self._samples[index]]
+        if not self.packed:
+            ids, labels = parts[0]
+            return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        assert self._length is not None
+        return block_of(parts, self._length, self._filler)
+
+    def _row(self, rows: TokenizedRows, row: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """int64 ids and labels of a conversation, cut to the maximal length."""
+        ids, targets = rows.row(row)
+        ids = ids[: self._length].astype(np.int64)
+        return ids, np.where(targets[: self._length], ids, IGNORED)
+
+
+def block_of(
+    parts: Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]], length: int, filler: int
+) -> dict[str, Tensor]:
+    """Ids and labels of conversations as one block of `length` tokens; what is left of it is one more, of fillers."""
+    missing = length - sum(len(ids) for ids, _ in parts)
+    padding = [(np.full(missing, filler), np.full(missing, IGNORED))] if missing else []
+    pieces = [*parts, *padding]
+    ids, labels = (torch.from_numpy(np.concatenate(each)) for each in zip(*pieces, strict=True))
+    sizes = torch.tensor([len(piece) for piece, _ in pieces])
+    starts = sizes.cumsum(0) - sizes
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    positions = torch.arange(length)
+    labels[starts] = IGNORED  # each would be predicted from the conversation before it
+    sees = (owner[:, None] == owner[None, :]) & (positions[:, None] >= positions[None, :])
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": positions - starts[owner],
+        "attention_mask": sees[None],
+    }
+
+
+def tokenized(rows: Iterable[tuple[str, Any]], chat: ChatTokenizer) -> Iterator[tuple[list[int], list[bool]]]:
+    """The rows' ids and targets; long work is logged every ten seconds."""
+    said, number = time.monotonic(), 0
+    for number, (where, row) in enumerate(rows, start=1):
+        if time.monotonic() - said > SECONDS_A_LINE:
+            said = time.monotonic()
+            logger.info("conversations: %s rows are tokenized", number - 1)
+        yield chat(row, where)
+
+
+def filler_of(tokenizer: Any) -> int:
+    """The token that fills blocks."""
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return 0 if found is None else int(found)
 
 
 def _rows(source: Any) -> Iterator[tuple[str, Any]]:
@@ -129,64 +213,3 @@ def _rows(source: Any) -> Iterator[tuple[str, Any]]:
     with named_read_errors(path), open_text(path) as file:
         for number, row in json_rows(file, str(path)):
             yield f"{path}, row {number}", row
-
-
-def _messages(row: Any, column: str, where: str) -> list[Message]:
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where}: should be an object with columns, and is a {type(row).__name__}")
-    found = row.get(column)
-    if found is None:
-        return _instruction(row, column, where)
-    messages = list(found) if isinstance(found, (list, tuple)) else []
-    if not messages or not all(isinstance(each, Mapping) and "role" in each for each in messages):
-        raise DataError(f"{where}: {column} should be a list of messages with role and content")
-    return messages
-
-
-def _instruction(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
-    for question, more, answer in INSTRUCTIONS:
-        if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
-            asked = "\n\n".join(filter(None, (row[question], row.get(more))))
-            return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": row[answer]}]
-    known = "; ".join(" and ".join((question, answer)) for question, _, answer in INSTRUCTIONS)
-    raise DataError(
-        f"{where}: has no {column}, and no instruction ({known}); its columns are {', '.join(map(str, row))}"
-    )
-
-
-def _tokenized(
-    tokenizer: Any, messages: list[Message], assistant_only: bool, where: str
-) -> tuple[list[int], list[bool]]:
-    """The token ids of a conversation, and which of them are targets."""
-    if not assistant_only:
-        ids = _template(tokenizer, messages)
-        return ids, [True] * len(ids)
-    if "{% generation" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template):
-        found = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return list(found["input_ids"]), [bool(each) for each in found["assistant_masks"]]
-    return _answers_by_prefix(tokenizer, messages, where)
-
-
-def _answers_by_prefix(tokenizer: Any, messages: list[Message], where: str) -> tuple[list[int], list[bool]]:
-    """For templates that do not mark answers: an answer is what its message adds to the conversation before it, with
-    the prompt for an answer."""
-    ids = _template(tokenizer, messages)
-    targets = [False] * len(ids)
-    for index, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
-            continue
-        before = _template(tokenizer, messages[:index], add_generation_prompt=True)
-        through = _template(tokenizer, messages[: index + 1])
-        if ids[: len(through)] != through or through[: len(before)] != before:
-            raise UsageError(
-                f"assistant_only_loss: the tokenizer's chat template does not show which tokens of {where} are the "
-                "assistant's; put {% generation %} … {% endgeneration %} around the answers in it"
-            )
-        targets[len(before) : len(through)] = [True] * (len(through) - len(before))
-    return ids, targets
-
-
-def _template(tokenizer: Any, messages: Sequence[Message], **options: Any) -> list[int]:
-    return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **options))

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from stepmark.config.data_arguments import DataArguments
+from stepmark.data.conversations import Conversations
 from stepmark.data.encoding import TextEncoder, encode_texts
 from stepmark.data.packing import PackedBlocks
+from stepmark.data.prepared_conversations import prepare_conversations
 from stepmark.data.segments import Tally
 from stepmark.data.sources import Sources, open_sources
 from stepmark.data.token_cache import TokenFile, commit_entry, new_entry, open_entry
@@ -35,11 +37,12 @@ class Prepared:
     """Data ready to train on.
 
     `fingerprint` identifies the training data: the tokens, the block size and the number of blocks. A resumed run must
-    have the same one. `cached`: the tokens were already in the cache.
+    have the same one. `cached`: the tokens were already in the cache. With `messages_column` the samples are
+    conversations.
     """
 
-    train: PackedBlocks
-    validation: PackedBlocks | None
+    train: PackedBlocks | Conversations
+    validation: PackedBlocks | Conversations | None
     fingerprint: str
     cached: bool
 
@@ -63,9 +66,12 @@ def prepare(
     Raises DataError for missing or empty data, or less than one block, and UsageError for invalid fields.
     """
     block_size = choose_block_size(config.block_size, tokenizer.model_max_length)
+    root = (folder or cache_root()) / "data"
+    if config.messages_column is not None:
+        chats, held_out, cached = prepare_conversations(config, tokenizer, block_size, root, progress or _silent)
+        return Prepared(chats, held_out, chats.fingerprint, cached)
     encoder = TextEncoder.of(tokenizer)
     sources = open_sources(config)
-    root = (folder or cache_root()) / "data"
     entry = root / _key(sources, encoder)
     meta = None if config.overwrite_cache else open_entry(entry)
     cached = meta is not None

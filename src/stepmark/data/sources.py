@@ -62,18 +62,16 @@ def open_sources(config: DataArguments) -> Sources:
 
 def _dataset_texts(config: DataArguments) -> tuple[Corpus, Corpus | None]:
     assert config.dataset_name is not None
-    splits = _load_splits(config.dataset_name, config.dataset_config_name)
-    if "train" not in splits:
-        raise DataError(
-            f"dataset_name: {config.dataset_name} has no split train; it has {', '.join(splits)}; name a dataset that"
-            " has one, or save the split that you want by itself with save_to_disk and give that folder"
-        )
+    splits = load_splits(config.dataset_name, config.dataset_config_name)
     texts = {name: _split_texts(splits[name], name, config) for name in ("train", "validation") if name in splits}
     return texts["train"], texts.get("validation")
 
 
-def _load_splits(name: str, config_name: str | None) -> dict[str, Any]:
-    """The splits of a folder made by `save_to_disk`, or of what `load_dataset` finds."""
+def load_splits(name: str, config_name: str | None) -> dict[str, Any]:
+    """The splits of a folder made by `save_to_disk`, or of what `load_dataset` finds; `train` is one of them.
+
+    Raises UsageError where it cannot be loaded, and DataError where it has no training split.
+    """
     import datasets
 
     folder = Path(name)
@@ -86,7 +84,13 @@ def _load_splits(name: str, config_name: str | None) -> dict[str, Any]:
             f"dataset_name: {name} cannot be loaded ({reason}); give python-stdlib, a folder made by save_to_disk,"
             " or a name of the Hugging Face hub that can be reached"
         ) from error
-    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    splits = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    if "train" not in splits:
+        raise DataError(
+            f"dataset_name: {name} has no split train; it has {', '.join(splits)}; name a dataset that"
+            " has one, or save the split that you want by itself with save_to_disk and give that folder"
+        )
+    return splits
 
 
 def _split_texts(split: Dataset, name: str, config: DataArguments) -> Corpus:

@@ -43,14 +43,7 @@ def file_corpus(field: str, given: str | Sequence[str], column: str | None) -> C
 
 def _file_texts(field: str, path: Path, column: str | None) -> Texts:
     kind = uncompressed_suffix(path)
-    if path.stat().st_size == 0:
-        raise DataError(f"{field}: {path} is empty; give a file with text")
-    try:
-        checksum = file_checksum(path)
-    except OSError as error:
-        raise DataError(
-            f"{field}: {path} cannot be read ({error.strerror}); check the file and its permissions"
-        ) from error
+    checksum = checksum_of(field, path)
     meter = ReadMeter(path.stat().st_size)
     reader = READERS[kind]
     if kind == ".txt":
@@ -73,6 +66,18 @@ def _file_texts(field: str, path: Path, column: str | None) -> Texts:
 def _read(path: Path, texts: Iterator[str | None]) -> Iterator[str | None]:
     with named_read_errors(path):
         yield from texts
+
+
+def checksum_of(field: str, path: Path) -> str:
+    """The checksum of a file that a recipe field names. Raises DataError where it is empty or cannot be read."""
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(f"{field}: {path} is empty; give a file with text")
+        return file_checksum(path)
+    except OSError as error:
+        raise DataError(
+            f"{field}: {path} cannot be read ({error.strerror}); check the file and its permissions"
+        ) from error
 
 
 def file_checksum(path: Path) -> str:
@@ -161,6 +166,19 @@ def _read_parquet(path: Path, column: str, meter: ReadMeter) -> Iterator[str | N
                     yield text_of(value, str(path), column)
                 rows += batch.num_rows
                 meter.done = meter.total * rows // total
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, "Parquet", error) from error
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file, with all columns. Raises DataError where it cannot be read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise _unreadable(path, "Parquet", error) from error
 

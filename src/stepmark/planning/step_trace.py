@@ -39,7 +39,7 @@ from stepmark.planning.step_windows import WatchedLoss, WatchedOptimizer
 from stepmark.runtime.mesh import DATA, TENSOR
 from stepmark.trainer.setup import step_optimizer
 from stepmark.training.loss import MicroBatchLoss, Weight
-from stepmark.training.micro_batches import autocast
+from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_labels import evaluating
 from stepmark.training.model_options import enable_gradient_checkpointing
 from stepmark.training.step import TrainStep
@@ -196,7 +196,7 @@ def _batch(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def _autocast(args: TrainingFields) -> torch.dtype | None:
-    return torch.bfloat16 if args.bf16 else None
+    return autocast_dtype(bf16=args.bf16, fp16=args.fp16)
 
 
 def _train(

@@ -13,6 +13,7 @@ from stepmark.data.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.launch.imports import quick_imports
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
+from stepmark.recipe.adapter import with_adapter
 from stepmark.recipe.early_checks import check_model_folder
 
 
@@ -30,7 +31,16 @@ def build_tokenizer(config: ModelArguments) -> Any:
             f"{field}: no tokenizer could be loaded from {name!r}: it has no tokens; set tokenizer_name to the "
             "model's tokenizer"
         )
+    if config.chat_template_path is not None:
+        tokenizer.chat_template = _chat_template(config.chat_template_path)
     return tokenizer
+
+
+def _chat_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"chat_template_path: {path} cannot be read ({error}); name a text file with Jinja") from error
 
 
 def build_config(config: ModelArguments, tokenizer: Any) -> Any:
@@ -81,9 +91,20 @@ def build_model(
     It is complete and on the host; with a `factory`, sharded and on the device, with the same values.
     """
     with quick_imports():
-        from transformers import AutoModelForCausalLM
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
+        if config.peft is not None:
+            import peft  # noqa: F401
 
     torch.manual_seed(seed)
+    return with_adapter(_base_model(config, tokenizer, factory, dtype), config)
+
+
+def _base_model(
+    config: ModelArguments, tokenizer: Any, factory: ModelFactory | None, dtype: torch.dtype
+) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
     trust = config.trust_remote_code
     if config.model_name_or_path is None:
         model_config = build_config(config, tokenizer)
@@ -124,7 +145,7 @@ def build_untrained(
             return made
 
         model: torch.nn.Module = make() if factory is None else factory.new(make)
-        return model
+        return with_adapter(model, config)
     except StepmarkError:
         raise
     except Exception as error:  # as in _load

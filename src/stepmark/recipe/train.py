@@ -111,6 +111,7 @@ def build_trainer(
     return Trainer(
         model,
         args,
+        _collator(recipe, data.train, context),
         train_dataset=data.train,
         eval_dataset=data.validation,
         processing_class=tokenizer,
@@ -168,9 +169,16 @@ def _check_vocabulary(model: Any, tokenizer: Any) -> None:
         )
 
 
+def _collator(recipe: Recipe, dataset: Any, context: Context) -> Any:
+    """Conversations are as long as the longest of a batch, unless shapes are to stay the same."""
+    if recipe.data.messages_column is None:
+        return None
+    return dataset.padding(fixed=context.runtime.lazy or recipe.training.sequence_parallel)
+
+
 def _check_block_size(model: Any, dataset: Any) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
-    length = len(dataset[0]["input_ids"])
+    length = dataset.block_size
     if longest is not None and length > longest:
         raise DataError(
             f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from stepmark.trainer.existing_run import check_no_earlier_run
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
-from stepmark.training.model_options import check_bf16, enable_gradient_checkpointing
+from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
 from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
+from stepmark.training.packed_samples import check_packing
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,8 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     fetch_module(model, runtime)
     if args.bf16 or args.dtype == "bfloat16":
         check_bf16(runtime.device)
+    if args.fp16:
+        check_fp16(runtime)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model, runtime)
     if args.dtype == "bfloat16":
@@ -95,6 +99,14 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
         parallelize(model, mesh, **sharding_options(args))
     place_module(model, runtime)
     return mesh
+
+
+def check_packed(model: nn.Module, *given: Any, may_call: bool = True) -> None:
+    """Raises UsageError where a dataset, or one of several by name, has packed conversations, and the model does not
+    keep them apart. A complete model on the host is called to find out."""
+    datasets = [each for one in given for each in (one.values() if isinstance(one, Mapping) else [one])]
+    eager = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
+    check_packing(model, datasets, whole=may_call and eager and parallelized(model) is None)
 
 
 def make_mesh(args: TrainingFields, context: Context) -> Mesh:

@@ -46,6 +46,7 @@ from stepmark.trainer.run_results import RunResults, record_end
 from stepmark.trainer.script_methods import ScriptMethods
 from stepmark.trainer.setup import (
     RunParts,
+    check_packed,
     check_start,
     count_steps,
     make_checkpointer,
@@ -62,7 +63,8 @@ from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.trainer.transformers_arguments import converted
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.micro_batches import autocast
+from stepmark.training.loss_scaler import LossScaler
+from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.noisy_embeddings import noisy_embeddings
 from stepmark.training.step import TrainStep
@@ -137,6 +139,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
         model = without_wrapper(model)
+        check_packed(model, train_dataset, eval_dataset)
         prepare_compile_cache(self.args.compile_cache)
         self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
@@ -183,6 +186,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         """
         check_assignment(self, name, value)
         self._check_pipeline(name, name in NEED_COMPLETE_MODEL)
+        if name in ("train_dataset", "eval_dataset"):
+            check_packed(self.model, value, may_call=False)
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
@@ -262,7 +267,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.args.bf16 else None
+        return autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
@@ -395,6 +400,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             pipeline_schedule=self.args.pipeline_schedule,
             max_grad_norm=self.args.max_grad_norm,
             autocast=self._autocast_dtype,
+            scaler=LossScaler() if self.args.fp16 else None,
             seed=self.args.seed,
         )
 
@@ -434,7 +440,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         return call_compute_loss(self.compute_loss, type(self).__name__, model, inputs, items)
 
     def compute_loss_context_manager(self) -> torch.autocast:
-        """Returns the context in which models are called: autocast, as `bf16` says."""
+        """Returns the context in which models are called: autocast, as `bf16` and `fp16` say."""
         return autocast(self.context.runtime, self._autocast_dtype)
 
     def _prepare_inputs(self, inputs: Any) -> Any:

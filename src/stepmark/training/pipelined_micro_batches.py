@@ -26,6 +26,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed
 from stepmark.training.lazy.saved_weights import weights_made_again
 from stepmark.training.loss import MicroBatchLoss, Weight
+from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import TokenCounts, autocast
 from stepmark.training.pipelined_forward import PipelinedForward, StageCalls
 
@@ -45,6 +46,7 @@ class PipelinedSchedule:
         kind: str,
         *,
         autocast: torch.dtype | None = None,
+        scaler: LossScaler | None = None,
         seed: int = 42,
     ) -> None:
         """`kind`: one of `schedules.SCHEDULES`."""
@@ -55,6 +57,7 @@ class PipelinedSchedule:
         self.transfers = Transfers(mesh, draws=stages.plan.draws)
         self.call = StageCalls(stages, loss)
         self.autocast = autocast
+        self.scaler = scaler
         self.kind = kind
         self._forward = PipelinedForward(stages.model, loss, mesh, autocast)
         self._seed = seed
@@ -176,6 +179,8 @@ class _Step:
         if self._backward_left == 0:
             parts.gradients.last_backward(self._counts.total.reshape(()))
         if output.requires_grad:  # not where all that a first stage has is frozen
+            if gradient is None and parts.scaler is not None:
+                gradient = parts.scaler.of(output)
             torch.autograd.backward([output], None if gradient is None else [gradient])
         parts.gradients.collect()
         if forward.activation is not None:

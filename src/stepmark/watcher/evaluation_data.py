@@ -103,11 +103,11 @@ def _configs(
     samples = choice.max_samples or data.max_eval_samples
     processes = data.preprocessing_num_workers
     if data.validation_file:  # the training data need not be read
-        return {None: (_all_of(data.validation_file, block_size, samples, data.text_column, processes), True)}
+        return {None: (_all_of(data.validation_file, block_size, samples, _columns(data), processes), True)}
     config = DataArguments(
         dataset_name=data.dataset_name,
         dataset_config_name=data.dataset_config_name,
-        text_column=data.text_column,
+        **_columns(data),
         train_file=data.train_file,
         block_size=block_size,
         validation_split_percentage=data.validation_split_percentage,
@@ -119,15 +119,15 @@ def _configs(
 
 def _of_source(source: str, choice: DataChoice, recipe: Recipe | None, block_size: int) -> tuple[DataArguments, bool]:
     path = Path(source).expanduser()
-    column = recipe.data.text_column if recipe is not None else None
+    columns = _columns(recipe.data) if recipe is not None else {}
     if path.is_file() or has_magic(source):
-        return _all_of(str(path), block_size, choice.max_samples, column, None), True
+        return _all_of(str(path), block_size, choice.max_samples, columns, None), True
     percentage = (
         recipe.data.validation_split_percentage if recipe is not None else DataArguments.validation_split_percentage
     )
     config = DataArguments(
         dataset_name=str(path) if path.is_dir() else source,
-        text_column=None if source == STDLIB else column,
+        **({} if source == STDLIB else columns),
         block_size=block_size,
         validation_split_percentage=percentage,
         max_eval_samples=choice.max_samples,
@@ -135,12 +135,18 @@ def _of_source(source: str, choice: DataChoice, recipe: Recipe | None, block_siz
     return config, False
 
 
+def _columns(data: DataArguments) -> dict[str, Any]:
+    """What is read of a table's rows, and how."""
+    return {name: getattr(data, name) for name in ("text_column", "messages_column", "assistant_only_loss", "packing")}
+
+
 def _all_of(
-    path: str | list[str], block_size: int, samples: int | None, column: str | None, processes: int | None
+    path: str | list[str], block_size: int, samples: int | None, columns: dict[str, Any], processes: int | None
 ) -> DataArguments:
+    plain = all(uncompressed_suffix(Path(name)) == ".txt" for name in file_names(path))
     return DataArguments(
         train_file=path,
-        text_column=None if all(uncompressed_suffix(Path(name)) == ".txt" for name in file_names(path)) else column,
+        **({} if plain else columns),
         block_size=block_size,
         validation_split_percentage=0,
         max_train_samples=samples,

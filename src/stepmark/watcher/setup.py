@@ -15,12 +15,14 @@ from torch import nn
 
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.config.recipe import Recipe
+from stepmark.data.collate import PadTo
 from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
 from stepmark.evaluation.restored_model import CONFIG, ModelReader, read_config
 from stepmark.runtime.mesh import Mesh
+from stepmark.training.packed_samples import check_packing
 from stepmark.watcher.evaluation_data import DataChoice, EvaluationSet, prepare_sets
 
 logger = logging.getLogger("stepmark")
@@ -87,6 +89,7 @@ class EvaluationSetup:
         self._tokenizer = tokenizer
         self._reader = ModelReader(mesh.runtime)
         self._bf16 = training.bf16 if training is not None else False
+        self._fp16 = training.fp16 if training is not None else False
         self._smoothing = training.label_smoothing_factor if training is not None else 0.0
         default = training.per_device_eval_batch_size if training is not None else DEFAULT_BATCH_SIZE
         self._batch_size = batch_size or default
@@ -135,6 +138,7 @@ class EvaluationSetup:
             "metrics": self._functions.metrics,
             "evaluator": self._functions.evaluator,
             "bf16": self._bf16,
+            **({"fp16": True} if self._fp16 else {}),
             "label_smoothing_factor": self._smoothing,
         }
 
@@ -158,17 +162,26 @@ class EvaluationSetup:
     def _standard(self, model: nn.Module) -> dict[str, float]:
         metrics = self._functions.loaded_metrics
         sets = {name: each.blocks for name, each in self.sets.items()}
+        check_packing(model, sets.values(), whole=False)
         return evaluate(
             model,
             sets.get(None, sets),
+            data_collator=_padding(sets, fixed=self.mesh.runtime.lazy),
             mesh=self.mesh,
             batch_size=self._batch_size,
             bf16=self._bf16,
+            fp16=self._fp16,
             label_smoothing_factor=self._smoothing,
             compute_metrics=metrics.compute_metrics if metrics is not None else None,
             preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics if metrics is not None else None,
             metric_key_prefix=PREFIX,
         )
+
+
+def _padding(sets: Mapping[str | None, Any], *, fixed: bool) -> PadTo | None:
+    """The collator of conversations; blocks of texts need none."""
+    made = (each.padding(fixed=fixed) for each in sets.values() if hasattr(each, "padding"))
+    return next(made, None)
 
 
 def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -> tuple[Any, int | None]:

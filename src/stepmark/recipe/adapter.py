@@ -1,0 +1,50 @@
+"""The adapter of a recipe: LoRA by peft, over a model whose own weights stay as they are."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from stepmark.config.recipe import ModelArguments
+from stepmark.errors import UsageError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def with_adapter(model: nn.Module, config: ModelArguments) -> nn.Module:
+    """The model with the adapter that the recipe asks for, if it does; its first weights are the next random numbers.
+
+    Raises:
+        UsageError: peft is not installed, or cannot adapt the modules that `lora_target_modules` names.
+    """
+    if config.peft is None:
+        return model
+    from peft import get_peft_model
+
+    try:
+        adapted: Any = get_peft_model(model, _lora(config))
+    except (ValueError, TypeError) as error:  # as peft rejects modules and values
+        raise UsageError(f"lora_target_modules: {' '.join(str(error).split())}") from error
+    made: nn.Module = adapted
+    return made
+
+
+def check_adapter(config: ModelArguments) -> None:
+    """Raises UsageError where the recipe asks for an adapter and peft is not installed."""
+    if config.peft is not None and importlib.util.find_spec("peft") is None:
+        raise UsageError("peft: the package is not installed; pip install peft")
+
+
+def _lora(config: ModelArguments) -> LoraConfig:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float will do
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+    )
