@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
@@ -174,21 +175,23 @@ def _check_wrapper(name: str, module: nn.Module) -> None:
 
 class AddedAdapters:
     """Notices what peft puts in the place of a module after the model was sharded: made for the shards of this rank, or
-    a copy without their layouts, it would train incorrectly without an error."""
+    a copy without their layouts, it would train incorrectly without an error. It keeps no module alive, since those of
+    other pipeline stages are dropped."""
 
     def __init__(self, model: nn.Module) -> None:
         self._children = [
-            (name, module._modules, key, child)
+            (name, ref(module), key, ref(child))
             for name, module in model.named_modules()
             for key, child in module._modules.items()
-            if not is_wrapper(module)
+            if child is not None and not is_wrapper(module)
         ]
 
     def check(self) -> None:
         """Raises UsageError where an adapter was added."""
-        for name, modules, key, child in self._children:
-            found = modules.get(key)
-            if found is not child and is_wrapper(found):
+        for name, parent, key, child in self._children:
+            module = parent()
+            found = None if module is None else module._modules.get(key)
+            if found is not child() and is_wrapper(found):
                 place = f"{name}.{key}".removeprefix(".")
                 raise UsageError(
                     f"tensor_parallel_size: {place} got an adapter of peft after the model was sharded, which "

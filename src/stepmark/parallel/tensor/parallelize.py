@@ -203,7 +203,9 @@ class _Parallelization:
         ]
         self._heads = self._find_heads(modules)
         self._sharded = [*self._vocabulary_shards(), *self._plan_shards()]
-        check_plan(model, plan, [part for each in tables for part in each.called.modules()])
+        ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if is_wrapper(each)]
+        exempt = [*ends, *(table.called for table in tables)]
+        check_plan(model, plan, [part for each in exempt for part in each.modules()])
 
     def _find_heads(self, modules: dict[str, nn.Module]) -> dict[str, Heads]:
         """The heads of every module whose heads are sharded, by module name."""
