@@ -19,7 +19,8 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
-from stepmark.parallel.tensor.parallelize import ParallelizedModel, parallelize, parallelized
+from stepmark.parallel.tensor.adapted_layers import check_adapters
+from stepmark.parallel.tensor.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.module_placement import agree_on_ties, agree_on_weights, fetch_module, place_module
@@ -69,6 +70,9 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     """Moves the model to the device, sharded as the arguments say unless it already is, with equal weights on all
     ranks. Returns its mesh. Collective."""
     applied = parallelized(model)
+    if applied is None:
+        check_not_added_to(model)
+        check_adapters(model, args.tensor_parallel_size, args.pipeline_parallel_size)
     _check_sharding(applied, args, context)
     mesh = applied.mesh if applied else make_mesh(args, context)
     runtime = mesh.runtime

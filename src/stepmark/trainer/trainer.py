@@ -146,8 +146,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self.mesh = prepare_model(model, self.args, self.context)
         self.model = model
         self._saved = adapter_of(model) or model
-        if isinstance(self._saved, Adapter) and self.mesh.tensor_parallel.size > 1:
-            raise UsageError("tensor_parallel_size: an adapter of peft cannot be sharded; set it to 1")
         for name in NEED_COMPLETE_MODEL:
             self._check_pipeline(name, self._overridden(name))
         if self.args.batch_eval_metrics and compute_metrics is not None:
@@ -409,7 +407,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with the one that saved, as plain values."""
         own = identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self._loaders.data_seed)
-        return own | (self._saved.identity(self.context) if isinstance(self._saved, Adapter) else {})
+        return own | (self._saved.identity(self.mesh) if isinstance(self._saved, Adapter) else {})
 
     # The loss
 
@@ -519,9 +517,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 write_files=self._write_files,
                 before_save=self._collect_model_files,
             )
-            if not resume:
-                set_aside_finished_run(folder, self.context.host)
-            check_start(folder, self._saved, self.args, self.context, resumes=bool(resume))
+            goes_on = bool(resume) or set_aside_finished_run(folder, self.context.host)
+            check_start(folder, self._saved, self.args, self.context, resumes=goes_on)
             if self.args.eval_strategy != "no":
                 self._eval_sets()
             if self.args.save_strategy != "no":

@@ -14,6 +14,7 @@ from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
 from stepmark.parallel.pipeline.staged_model import staged
+from stepmark.parallel.tensor.parallelize import check_not_added_to
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
@@ -68,6 +69,9 @@ class TrainStep:
         autocast: Type of matrix products, such as `torch.bfloat16`; None: that of the parameters.
         scaler: Scales losses, for float16; None: they are as they are.
         seed: Seed of dropout and other random numbers of the model.
+
+    Raises:
+        UsageError: The model got an adapter after it was sharded, or the schedule does not fit.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class TrainStep:
         scaler: LossScaler | None = None,
         seed: int = 42,
     ) -> None:
+        check_not_added_to(model)
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
