@@ -75,6 +75,7 @@ def test_parameters_are_divided_and_tied_ones_are_at_both_ends() -> None:
     assert held[1] - 2 * layer == pytest.approx(table + 4 * 2 * 32, abs=8)  # and the last norm
 
 
+@pytest.mark.prove
 def test_1f1b_needs_no_more_with_more_micro_batches_and_gpipe_does() -> None:
     two = LlamaConfig(num_hidden_layers=2, **SMALL)
     flat = [peaks(setup(two, gradient_accumulation_steps=count)) for count in (3, 16)]
