@@ -112,10 +112,9 @@ class SimulatedMesh(Mesh):
     def _collectives(self, size: int, rank: int = 0) -> Collectives:
         if size == 1:
             return NoCollectives()
-        kind = SimulatedGraphCollectives if self._device.lazy else SimulatedCollectives
-        made = kind(size, self._tracker, self._device.host_memory)
-        made.rank = rank
-        return made
+        if self._device.lazy:
+            return SimulatedGraphCollectives(size, self._tracker, rank)
+        return SimulatedCollectives(size, self._tracker, rank, host_memory=self._device.host_memory)
 
 
 class SimulatedLinks:
@@ -156,8 +155,8 @@ class SimulatedLinks:
 class SimulatedCollectives(GroupCollectives):
     """Allocates what `GroupCollectives` does."""
 
-    def __init__(self, size: int, tracker: AllocationTracker, host_memory: bool) -> None:
-        self.rank, self.size = 0, size
+    def __init__(self, size: int, tracker: AllocationTracker, rank: int, *, host_memory: bool) -> None:
+        self.rank, self.size = rank, size
         self._tracker, self._host_memory = tracker, host_memory
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
@@ -195,8 +194,8 @@ class SimulatedCollectives(GroupCollectives):
 class SimulatedGraphCollectives(NoCollectives):
     """Collectives in the graph: each result is a new tensor."""
 
-    def __init__(self, size: int, tracker: AllocationTracker, host_memory: bool) -> None:
-        self.size = size
+    def __init__(self, size: int, tracker: AllocationTracker, rank: int) -> None:
+        self.rank, self.size = rank, size
         self._tracker = tracker
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
