@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,29 +46,36 @@ def merge_adapter(folder: Path, merge: Merge, manifest: Manifest, max_shard_size
         UsageError: The base model cannot be loaded, or the adapter not applied to it.
         CheckpointMismatch: It is not the one that the adapter was trained on.
     """
-    import peft
-
     if not (folder / _CONFIG).is_file():
         raise CheckpointMismatch(f"--merge-adapters: the checkpoint has no {_CONFIG}, which says how it is applied")
     config = json.loads((folder / _CONFIG).read_bytes())
     name = merge.base or config.get("base_model_name_or_path")
     if not name:
         raise UsageError("--merge-adapters: the adapter does not name its base model; pass it with --base-model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # peft's, about what it saves
+        adapted = _adapted(folder, config, str(name))
+        _check_base(adapted, str(name), manifest)
+        merged = adapted.merge_and_unload()
+    for path in folder.iterdir():
+        if path.name.startswith(("adapter_", "README")):
+            files.remove_file(path)
+    merged.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def _adapted(folder: Path, config: Mapping[str, Any], name: str) -> Any:
+    """The base model of that name with the adapter. Raises UsageError."""
+    import peft
+
     try:
-        base = _model_class(config, str(name)).from_pretrained(str(name), dtype="auto")
-        adapted = peft.PeftModel.from_pretrained(base, str(folder))
+        base = _model_class(config, name).from_pretrained(name, dtype="auto")
+        return peft.PeftModel.from_pretrained(base, str(folder))
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
             f"--merge-adapters: the adapter cannot be applied to the base model {name}: {reason[:300]}; pass another "
             "one with --base-model"
         ) from error
-    _check_base(adapted, str(name), manifest)
-    merged = adapted.merge_and_unload()
-    for path in folder.iterdir():
-        if path.name.startswith(("adapter_", "README")):
-            files.remove_file(path)
-    merged.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def _model_class(config: Mapping[str, Any], base: str) -> Any:
