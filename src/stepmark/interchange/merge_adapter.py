@@ -58,7 +58,7 @@ def merge_adapter(folder: Path, merge: Merge, manifest: Manifest, max_shard_size
         _check_base(adapted, str(name), manifest)
         merged = adapted.merge_and_unload()
     for path in folder.iterdir():
-        if path.name.startswith(("adapter_", "README")):
+        if path.name.startswith("adapter_"):
             files.remove_file(path)
     merged.save_pretrained(folder, max_shard_size=max_shard_size)
 
