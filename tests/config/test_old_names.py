@@ -68,7 +68,7 @@ def test_any_other_name_is_missing_as_usual() -> None:
 
 def test_the_page_has_what_the_errors_have() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text()
-    of_scripts = {"disable_sequence_parallel", "kv_size_multiplier", "evaluation_strategy", "fp16", "tokenizer"}
+    of_scripts = {"disable_sequence_parallel", "kv_size_multiplier", "evaluation_strategy", "tokenizer"}
     for name in (*of_scripts, "NeuronTrainer", "NeuronAccelerator", "ModelParallelismPlugin", "MpDeviceLoader"):
         assert name in page
         assert name in FIELDS or name in EXPORTS

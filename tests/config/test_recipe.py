@@ -102,7 +102,7 @@ def test_relative_output_is_in_the_folder_the_user_stands_in(
     ("line", "words"),
     [
         ("leraning_rate: 1", "leraning_rate: is not a field in .*; did you mean learning_rate?"),
-        ("fp16: true", "fp16: is not a Stepmark field in .*; use bf16"),
+        ("half_precision_backend: auto", "half_precision_backend: is not a Stepmark field in .*; leave it out"),
         ("deepspeed: x.json", "deepspeed: is a transformers field that Stepmark does not support"),
         ("streaming: true", "streaming: is a transformers field"),
         ("gizmo: 1", "gizmo: is not a field in .*--help"),

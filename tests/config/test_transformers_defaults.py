@@ -29,14 +29,15 @@ class ScriptArguments(TrainingArguments):
 
 @pytest.mark.parametrize("kind", [TrainingArguments, ScriptArguments])
 def test_default_values_of_other_fields_are_accepted(tmp_path: Path, kind: type[TrainingArguments]) -> None:
-    defaults: dict[str, Any] = {"torch_compile": False, "fp16": False, "fsdp": "", "deepspeed": None}
+    defaults: dict[str, Any] = {"torch_compile": False, "tf32": None, "fsdp": "", "deepspeed": None}
     made = kind(output_dir=str(tmp_path), learning_rate=0.5, **defaults)
     assert made.learning_rate == 0.5
     assert made.torch_compile is False
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("fp16", True), ("torch_compile", True), ("fsdp", "full_shard"), ("learningrate", 1.0)]
+    ("name", "value"),
+    [("fp16_full_eval", True), ("torch_compile", True), ("fsdp", "full_shard"), ("learningrate", 1.0)],
 )
 @pytest.mark.parametrize("kind", [TrainingArguments, ScriptArguments])
 def test_other_values_are_refused_by_name(name: str, value: Any, kind: type[TrainingArguments]) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from stepmark import Conversations, Trainer, TrainingArguments
 from stepmark.errors import DataError, UsageError
+from tests.support.models import build
 from tests.support.programs import tiny_model
 
 WORDS = ["<pad>", "<user>", "<assistant>", "<end>", "hello", "there", "how", "are", "you", "fine", "thanks", "?"]
@@ -119,3 +120,84 @@ def test_a_run_counts_the_answers_alone(tmp_path: Path) -> None:
             total, count = total + float(losses.sum()), count + int((sample["labels"][1:] != -100).sum())
     assert count == 12
     assert found == pytest.approx(total / count, rel=1e-5)
+
+
+# Packing
+
+
+def turns(*answers: str) -> list[dict[str, Any]]:
+    return [{"prompt": "hello", "completion": answer} for answer in answers]
+
+
+def test_conversations_in_a_block_do_not_see_each_other() -> None:
+    data = Conversations(
+        turns("fine", "thanks fine"), tokenizer(), max_length=16, assistant_only_loss=True, packing=True
+    )
+    (block,) = list(data)
+    assert decoded(block["input_ids"]) == (
+        "<user> hello <end> <assistant> fine <end> <user> hello <end> <assistant> thanks fine <end> <pad> <pad> <pad>"
+    )
+    assert block["position_ids"].tolist() == [*range(6), *range(7), *range(3)]
+    assert (block["labels"] != -100).tolist() == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 3 + [False] * 3
+    sees = block["attention_mask"]
+    assert sees.shape == (1, 16, 16)
+    assert sees.dtype == torch.bool
+    expected = torch.block_diag(*(torch.ones(size, size).tril() for size in (6, 7, 3)))
+    assert torch.equal(sees[0], expected.bool())
+
+
+def test_the_first_token_of_a_packed_conversation_is_no_target() -> None:
+    (block,) = list(Conversations(turns("fine", "thanks"), tokenizer(), max_length=12, packing=True))
+    assert (block["labels"] == -100).nonzero().flatten().tolist() == [0, 6]
+
+
+def test_packed_blocks_have_every_conversation_once() -> None:
+    rows = turns(*(" ".join(["fine"] * (1 + number % 5)) for number in range(40)))
+    alone = Conversations(rows, tokenizer())
+    packed = Conversations(rows, tokenizer(), max_length=20, packing=True)
+    assert packed.conversations == 40
+    assert len(packed) <= 19
+    words = "".join(decoded(block["input_ids"]).replace("<pad>", "") for block in packed)
+    assert words.count("<user>") == 40
+    assert words.count("fine") == sum(decoded(sample["input_ids"]).count("fine") for sample in alone)
+    assert packed.fingerprint not in (alone.fingerprint, Conversations(rows, tokenizer(), max_length=21).fingerprint)
+    with pytest.raises(UsageError, match="packing and max_length: .* set max_length"):
+        Conversations(rows, tokenizer(), packing=True)
+
+
+def small(family: str) -> Any:
+    if family in ("llama", "gpt2", "qwen3"):
+        return build(family)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 4} if family == "stablelm" else {}
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](vocab_size=67, pad_token_id=0, **shape))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "phi", "olmo2", "stablelm", "granite"])
+def test_packed_conversations_train_as_each_alone(tmp_path: Path, family: str) -> None:
+    """The gradient of a step is that of the same conversations unpacked: nothing leaks from one to the next."""
+    rows = turns(*(" ".join(WORDS[4 + (number + each) % 8] for each in range(1 + number % 3)) for number in range(8)))
+    losses, weights = [], []
+    for packing in (False, True):
+        data = Conversations(rows, tokenizer(), max_length=24, assistant_only_loss=True, packing=packing)
+        model = small(family)
+        args = TrainingArguments(
+            output_dir=str(tmp_path / f"{packing}"),
+            max_steps=1,
+            per_device_train_batch_size=len(data),
+            learning_rate=0.1,
+            optim="sgd",
+            max_grad_norm=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            device="cpu",
+        )
+        trainer = Trainer(model, args, train_dataset=data, processing_class=tokenizer())
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+        weights.append(torch.cat([value.flatten() for value in trainer.model.parameters()]))
+    assert len(data) < 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert torch.allclose(weights[0], weights[1], atol=1e-6)

@@ -38,16 +38,29 @@ def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
     return make(**{**SHAPE, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, **changes})
 
 
-def build(kind: str, **changes: Any) -> Any:
+def build(kind: str, lora: dict[str, Any] | None = None, **changes: Any) -> Any:
     """The model of that configuration, always with the same weights. Norms and biases are not just ones and zeros,
-    which would hide mistakes."""
+    which would hide mistakes. `lora`: the arguments of a LoraConfig; then it is a PeftModel."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(configuration(kind, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return model if lora is None else with_lora(model, lora)
+
+
+def with_lora(model: Any, options: dict[str, Any]) -> Any:
+    """The model with an adapter that is not zero, as a new one would be."""
+    import peft
+
+    defaults = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", "fan_in_fan_out": model.config.model_type == "gpt2"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**{**defaults, **options}))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    return adapted
 
 
 MODELS: list[Any] = []  # made before the replica threads start, which share one random generator

@@ -122,3 +122,39 @@ def test_parameters_that_peft_does_not_save_are_an_error(tmp_path: Path) -> None
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(UsageError, match="peft"):
         Trainer(peft.get_peft_model(build("gpt2"), prompts), TrainingArguments(output_dir=str(tmp_path), device="cpu"))
+
+
+def test_an_adapter_is_merged_into_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretrained = base(tmp_path / "base")
+    made = trainer(tmp_path / "run", pretrained, lora={"modules_to_save": ["ln_f"]})
+    made.train()
+    checkpoint, merged = str(tmp_path / "run" / "checkpoint-6"), tmp_path / "merged"
+    assert call(["consolidate", checkpoint, str(merged), "--merge-adapters"]) == 0
+    assert sorted(path.name for path in merged.iterdir() if path.suffix == ".safetensors") == ["model.safetensors"]
+    expected = logits(made.model)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, rtol=1e-5, atol=1e-5)
+    other = str(base(tmp_path / "other", seed=1))
+    wrong: list[tuple[list[str], int, str]] = [
+        (["--merge-adapters", "--base-model", other], 1, "is not the base model that the adapter was trained on"),
+        (["--merge-adapters", "--base-model", str(tmp_path / "nowhere")], 2, "pass another one with --base-model"),
+        (["--merge-adapters", "-f", "pytorch"], 2, "merged models are written as safetensors"),
+        (["--base-model", other], 2, "only needed with --merge-adapters"),
+        (["--max-shard-size", "1KB"], 2, "peft reads it from one file"),
+    ]
+    capsys.readouterr()
+    for flags, code, words in wrong:
+        assert call(["consolidate", checkpoint, str(tmp_path / "out"), *flags]) == code, flags
+        assert words in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_consolidated_adapter_is_as_the_checkpoint(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", base(tmp_path / "base")).train()
+    checkpoint = tmp_path / "run" / "checkpoint-6"
+    expected = load_file(checkpoint / "adapter_model.safetensors")
+    for form, name in (("safetensors", "adapter_model.safetensors"), ("pytorch", "adapter_model.bin")):
+        assert call(["consolidate", str(checkpoint), str(tmp_path / form), "-f", form]) == 0
+        assert {"adapter_config.json", name} <= {path.name for path in (tmp_path / form).iterdir()}
+        found = load_file(tmp_path / form / name) if form == "safetensors" else torch.load(tmp_path / form / name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())

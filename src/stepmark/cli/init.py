@@ -1,4 +1,4 @@
-"""`stepmark init [RECIPE.yaml] [--kind scratch|model]`"""
+"""`stepmark init [RECIPE.yaml] [--kind scratch|model|chat]`"""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kind",
         choices=sorted(KINDS),
         default="scratch",
-        help="scratch: a new model (default); model: one whose training continues",
+        help="scratch: a new model (default); model: one whose training continues; chat: one that is fine-tuned on "
+        "conversations",
     )
 
 

@@ -5,7 +5,7 @@ docs/transformers.md has the same as a table, and a test compares them.
 
 from __future__ import annotations
 
-_PRECISION = "use bf16 (autocast) or dtype: bfloat16 (with fp32 master weights)"
+_PRECISION = "use bf16 or fp16 (autocast) or dtype: bfloat16 (with fp32 master weights)"
 _SHARDING = "use zero_1, tensor_parallel_size and sequence_parallel"
 _LOADER = "leave it out, or override get_train_dataloader and get_eval_dataloader"
 _REPORT = "use report_to with a callback of your own"

@@ -63,7 +63,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "lr_scheduler_kwargs": FieldHelp("options of that schedule", "{num_cycles: 2}"),
         "warmup_steps": FieldHelp("steps until it is reached, or a fraction of the run below 1", "100"),
         "warmup_ratio": FieldHelp("the same as a fraction of the run", "0.1"),
-        "optim": FieldHelp("the optimizer: adamw_torch, adamw_torch_fused or sgd", "adamw_torch"),
+        "optim": FieldHelp("the optimizer: adamw_torch, adamw_torch_fused, adafactor or sgd", "adamw_torch"),
         "optim_args": FieldHelp("options of the optimizer", '"momentum=0.9"'),
         "weight_decay": FieldHelp("decoupled weight decay", "0.1"),
         "adam_beta1": FieldHelp("AdamW's decay of the first moment", "0.9"),
@@ -77,6 +77,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
     },
     "precision and memory": {
         "bf16": FieldHelp("bfloat16 autocast over float32 parameters", "true"),
+        "fp16": FieldHelp("float16 autocast over float32 parameters, with a dynamic loss scale", "true"),
         "dtype": FieldHelp("the parameters' type: float32, or bfloat16 with fp32 master weights", "bfloat16"),
         "gradient_checkpointing": FieldHelp("compute activations again instead of keeping them", "true"),
     },

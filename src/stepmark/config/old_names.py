@@ -15,7 +15,6 @@ from stepmark.errors import UsageError
 
 # Fields and keywords. Those of transformers' TrainingArguments and of run_clm first, then those of optimum-neuron.
 FIELDS = {
-    "fp16": "use bf16",
     "do_train": "leave it out: `stepmark train` trains",
     "do_eval": "use eval_strategy",
     "evaluation_strategy": "use eval_strategy",

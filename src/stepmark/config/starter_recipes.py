@@ -43,6 +43,29 @@ MODEL = """\
 {lr_scheduler_type: cosine}
 {warmup_ratio: 0.05}
 """
+CHAT = """\
+# A chat model that is fine-tuned, by an adapter
+{output_dir: runs/chat}
+{model_name_or_path: path/to/a/chat-model}
+{peft: lora}
+{lora_r: 16}
+{lora_alpha: 32}
+
+# The conversations
+{train_file: chats.jsonl}
+{messages_column: messages}
+{assistant_only_loss: true}
+{packing: true}
+{block_size: 1024}
+
+# How long, and how fast
+{num_train_epochs: 2}
+{per_device_train_batch_size: 2}
+{gradient_accumulation_steps: 8}
+{learning_rate: 2e-4}
+{lr_scheduler_type: cosine}
+{warmup_ratio: 0.05}
+"""
 COMMON = """
 # Logs, evaluations and checkpoints
 {logging_steps: 10}
@@ -57,7 +80,7 @@ COMMON = """
 # gradient_checkpointing: true
 # zero_1: true                                  # with several ranks: stepmark train RECIPE --nproc N
 """
-KINDS = {"scratch": SCRATCH, "model": MODEL}
+KINDS = {"scratch": SCRATCH, "model": MODEL, "chat": CHAT}
 
 
 def starter_recipe(kind: str, schema: str) -> str:

@@ -37,6 +37,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
             folder of node_exporter's textfile collector. Default: None.
         dtype: The type of the parameters: `float32` (the default), or `bfloat16` with fp32 master weights in the
             optimizer. `bf16` is autocast over float32 parameters instead.
+        fp16: float16 autocast over float32 parameters, with a dynamic loss scale, on GPUs and the CPU. Default: false.
         zero_1: Shards the optimizer's states over the data parallel ranks. Default: false.
         tensor_parallel_size: Neighbouring ranks that hold the model together, each a shard of it; data parallelism uses
             the remaining factor of the world size. Default: 1.
@@ -94,6 +95,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     label_smoothing_factor: float = 0.0
     neftune_noise_alpha: float | None = None
     bf16: bool = False
+    fp16: bool = False
     gradient_checkpointing: bool = False
     logging_strategy: str = "steps"
     logging_steps: float = 500
@@ -312,6 +314,14 @@ def _check_agreement(args: TrainingFields) -> None:
             "bf16 and dtype: bf16 is autocast over float32 parameters, and dtype asks for bfloat16 ones; set one of "
             "them"
         )
+    if args.fp16 and (args.bf16 or args.dtype == "bfloat16"):
+        raise UsageError(
+            f"fp16 and {'bf16' if args.bf16 else 'dtype'}: matrix products are in float16 or in bfloat16; set one of "
+            "them"
+        )
+    if args.optim == "adafactor" and (args.zero_1 or args.tensor_parallel_size > 1):
+        field = "zero_1" if args.zero_1 else "tensor_parallel_size"
+        raise UsageError(f"optim and {field}: adafactor needs complete parameters, and {field} shards them; use AdamW")
     if args.save_on_signal and args.save_only_model:
         raise UsageError(
             "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "

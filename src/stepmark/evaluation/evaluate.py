@@ -20,6 +20,7 @@ from stepmark.parallel.tensor.parallelize import parallelized
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import LossFunction, MicroBatchLoss
+from stepmark.training.micro_batches import autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.pipelined_forward import PipelinedForward
 
@@ -32,6 +33,7 @@ def evaluate(
     device: str = "auto",
     batch_size: int = 8,
     bf16: bool = False,
+    fp16: bool = False,
     label_smoothing_factor: float = 0.0,
     data_collator: Callable[[list[Any]], Any] | PadTo | None = None,
     compute_loss_func: LossFunction | None = None,
@@ -53,6 +55,7 @@ def evaluate(
         device: `auto` (default), `xla`, `cuda`, `neuron` or `cpu`; ignored with `mesh`.
         batch_size: samples of a batch of one rank, default 8.
         bf16: run under bfloat16 autocast; default False.
+        fp16: run under float16 autocast; default False.
         label_smoothing_factor: from 0 (default) to 1, as in training.
         data_collator: makes a batch of a list of samples, or `PadTo`; default: samples are stacked.
         compute_loss_func: the loss in place of the model's own; see `MicroBatchLoss`.
@@ -75,6 +78,7 @@ def evaluate(
     mesh = _mesh_of(model, mesh) or Mesh.create(device=device)
     model = _on_device(model, mesh)
     runtime, axis = mesh.runtime, mesh.data_parallel
+    dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     loss = MicroBatchLoss(
         model, compute_loss_func=compute_loss_func, label_smoothing=label_smoothing_factor, lazy=runtime.lazy
     )
@@ -83,10 +87,10 @@ def evaluate(
         loss,
         runtime,
         mesh.context.host,
-        torch.bfloat16 if bf16 else None,
+        dtype,
         preprocess_logits_for_metrics,
         mesh.reporting_ranks,
-        stages=None if staged(model) is None else PipelinedForward(model, loss, mesh, torch.bfloat16 if bf16 else None),
+        stages=None if staged(model) is None else PipelinedForward(model, loss, mesh, dtype),
     )
     padded = data_collator if isinstance(data_collator, PadTo) else None
     metrics: dict[str, float] = {}

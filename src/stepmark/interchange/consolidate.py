@@ -1,4 +1,4 @@
-"""Writes the model of a checkpoint, sharded or not, as a plain Hugging Face model folder.
+"""Writes the model of a checkpoint, sharded or not, as a plain Hugging Face model folder; an adapter as peft's.
 
 The folder is written under a hidden name beside the final one, synced, and renamed: it appears complete or not at all.
 Safetensors are streamed: memory is bounded by the number of threads, not by the model. For torch.save, the tensors of
@@ -20,15 +20,26 @@ import xxhash
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of, sync_tree
 from stepmark.checkpoint.format.integrity import check_integrity, check_size
-from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, VALUES, FileEntry, Manifest, read_manifest, save_of
+from stepmark.checkpoint.format.manifest import (
+    ADAPTER,
+    MANIFEST,
+    MODEL,
+    VALUES,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    save_of,
+)
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.sizes import distinct_sizes
 from stepmark.interchange.gather import StoredShard
-from stepmark.interchange.model_files import ModelFile, index_of, split_into_files
+from stepmark.interchange.merge_adapter import Merge, merge_adapter
+from stepmark.interchange.model_files import ModelFile, adapter_file, index_of, split_into_files
 from stepmark.interchange.writers import THREADS, write_pytorch, write_safetensors
 
+UNLIMITED = 2**63  # bytes
 Sources = dict[str, list[StoredShard]]
 
 _OF_A_RUN = {VALUES, "trainer_state.json"}  # files that say how training went on, and nothing of the model
@@ -54,9 +65,14 @@ class ConsolidationListener:
 
 
 def consolidate(
-    source: Path, out: Path, form: str, max_shard_size: int, listener: ConsolidationListener
+    source: Path,
+    out: Path,
+    form: str,
+    max_shard_size: int,
+    listener: ConsolidationListener,
+    merge: Merge | None = None,
 ) -> Consolidated:
-    """Writes the model of a checkpoint as a plain Hugging Face folder.
+    """Writes the model of a checkpoint as a plain Hugging Face folder; an adapter as peft's.
 
     Args:
         source: A checkpoint, or a run: its newest complete checkpoint is used.
@@ -64,17 +80,20 @@ def consolidate(
         form: "safetensors", which is streamed, or "pytorch", for which the tensors of one output file are in memory.
         max_shard_size: Bytes of tensors in one file, at most; a larger tensor gets its own file.
         listener: Progress callbacks.
+        merge: Merge an adapter into its base model, all of which is in memory then; the files are safetensors.
 
     Returns:
         What was written.
 
     Raises:
-        UsageError: `out` is in use.
+        UsageError: `out` is in use, an adapter is larger than `max_shard_size`, or cannot be merged.
         CheckpointNotFound: `source` is not a checkpoint and has none.
         CheckpointDamaged: `source` is corrupted.
-        CheckpointMismatch: `source` holds no model.
+        CheckpointMismatch: `source` holds no model; to be merged, no adapter, or one of another base model.
         CheckpointError: `out` cannot be written. It is unchanged, as after every other error.
     """
+    if merge is not None and form != "safetensors":
+        raise UsageError("--merge-adapters: merged models are written as safetensors; leave -f out")
     source = resolve_link(source)
     candidates = [source] if (source / MANIFEST).exists() or step_of(source) is not None else []
     candidates = candidates or checkpoints(source)
@@ -85,7 +104,7 @@ def consolidate(
     for checkpoint in candidates:
         try:
             with reading(checkpoint, "consolidate"):
-                return _newest_save_of(checkpoint, final, form, max_shard_size, listener)
+                return _newest_save_of(checkpoint, final, form, max_shard_size, listener, merge)
         except CheckpointDamaged as error:
             if len(candidates) == 1:
                 raise
@@ -112,31 +131,42 @@ def _check_out(out: Path, candidates: list[Path]) -> Path:
 
 
 def _newest_save_of(
-    checkpoint: Path, final: Path, form: str, max_size: int, listener: ConsolidationListener
+    checkpoint: Path,
+    final: Path,
+    form: str,
+    max_size: int,
+    listener: ConsolidationListener,
+    merge: Merge | None,
 ) -> Consolidated:
     """Consolidates it; starts over if a live run saves the step again in the meantime."""
     while True:
         save = save_of(checkpoint)
         try:
-            return _consolidate_one(checkpoint, final, form, max_size, listener)
+            return _consolidate_one(checkpoint, final, form, max_size, listener, merge)
         except CheckpointDamaged:
             if save_of(checkpoint) == save:
                 raise
 
 
 def _consolidate_one(
-    checkpoint: Path, final: Path, form: str, max_size: int, listener: ConsolidationListener
+    checkpoint: Path,
+    final: Path,
+    form: str,
+    max_size: int,
+    listener: ConsolidationListener,
+    merge: Merge | None,
 ) -> Consolidated:
     manifest = read_manifest(checkpoint)
-    if not manifest.tensors.get(MODEL):
-        held = ", ".join(manifest.sections) or "nothing"
-        raise CheckpointMismatch(f"{checkpoint} has no section {MODEL!r} with tensors to consolidate; it holds {held}")
-    sources = _sources(checkpoint, manifest)
+    group = _group(checkpoint, manifest)
+    if merge is not None and group != ADAPTER:
+        raise CheckpointMismatch(f"--merge-adapters: {checkpoint} holds a complete model and no adapter; leave it out")
+    sources = _sources(checkpoint, manifest, group)
     check_integrity(checkpoint, manifest)
-    shards = split_into_files(manifest.tensors[MODEL], form, max_size)
+    shards = _files_of(manifest, group, form, max_size if merge is None else UNLIMITED)
     others = [entry for entry in manifest.files if _belongs_to_model(entry)]
-    if not any(entry.name == "config.json" for entry in others):
-        listener.warn(f"{checkpoint} has no config.json; transformers needs one beside the weights")
+    config, reader = ("adapter_config.json", "peft") if group == ADAPTER else ("config.json", "transformers")
+    if not any(entry.name == config for entry in others):
+        listener.warn(f"{checkpoint} has no {config}; {reader} needs one beside the weights")
     size = sum(shard.size for shard in shards)
     files.make_folder(final.parent)
     _check_room(final.parent, size + sum(entry.size for entry in others))
@@ -147,29 +177,48 @@ def _consolidate_one(
         for entry in others:
             _copy_file(checkpoint, entry, temporary)
         if form == "pytorch":
-            _write_pytorch(temporary, shards, checkpoint, manifest, listener)
+            _write_pytorch(temporary, shards, checkpoint, manifest, group, listener)
         else:
             _write_safetensors(temporary, shards, sources, listener)
         if len(shards) > 1:
             name, data = index_of(shards, form)
             files.write_file(temporary / name, data)
+        if merge is not None:
+            merge_adapter(temporary, merge, manifest, max_size)
+        written = [path for path in sorted(temporary.iterdir()) if path.suffix in (".safetensors", ".bin")]
         sync_tree(temporary)
         files.rename(temporary, final)
     except BaseException:
         files.remove_tree(temporary)
         raise
     files.sync_folder(final.parent)
-    return Consolidated(checkpoint, final, tuple(shard.name for shard in shards), size)
+    size = size if merge is None else sum((final / path.name).stat().st_size for path in written)
+    return Consolidated(checkpoint, final, tuple(path.name for path in written), size)
 
 
-def _sources(checkpoint: Path, manifest: Manifest) -> Sources:
+def _files_of(manifest: Manifest, group: str, form: str, max_size: int) -> list[ModelFile]:
+    """The files to write."""
+    tensors = manifest.tensors[group]
+    return [adapter_file(tensors, form, max_size)] if group == ADAPTER else split_into_files(tensors, form, max_size)
+
+
+def _group(checkpoint: Path, manifest: Manifest) -> str:
+    """The group of tensors to write. Raises CheckpointMismatch where there is none."""
+    for group in (MODEL, ADAPTER):
+        if manifest.tensors.get(group):
+            return group
+    held = ", ".join(manifest.sections) or "nothing"
+    raise CheckpointMismatch(f"{checkpoint} has no section {MODEL!r} with tensors to consolidate; it holds {held}")
+
+
+def _sources(checkpoint: Path, manifest: Manifest, group: str) -> Sources:
     """The shards of each tensor. Raises CheckpointDamaged, naming file and tensor.
 
     Files are read through the page cache: the system reads ahead there, which is quicker than our threads' own reads.
     """
     opened: dict[int, VerifiedFile] = {}
     found: Sources = {}
-    for name, tensor in manifest.tensors[MODEL].items():
+    for name, tensor in manifest.tensors[group].items():
         found[name] = []
         for number, tensor_slice in tensor.slices:
             try:
@@ -224,12 +273,17 @@ def _write_safetensors(
 
 
 def _write_pytorch(
-    folder: Path, shards: Sequence[ModelFile], checkpoint: Path, manifest: Manifest, listener: ConsolidationListener
+    folder: Path,
+    shards: Sequence[ModelFile],
+    checkpoint: Path,
+    manifest: Manifest,
+    group: str,
+    listener: ConsolidationListener,
 ) -> None:
     """Writes the files one after the other; the tensors of one are in memory at a time."""
     from stepmark.checkpoint.restore.tensor_reader import TensorReader
 
     with TensorReader(checkpoint, manifest, threads=THREADS, alone=False) as reader:
         for shard in shards:
-            write_pytorch(folder / shard.name, shard.tensors, reader, listener.advance)
+            write_pytorch(folder / shard.name, shard.tensors, reader, group, listener.advance)
             files.sync_file(folder / shard.name)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.checkpoint.format.manifest import TensorEntry
+from stepmark.checkpoint.format.manifest import ADAPTER, TensorEntry
 from stepmark.errors import UsageError
 
 # format -> (stem, suffix, suffix of the index), as transformers looks for them
@@ -64,6 +64,17 @@ def split_into_files(tensors: Mapping[str, TensorEntry], form: str, max_shard_si
     if len(parts) == 1:
         return [ModelFile(f"{stem}.{suffix}", parts[0])]
     return [ModelFile(f"{stem}-{n:05d}-of-{len(parts):05d}.{suffix}", part) for n, part in enumerate(parts, start=1)]
+
+
+def adapter_file(tensors: Mapping[str, TensorEntry], form: str, max_shard_size: int) -> ModelFile:
+    """The one file in which peft looks for an adapter. Raises UsageError where that would be too large."""
+    file = ModelFile(f"{ADAPTER}.{FORMATS[form][1]}", tensors)
+    if file.size > max_shard_size:
+        raise UsageError(
+            f"--max-shard-size: the adapter has {file.size / 1e6:,.1f} MB of tensors, and peft reads it from one file; "
+            "give a larger size"
+        )
+    return file
 
 
 def index_of(shards: list[ModelFile], form: str) -> tuple[str, bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.checkpoint.format.manifest import MODEL, TensorEntry
+from stepmark.checkpoint.format.manifest import TensorEntry
 from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.errors import CheckpointError
 from stepmark.filesystem import files
@@ -49,7 +49,7 @@ def write_safetensors(
         files.close(descriptor)
 
 
-def write_pytorch(path: Path, tensors: Tensors, reader: TensorReader, advance: Advance) -> None:
+def write_pytorch(path: Path, tensors: Tensors, reader: TensorReader, group: str, advance: Advance) -> None:
     """Writes a file as torch.save does. All its tensors are in memory at once; the file is not synced.
 
     Raises CheckpointDamaged where a shard differs from its checksums or a tensor is incomplete.
@@ -62,7 +62,7 @@ def write_pytorch(path: Path, tensors: Tensors, reader: TensorReader, advance: A
     runtime = runtime_for(torch.device("cpu"))
     state: dict[str, torch.Tensor | None] = {}
     for name, tensor in tensors.items():
-        target = ReadTarget(MODEL, name, Layout.full(tensor.shape), tensor.dtype)
+        target = ReadTarget(group, name, Layout.full(tensor.shape), tensor.dtype)
         reader.fill([target], runtime)
         state[name] = target.host
         advance(tensor_bytes(tensor))

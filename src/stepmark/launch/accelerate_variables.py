@@ -21,9 +21,10 @@ _TRUE = ("1", "on", "t", "true", "y", "yes")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the options of `accelerate launch` stand for: `bf16` for `--mixed_precision bf16`, `cpu` for `--cpu`."""
+    """What `--mixed_precision` (`bf16`, `fp16`) and `--cpu` of `accelerate launch` stand for."""
 
     bf16: bool = False
+    fp16: bool = False
     cpu: bool = False
 
 
@@ -40,9 +41,9 @@ def asked_by_accelerate(environment: Mapping[str, str] | None = None) -> Asked:
     if environment.get(_DYNAMO, "no").lower() not in ("", "no"):
         raise _refusal(environment, _DYNAMO, "leave the option out, and pass torch.compile(model)")
     precision = environment.get(_PRECISION, "no").lower()
-    if precision not in ("", "no", "bf16"):
-        raise _refusal(environment, _PRECISION, "use bf16")
-    return Asked(bf16=precision == "bf16", cpu=_is_on(environment, _CPU))
+    if precision not in ("", "no", "bf16", "fp16"):
+        raise _refusal(environment, _PRECISION, "use bf16 or fp16")
+    return Asked(bf16=precision == "bf16", fp16=precision == "fp16", cpu=_is_on(environment, _CPU))
 
 
 def _is_on(environment: Mapping[str, str], name: str) -> bool:

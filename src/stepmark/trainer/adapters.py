@@ -8,14 +8,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
-import xxhash
 from torch import Tensor, nn
 
+from stepmark.checkpoint.format.manifest import ADAPTER
 from stepmark.errors import UsageError
-from stepmark.runtime.context import Context
+from stepmark.interchange.merge_adapter import BASE_DIGEST
+from stepmark.parallel.model_digest import mesh_digest
+from stepmark.runtime.mesh import Mesh
+from stepmark.training.adapter_tensors import adapter_tensors, base_tensors
 
-ADAPTER = "adapter_model"
 MAY_DIFFER = ("inference_mode", "base_model_name_or_path", "revision", "peft_version")
 
 
@@ -32,18 +33,14 @@ class Adapter(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        from peft import get_peft_model_state_dict
-
         if len(model.peft_config) != 1:
             names = ", ".join(model.peft_config)
             raise UsageError(f"the model has several adapters ({names}), and checkpoints hold one; delete the others")
         ((self.adapter_name, self.config),) = model.peft_config.items()
         self._model = [model]  # in a list, so that it is not a submodule
-        state = model.state_dict(keep_vars=True)
-        names_of = {id(tensor): name for name, tensor in state.items()}
-        saved = get_peft_model_state_dict(model, state_dict=state, adapter_name=self.adapter_name)
-        self._names = {name: names_of.get(id(tensor), "") for name, tensor in saved.items()}
-        _check_complete(model, saved, set(names_of))
+        saved = adapter_tensors(model, self.adapter_name)
+        self._names = {name: full for name, (full, _) in saved.items()}
+        _check_complete(model, saved)
 
     @property
     def model(self) -> Any:
@@ -69,22 +66,12 @@ class Adapter(nn.Module):
         finally:
             self.config.inference_mode = mode
 
-    def identity(self, context: Context) -> dict[str, Any]:
-        """The base model's checksum and the adapter's configuration, as plain values. Collective."""
-        context.runtime.step_boundary()
-        digest = self._base_digest(context) if context.host.rank == 0 else None
+    def identity(self, mesh: Mesh) -> dict[str, Any]:
+        """The base model's checksum, the same on any mesh, and the adapter's configuration, as plain values.
+        Collective."""
+        digest = mesh_digest(base_tensors(self.model, set(self._names.values())), mesh)
         config = {name: value for name, value in self.config.to_dict().items() if name not in MAY_DIFFER}
-        return {"weights of the frozen base model": context.host.broadcast(digest), "adapter": _plain(config)}
-
-    def _base_digest(self, context: Context) -> str:
-        """Of every tensor of the model that is not the adapter's."""
-        hashed, own = xxhash.xxh3_128(), set(self._names.values())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            if name not in own and isinstance(tensor, Tensor):
-                (on_host,) = context.runtime.to_host([tensor])
-                hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                hashed.update(_bytes(on_host))
-        return hashed.hexdigest()
+        return {BASE_DIGEST: digest, "adapter": _plain(config)}
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
@@ -94,24 +81,20 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     return Adapter(inner) if peft is not None and isinstance(inner, peft.PeftModel) else None
 
 
-def _check_complete(model: nn.Module, saved: dict[str, Tensor], live: set[int]) -> None:
+def _check_complete(model: nn.Module, saved: dict[str, tuple[str, Tensor]]) -> None:
     """Raises UsageError where the saved tensors are not all that is trained, or not the live ones."""
-    identities = {id(tensor) for tensor in saved.values()}
+    identities = {id(tensor) for _, tensor in saved.values()}
     lost = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in identities]
     if lost:
         raise UsageError(
             f"peft does not save {len(lost)} parameters that would be trained ({lost[0]}); freeze them, or name their "
             "modules in modules_to_save of the adapter's configuration"
         )
-    if not identities <= live:
+    if not all(full for full, _ in saved.values()):
         raise UsageError(
             "peft saves tensors of this adapter that it computes, so that training could not be resumed; use LoRA or "
             "another adapter that is saved as it is trained"
         )
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _plain(value: Any) -> Any:

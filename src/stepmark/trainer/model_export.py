@@ -16,13 +16,14 @@ from stepmark.checkpoint.sections import describe
 from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
-from stepmark.interchange.consolidate import ConsolidationListener, consolidate
+from stepmark.interchange.consolidate import UNLIMITED, ConsolidationListener, consolidate
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.mesh import Mesh
+from stepmark.trainer.adapters import Adapter
 from stepmark.trainer.outputs import write_model_files
 
-MAX_SHARD_SIZE = "5GB"
+MAX_SHARD_SIZE = 5 * 10**9  # bytes
 _STAGING = ".model"  # in the folder: files that are not complete yet
 _SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda text: None)
 _INDEX = "model.safetensors.index.json"
@@ -52,7 +53,7 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
     def finish() -> None:
         complete = staging / "complete"
         if sharded:
-            consolidate(checkpoint_path(staging, 0), complete, "safetensors", 5 * 10**9, _SILENT)
+            consolidate(checkpoint_path(staging, 0), complete, "safetensors", _largest_file(model), _SILENT)
         else:
             complete.mkdir()
             _write_weights(complete, model, runtime)
@@ -61,6 +62,11 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
         shutil.rmtree(staging)
 
     _on_first(host, folder, finish)
+
+
+def _largest_file(model: nn.Module) -> int:
+    """Bytes of tensors in one file; peft reads only one."""
+    return UNLIMITED if isinstance(model, Adapter) else MAX_SHARD_SIZE
 
 
 def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
@@ -72,7 +78,7 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
     names = list(section.entries)
     on_host = dict(zip(names, runtime.to_host([section.entries[name].tensor for name in names]), strict=True))
     pattern = section.group + "{suffix}.safetensors"
-    split = split_torch_state_dict_into_shards(on_host, filename_pattern=pattern, max_shard_size=MAX_SHARD_SIZE)
+    split = split_torch_state_dict_into_shards(on_host, filename_pattern=pattern, max_shard_size=_largest_file(model))
     for file, tensors in split.filename_to_tensors.items():
         save_file({name: on_host[name].contiguous() for name in tensors}, folder / file, metadata={"format": "pt"})
     if split.is_sharded:

@@ -19,7 +19,8 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
-from stepmark.parallel.tensor.parallelize import ParallelizedModel, parallelize, parallelized
+from stepmark.parallel.tensor.adapted_layers import check_adapters
+from stepmark.parallel.tensor.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.module_placement import agree_on_ties, agree_on_weights, fetch_module, place_module
@@ -27,7 +28,7 @@ from stepmark.trainer.existing_run import check_no_earlier_run
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
-from stepmark.training.model_options import check_bf16, enable_gradient_checkpointing
+from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
 from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
 from stepmark.training.packed_samples import check_packing
 from stepmark.training.step import TrainStep
@@ -69,6 +70,9 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     """Moves the model to the device, sharded as the arguments say unless it already is, with equal weights on all
     ranks. Returns its mesh. Collective."""
     applied = parallelized(model)
+    if applied is None:
+        check_not_added_to(model)
+        check_adapters(model, args.tensor_parallel_size, args.pipeline_parallel_size)
     _check_sharding(applied, args, context)
     mesh = applied.mesh if applied else make_mesh(args, context)
     runtime = mesh.runtime
@@ -77,6 +81,8 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     fetch_module(model, runtime)
     if args.bf16 or args.dtype == "bfloat16":
         check_bf16(runtime.device)
+    if args.fp16:
+        check_fp16(runtime)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model, runtime)
     if args.dtype == "bfloat16":

@@ -63,7 +63,8 @@ from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.trainer.transformers_arguments import converted
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.micro_batches import autocast
+from stepmark.training.loss_scaler import LossScaler
+from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.noisy_embeddings import noisy_embeddings
 from stepmark.training.step import TrainStep
@@ -145,8 +146,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self.mesh = prepare_model(model, self.args, self.context)
         self.model = model
         self._saved = adapter_of(model) or model
-        if isinstance(self._saved, Adapter) and self.mesh.tensor_parallel.size > 1:
-            raise UsageError("tensor_parallel_size: an adapter of peft cannot be sharded; set it to 1")
         for name in NEED_COMPLETE_MODEL:
             self._check_pipeline(name, self._overridden(name))
         if self.args.batch_eval_metrics and compute_metrics is not None:
@@ -268,7 +267,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.args.bf16 else None
+        return autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
@@ -401,13 +400,14 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             pipeline_schedule=self.args.pipeline_schedule,
             max_grad_norm=self.args.max_grad_norm,
             autocast=self._autocast_dtype,
+            scaler=LossScaler() if self.args.fp16 else None,
             seed=self.args.seed,
         )
 
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with the one that saved, as plain values."""
         own = identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self._loaders.data_seed)
-        return own | (self._saved.identity(self.context) if isinstance(self._saved, Adapter) else {})
+        return own | (self._saved.identity(self.mesh) if isinstance(self._saved, Adapter) else {})
 
     # The loss
 
@@ -440,7 +440,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         return call_compute_loss(self.compute_loss, type(self).__name__, model, inputs, items)
 
     def compute_loss_context_manager(self) -> torch.autocast:
-        """Returns the context in which models are called: autocast, as `bf16` says."""
+        """Returns the context in which models are called: autocast, as `bf16` and `fp16` say."""
         return autocast(self.context.runtime, self._autocast_dtype)
 
     def _prepare_inputs(self, inputs: Any) -> Any:

@@ -103,8 +103,8 @@ class TrainingArguments(TrainingFields):
     def _take_variables(self) -> None:
         """What `accelerate launch` asks for, where the arguments do not say otherwise."""
         asked = asked_by_accelerate()
-        if self.dtype == "float32":
-            self.bf16 = self.bf16 or asked.bf16
+        if self.dtype == "float32" and not self.bf16 and not self.fp16:
+            self.bf16, self.fp16 = asked.bf16, asked.fp16
         if asked.cpu and self.device_name == "auto":
             self.device = "cpu"
 

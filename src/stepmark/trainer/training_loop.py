@@ -79,6 +79,7 @@ class TrainingLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, as plain values."""
+        scaler = self._parts.step.scaler
         return {
             "step": self._step,
             "epoch": self._callbacks.state.epoch,
@@ -88,6 +89,7 @@ class TrainingLoop:
             "means": self._losses.state_dict(),
             "schedule": schedule_state(self._parts.schedule),
             "rates": [float(group["lr"]) for group in self._parts.optimizer.inner.param_groups],
+            "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,6 +105,8 @@ class TrainingLoop:
         self._parts.loader.load_state_dict(loader)
         self._losses.load_state_dict(state["means"])
         restore_schedule(self._parts.schedule, state["schedule"], rates)
+        if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
+            self._parts.step.scaler.load_state_dict(state["loss_scaler"])
 
     def resume(self, checkpoint: Path | None) -> Path | None:
         """Restores `checkpoint`, or the newest complete one. Returns what was restored, None where there is none.
@@ -193,8 +197,10 @@ class TrainingLoop:
         show_step(StepPlace.of(self._step + 1, batch.samples, batch.state))
         self._monitor.step_begins(self._step + 1, batch, float(parts.schedule.get_last_lr()[0]))
         with self._monitor.within_step():
-            self._losses.add(parts.step(self._step, batch, hooks))
-        advance(parts.schedule)
+            statistics = parts.step(self._step, batch, hooks)
+            self._losses.add(statistics)
+        if statistics.updated:
+            advance(parts.schedule)
         if self._preemption is not None:
             self._preemption.step_ended()
         callbacks.state.global_step += 1

@@ -15,6 +15,7 @@ from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed
 from stepmark.training.loss import MicroBatchLoss, Weight
+from stepmark.training.loss_scaler import LossScaler
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class SequentialSchedule:
         mesh: Mesh,
         *,
         autocast: torch.dtype | None = None,
+        scaler: LossScaler | None = None,
         seed: int = 42,
     ) -> None:
         self._model = model
@@ -84,6 +86,7 @@ class SequentialSchedule:
         self._runtime = mesh.runtime
         self._rank = mesh.data_parallel.rank
         self._autocast = autocast
+        self._scaler = scaler
         self._seed = seed
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
@@ -96,7 +99,7 @@ class SequentialSchedule:
             loss = self._forward(micro_batch, Weight(counts.each[index].reshape(()), counts.divisor.reshape(())))
             if index == last:
                 self._gradients.last_backward(counts.total.reshape(()))
-            loss.backward()
+            loss.backward(None if self._scaler is None else self._scaler.of(loss))
             self._gradients.collect()
             total = total + loss.detach()
             if index < last:
@@ -110,7 +113,14 @@ class SequentialSchedule:
             return self._loss(self._model, micro_batch.inputs, weight)[0]
 
 
+def autocast_dtype(*, bf16: bool, fp16: bool) -> torch.dtype | None:
+    """The type of matrix products that the arguments of these names ask for; None: that of the parameters."""
+    if fp16:
+        return torch.float16
+    return torch.bfloat16 if bf16 else None
+
+
 def autocast(runtime: Runtime, dtype: torch.dtype | None) -> torch.autocast:
-    """Computes matrix products in `dtype` (bfloat16); disabled where it is None."""
+    """Computes matrix products in `dtype` (bfloat16 or float16); disabled where it is None."""
     kind = runtime.device.type
     return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)

@@ -51,6 +51,13 @@ def check_bf16(device: torch.device) -> None:
         raise DeviceError(f"bf16: {torch.cuda.get_device_name(device)} does not support bfloat16; train in float32")
 
 
+def check_fp16(runtime: Runtime) -> None:
+    """Raises DeviceError where the device cannot train in float16: it needs to know at every step whether a gradient
+    has overflowed."""
+    if runtime.lazy or runtime.device.type not in ("cuda", "cpu"):
+        raise DeviceError(f"fp16: {runtime.name} trains in bfloat16; set bf16: true instead")
+
+
 def set_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Puts a model, and an optimizer that has two modes as schedule-free ones have, into training mode.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.optim.protocols import GradientReducer
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, Schedule, Task, Transfer, make_schedule
+from stepmark.parallel.pipeline.stage_plan import checkpoints_gradients
 from stepmark.parallel.pipeline.staged_model import StagedModel
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.parallel.tensor.dropout import begin_regions
@@ -26,6 +27,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed
 from stepmark.training.lazy.saved_weights import weights_made_again
 from stepmark.training.loss import MicroBatchLoss, Weight
+from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import TokenCounts, autocast
 from stepmark.training.pipelined_forward import PipelinedForward, StageCalls
 
@@ -45,6 +47,7 @@ class PipelinedSchedule:
         kind: str,
         *,
         autocast: torch.dtype | None = None,
+        scaler: LossScaler | None = None,
         seed: int = 42,
     ) -> None:
         """`kind`: one of `schedules.SCHEDULES`."""
@@ -55,6 +58,7 @@ class PipelinedSchedule:
         self.transfers = Transfers(mesh, draws=stages.plan.draws)
         self.call = StageCalls(stages, loss)
         self.autocast = autocast
+        self.scaler = scaler
         self.kind = kind
         self._forward = PipelinedForward(stages.model, loss, mesh, autocast)
         self._seed = seed
@@ -105,7 +109,7 @@ class _Step:
         self._kept: dict[tuple[int, int], _Forward] = {}  # by stage and micro-batch
         self._to_send: dict[Task, Activation] = {}
         self._backward_left = len(parts.stages.own) * len(micro_batches)
-        self._checkpointing = bool(getattr(parts.stages.model, "is_gradient_checkpointing", False))
+        self._checkpointing = checkpoints_gradients(parts.stages.model)
         self.loss = counts.zero
 
     def tick(self, number: int, seed: Callable[[int], int]) -> None:
@@ -176,6 +180,8 @@ class _Step:
         if self._backward_left == 0:
             parts.gradients.last_backward(self._counts.total.reshape(()))
         if output.requires_grad:  # not where all that a first stage has is frozen
+            if gradient is None and parts.scaler is not None:
+                gradient = parts.scaler.of(output)
             torch.autograd.backward([output], None if gradient is None else [gradient])
         parts.gradients.collect()
         if forward.activation is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
 from stepmark.parallel.pipeline.staged_model import staged
+from stepmark.parallel.tensor.parallelize import check_not_added_to
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import MicroBatchSchedule, SequentialSchedule
 from stepmark.training.pipelined_micro_batches import PipelinedSchedule
 
@@ -28,10 +30,12 @@ class StepStatistics:
         step: The step's number, from 0.
         values: Float32 vector of the mean loss over the target tokens of all ranks and micro-batches, the number of
             those tokens, and the gradient's 2-norm before clipping.
+        updated: Whether the parameters were updated; not where a gradient overflowed in float16.
     """
 
     step: int
     values: Tensor
+    updated: bool = True
 
 
 def _nothing() -> None:
@@ -63,7 +67,11 @@ class TrainStep:
             `gpipe`, or `interleaved` for a rank with several stages.
         max_grad_norm: 2-norm to which larger gradients are scaled; 0 or less: never.
         autocast: Type of matrix products, such as `torch.bfloat16`; None: that of the parameters.
+        scaler: Scales losses, for float16; None: they are as they are.
         seed: Seed of dropout and other random numbers of the model.
+
+    Raises:
+        UsageError: The model got an adapter after it was sharded, or the schedule does not fit.
     """
 
     def __init__(
@@ -77,10 +85,13 @@ class TrainStep:
         pipeline_schedule: str = ONE_F_ONE_B,
         max_grad_norm: float = 1.0,
         autocast: torch.dtype | None = None,
+        scaler: LossScaler | None = None,
         seed: int = 42,
     ) -> None:
+        check_not_added_to(model)
         self.model = model
         self.optimizer = optimizer
+        self.scaler = scaler
         self._runtime = mesh.runtime
         self._gradients = optimizer.gradients(mesh, accumulation=accumulation)
         self._schedule = self._make_schedule(loss, mesh, pipeline_schedule, accumulation, autocast, seed)
@@ -97,9 +108,13 @@ class TrainStep:
     ) -> MicroBatchSchedule:
         stages = staged(self.model)
         if stages is None:
-            return SequentialSchedule(self.model, loss, self._gradients, mesh, autocast=autocast, seed=seed)
+            return SequentialSchedule(
+                self.model, loss, self._gradients, mesh, autocast=autocast, scaler=self.scaler, seed=seed
+            )
         check_micro_batches(kind, accumulation, mesh.pipeline.size, len(stages.own))
-        return PipelinedSchedule(stages, loss, self._gradients, mesh, kind, autocast=autocast, seed=seed)
+        return PipelinedSchedule(
+            stages, loss, self._gradients, mesh, kind, autocast=autocast, scaler=self.scaler, seed=seed
+        )
 
     def __call__(self, step: int, batch: StepBatch, hooks: StepHooks | None = None) -> StepStatistics:
         """Trains one step. Collective.
@@ -114,17 +129,29 @@ class TrainStep:
         """
         hooks = hooks or StepHooks()
         loss, tokens = self._schedule.run(step, batch, hooks.after_micro_step)
-        reduced = self._gradients.reduce(loss, tokens)
+        reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens))
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
-        self._update(reduced, hooks)
+        self._update(reduced, hooks, updates=updates)
         statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
         self._runtime.step_boundary()
-        return StepStatistics(step, statistics)
+        return StepStatistics(step, statistics, updates)
 
-    def _update(self, reduced: ReducedGradients, hooks: StepHooks) -> None:
+    def _unscaled(self, reduced: ReducedGradients) -> tuple[ReducedGradients, bool]:
+        """The true gradients, and whether they may update the parameters; with a scaler this waits for the device."""
+        if self.scaler is None:
+            return reduced, True
+        inverse = 1.0 / self.scaler.scale
+        present = [gradient for gradient in reduced.gradients if gradient is not None]
+        if present:
+            torch._foreach_mul_(present, inverse)
+        norm = reduced.norm * inverse
+        return replace(reduced, norm=norm), self.scaler.accept(float(norm))
+
+    def _update(self, reduced: ReducedGradients, hooks: StepHooks, *, updates: bool) -> None:
         self.optimizer.set_gradients(reduced.gradients)
         hooks.before_update()
-        self.optimizer.step()
+        if updates:
+            self.optimizer.step()
         hooks.after_update()
         self.optimizer.set_gradients([None] * len(reduced.gradients))
         self._gradients.reset()

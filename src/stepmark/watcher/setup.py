@@ -89,6 +89,7 @@ class EvaluationSetup:
         self._tokenizer = tokenizer
         self._reader = ModelReader(mesh.runtime)
         self._bf16 = training.bf16 if training is not None else False
+        self._fp16 = training.fp16 if training is not None else False
         self._smoothing = training.label_smoothing_factor if training is not None else 0.0
         default = training.per_device_eval_batch_size if training is not None else DEFAULT_BATCH_SIZE
         self._batch_size = batch_size or default
@@ -137,6 +138,7 @@ class EvaluationSetup:
             "metrics": self._functions.metrics,
             "evaluator": self._functions.evaluator,
             "bf16": self._bf16,
+            **({"fp16": True} if self._fp16 else {}),
             "label_smoothing_factor": self._smoothing,
         }
 
@@ -168,6 +170,7 @@ class EvaluationSetup:
             mesh=self.mesh,
             batch_size=self._batch_size,
             bf16=self._bf16,
+            fp16=self._fp16,
             label_smoothing_factor=self._smoothing,
             compute_metrics=metrics.compute_metrics if metrics is not None else None,
             preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics if metrics is not None else None,

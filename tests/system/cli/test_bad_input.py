@@ -107,7 +107,7 @@ def trained(run_of_two_steps: Path, tmp_path: Path) -> Path:
     ("fields", "words"),
     [
         ({"learning_rte": 1}, "learning_rte: is not a field in "),
-        ({"fp16": True}, "fp16: is not a Stepmark field in "),
+        ({"use_cpu": True}, "use_cpu: is not a Stepmark field in "),
         ({"deepspeed": "x.json"}, "deepspeed: is a transformers field that Stepmark does not support in "),
         ({"max_steps": "many"}, "max_steps: should be a whole number, and is 'many'"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: should be at least 1"),
@@ -141,7 +141,7 @@ def test_fields(refused: Callable[..., str], fields: dict[str, Any], words: str)
 
 def test_flags(refused: Callable[..., str]) -> None:
     assert refused("--learning_rte", "1").startswith("learning_rte: is not a field; did you mean learning_rate?")
-    assert refused("--fp16").startswith("fp16: is not a Stepmark field; use bf16")
+    assert refused("--use_cpu").startswith("use_cpu: is not a Stepmark field; use device: cpu")
     assert refused("--max_steps", "soon") == "max_steps: should be a whole number, and is 'soon'"
     assert "--max_steps: expected one argument" in refused("--max_steps")
     assert refused("another.yaml").startswith("another.yaml: unrecognized argument")

@@ -24,6 +24,7 @@ VERSION = 1
 
 # Groups of tensors, and the beginnings of their names: model, optimizer/<section>, state/<section>.
 MODEL = "model"
+ADAPTER = "adapter_model"  # in place of the model's: an adapter of peft, whose base is frozen and not saved
 OPTIMIZER = "optimizer"
 STATE = "state"
 

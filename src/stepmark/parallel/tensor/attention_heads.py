@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from stepmark.errors import UsageError
+from stepmark.parallel.tensor.adapted_layers import base_of
 
 KEYS_AND_VALUES = ("k_proj", "v_proj", "key_proj", "value_proj", "key", "value", "k", "v")
 QUERIES = ("q_proj", "query_proj", "query", "q")
@@ -57,7 +58,7 @@ def heads_of(name: str, module: nn.Module, config: Any, ranks: int) -> Heads | N
         return None
     config = getattr(module, "config", config)
     children = dict(module.named_children())
-    keys = next((children[child] for child in KEYS_AND_VALUES if child in children), None)
+    keys = next((base_of(children[child]) for child in KEYS_AND_VALUES if child in children), None)
     queries = _first(module, QUERY_COUNTS) or _first(config, QUERY_COUNTS)
     keys_and_values = _first(config, KEY_VALUE_COUNTS) or queries
     if isinstance(keys, nn.Linear):

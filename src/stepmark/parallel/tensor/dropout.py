@@ -33,22 +33,22 @@ class RegionSeeds:
         if self._enabled and model.training:
             self._base = self._runtime.current_seed()
 
-    def sharded(self, module: nn.Module, region: int) -> None:
-        """The following operations work on sharded activations."""
+    def sharded(self, module: nn.Module, region: int, *place: str) -> None:
+        """The following operations work on sharded activations. `place`: where in the region that is."""
         if self._enabled and module.training:
-            self._runtime.seed(derive_seed(self._base, region, "rank", self._rank))
+            self._runtime.seed(derive_seed(self._base, region, *place, "rank", self._rank))
 
-    def replicated(self, module: nn.Module, region: int) -> None:
+    def replicated(self, module: nn.Module, region: int, *place: str) -> None:
         """The following operations work on replicated activations."""
         if self._enabled and module.training:
-            self._runtime.seed(derive_seed(self._base, region))
+            self._runtime.seed(derive_seed(self._base, region, *place))
 
 
 _of_models: WeakKeyDictionary[nn.Module, RegionSeeds] = WeakKeyDictionary()
 
 
 def seed_regions(model: nn.Module, seeds: RegionSeeds) -> None:
-    """Makes `seeds` begin with each forward pass of the model."""
+    """Makes `seeds` begin with each forward pass of the model, or of a module by which it is called."""
     _of_models[model] = seeds
     model.register_forward_pre_hook(lambda module, args: seeds.begin(module))
 

@@ -2,7 +2,8 @@
 
 A region is a module (attention, a feed-forward network) with sharded children, in which each rank computes its own
 heads or hidden units. Children with the same input share one `copy_to`, hence one all-reduce in the backward pass.
-Under sequence parallelism the region gathers its input along the sequence, and reduces and scatters its output.
+Under sequence parallelism the region gathers its input along the sequence, and reduces and scatters its output. LoRA
+adapters are sharded with their layer (adapted_layers.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stepmark.errors import UsageError
+from stepmark.parallel.tensor.adapted_layers import AdaptedLayer
 from stepmark.parallel.tensor.autograd_collectives import (
     copy_to,
     gather,
@@ -72,6 +74,29 @@ class TensorParallelRegion:
         self._seeds.replicated(module, self._number)
         return reduce_from(partial, self.axis)
 
+    def drop_equally(self, dropout: nn.Module, place: str, sharded: bool) -> None:
+        """Makes a dropout inside the region, whose input is replicated, draw equal numbers on all ranks. `place`:
+        distinguishes it from others in the region; `sharded`: whether the computations that follow are sharded."""
+
+        def begin(module: nn.Module, args: Any) -> None:
+            self._seeds.replicated(module, self._number, place)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if sharded or self._sequence:
+                self._seeds.sharded(module, self._number, place)
+
+        dropout.register_forward_pre_hook(begin)
+        dropout.register_forward_hook(end)
+
+    def drop_apart(self, dropout: nn.Module, place: str) -> None:
+        """Makes a dropout, whose input is sharded, draw other numbers on each rank; `leave` ends that."""
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if not self._sequence:  # else the numbers in use differ between the ranks already
+                self._seeds.sharded(module, self._number, place)
+
+        dropout.register_forward_pre_hook(begin)
+
 
 class RowParallelLinear(nn.Linear):
     """A linear layer sharded along its inputs; the bias is added to the sum."""
@@ -112,8 +137,8 @@ def _is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def shard_columns(module: nn.Module, region: TensorParallelRegion, gather_output: bool) -> None:
-    """Adds a linear layer, whose parameters are sharded along their outputs, to a region."""
+def shard_columns(adapted: AdaptedLayer, region: TensorParallelRegion, gather_output: bool) -> None:
+    """Adds a linear layer, whose parameters are sharded along their outputs, to a region, with its adapters."""
 
     def enter(module: nn.Module, args: Any) -> Any:
         return (region.enter(module, args[0], not gather_output), *args[1:])
@@ -121,23 +146,35 @@ def shard_columns(module: nn.Module, region: TensorParallelRegion, gather_output
     def gather_columns(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return gather(output, region.axis, -1)
 
-    module.register_forward_pre_hook(enter)
+    adapted.called.register_forward_pre_hook(enter)
     if gather_output:
-        module.register_forward_hook(gather_columns)
-    _set_widths(module, outputs=True, size=region.axis.size)
+        adapted.called.register_forward_hook(gather_columns)
+    _set_widths(adapted.layer, outputs=True)
+    for adapter in adapted.adapters:
+        _set_widths(adapter.b, outputs=True)
+        if not isinstance(adapter.dropout, nn.Identity):
+            region.drop_equally(adapter.dropout, f"{adapted.name}.{adapter.name}", not gather_output)
 
 
-def shard_rows(module: nn.Module, region: TensorParallelRegion, split_input: bool) -> None:
-    """Adds a linear layer, whose weight is sharded along its inputs, to a region."""
-    transposed = _is_transposed(module)
-    become(module, RowParallelConv1D if transposed else RowParallelLinear)
-    object.__setattr__(module, "region", region)
+def shard_rows(adapted: AdaptedLayer, region: TensorParallelRegion, split_input: bool) -> None:
+    """Adds a linear layer, whose weight is sharded along its inputs, to a region, with its adapters."""
     if split_input:
-        module.register_forward_pre_hook(lambda module, args: (scatter(args[0], region.axis, -1), *args[1:]))
-    _set_widths(module, outputs=False, size=region.axis.size)
+        adapted.called.register_forward_pre_hook(lambda module, args: (scatter(args[0], region.axis, -1), *args[1:]))
+    _sum_output(adapted.layer, region)
+    for adapter in adapted.adapters:
+        _sum_output(adapter.a, region)
+        if not isinstance(adapter.dropout, nn.Identity):
+            region.drop_apart(adapter.dropout, f"{adapted.name}.{adapter.name}")
 
 
-def _set_widths(module: nn.Module, outputs: bool, size: int) -> None:
+def _sum_output(module: nn.Module, region: TensorParallelRegion) -> None:
+    """Makes a linear layer, whose weight is sharded along its inputs, sum its output over the ranks."""
+    become(module, RowParallelConv1D if _is_transposed(module) else RowParallelLinear)
+    object.__setattr__(module, "region", region)
+    _set_widths(module, outputs=False)
+
+
+def _set_widths(module: nn.Module, outputs: bool) -> None:
     """Updates the layer's own width attributes, which repr() shows and Conv1D uses."""
     for name in ("out_features", "nf") if outputs else ("in_features", "nx"):
         if hasattr(module, name):

@@ -5,6 +5,7 @@ On a mesh with a pipeline it is cut into stages afterwards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +17,15 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import cut_into_stages
+from stepmark.parallel.tensor.adapted_layers import (
+    AdaptedLayer,
+    AddedAdapters,
+    adapted_layers,
+    called_models,
+    check_adapters,
+    is_wrapper,
+    unwrapped,
+)
 from stepmark.parallel.tensor.attention_heads import Heads, heads_of
 from stepmark.parallel.tensor.autograd_collectives import reduce_from
 from stepmark.parallel.tensor.dropout import RegionSeeds, has_dropout, seed_regions
@@ -35,8 +45,11 @@ from stepmark.parallel.tensor.sequence import partial_parameters, sequence_modul
 from stepmark.parallel.tensor.vocabulary import VocabParallelHead, Vocabulary, shard_embedding, use_vocab_parallel_loss
 from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.module_placement import agree_on_weights
 from stepmark.sharding.layout import Layout, Shape, annotate, layout_of
 from stepmark.sharding.replication import Replication, annotate_replication
+
+logger = logging.getLogger("stepmark")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -60,6 +73,18 @@ def parallelized(model: nn.Module) -> ParallelizedModel | None:
     return _applied.get(model)
 
 
+def check_not_added_to(model: nn.Module) -> None:
+    """Raises UsageError for a model that got an adapter after it was sharded, as far as that is seen before it is
+    called: one in a PeftModel, or one in a pipeline."""
+    applied = _applied.get(model)
+    staged = applied is not None and applied.mesh.pipeline.size > 1
+    if (applied is None and unwrapped(model) in _applied) or (staged and any(map(is_wrapper, model.modules()))):
+        raise UsageError(
+            "model: it got an adapter of peft after it was sharded, which would train incorrectly; add adapters to the "
+            "complete model, before Trainer or parallelize shards it"
+        )
+
+
 def parallelize(
     model: Model,
     mesh: Mesh,
@@ -79,6 +104,9 @@ def parallelize(
     logits; otherwise the logits are complete. On a mesh with a pipeline each rank keeps the modules of its own stages,
     and `TrainStep` or `Trainer` runs them; the model cannot be called. On a mesh that has neither the model is returned
     unchanged.
+
+    LoRA adapters of peft are sharded with their layers, and have to be in the model by then. Where the ranks have drawn
+    different ones, all use those of rank 0.
 
     Args:
         model: A complete model, on the host or on the meta device.
@@ -105,17 +133,31 @@ def parallelize(
         return model
     if model in _applied:
         raise UsageError("parallelize: the model is already sharded; pass a complete one")
+    check_not_added_to(model)
+    check_adapters(model, mesh.tensor_parallel.size, mesh.pipeline.size)
     stages = plan_stages(model, mesh.pipeline.size * pipeline_chunks, pipeline_layers) if pipeline else None
     if tensor:
-        work = _Parallelization(model, mesh, plan_of(model, plan), parallelize_embedding, sequence_parallel)
+        work = _Parallelization(model, mesh, plan, parallelize_embedding, sequence_parallel)
+        _agree_on_adapters(model, mesh)
         work.shard_parameters()
         work.wire()
     if stages is not None:
         cut_into_stages(model, stages, mesh)
     sizes = None if pipeline_layers is None else tuple(pipeline_layers)
-    _applied[model] = ParallelizedModel(mesh, sequence_parallel, parallelize_embedding, sizes, pipeline_chunks)
-    vars(model)["save_pretrained"] = _refuse_saving
+    for each in (model, unwrapped(model)):
+        _applied[each] = ParallelizedModel(mesh, sequence_parallel, parallelize_embedding, sizes, pipeline_chunks)
+        vars(each)["save_pretrained"] = _refuse_saving
     return model
+
+
+def _agree_on_adapters(model: nn.Module, mesh: Mesh) -> None:
+    """Makes adapters equal on all ranks: unlike the base, which is read from files, each rank may have drawn others.
+    Collective if there are any."""
+    trained = nn.ParameterList([each for each in model.parameters() if each.requires_grad and not each.is_meta])
+    if not any(map(is_wrapper, model.modules())):
+        return
+    if agree_on_weights(trained, mesh.runtime, mesh.context.host) and mesh.context.host.rank == 0:
+        logger.warning("the ranks had different adapters; all use those of rank 0")
 
 
 def _refuse_saving(*args: Any, **options: Any) -> None:
@@ -136,23 +178,34 @@ class _ShardedParameter:
 class _Parallelization:
     """One call of `parallelize`: the constructor checks everything, the other methods change the model."""
 
-    def __init__(self, model: Any, mesh: Mesh, plan: dict[str, Style], embedding: bool, sequence: bool) -> None:
-        self._model = model
+    def __init__(
+        self, model: Any, mesh: Mesh, given: Mapping[str, str] | None, embedding: bool, sequence: bool
+    ) -> None:
+        self._called = called_models(model)
+        self._model = model = unwrapped(model)
         self._mesh = mesh
         self._axis: Collectives = mesh.tensor_parallel
         if any(layout_of(parameter) is not None for parameter in model.parameters()):
             raise UsageError("parallelize: the model is already sharded; pass a complete one")
+        plan = plan_of(model, given)
         if sequence:
             sequence_modules(model)
         self._sequence = sequence
         tables = _tables(model)
         self._tables = tables if embedding else []
-        skipped = set(tables)
+        skipped = {id(each.layer) for each in tables}
         modules = dict(model.named_modules())
-        self._styles = [(name, modules[name], style) for name, style in plan.items() if modules[name] not in skipped]
+        self._styles = [
+            (name, each, style)
+            for name, style in plan.items()
+            for each in adapted_layers(name, modules[name])
+            if id(each.layer) not in skipped
+        ]
         self._heads = self._find_heads(modules)
         self._sharded = [*self._vocabulary_shards(), *self._plan_shards()]
-        check_plan(model, plan, tables)
+        ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if is_wrapper(each)]
+        exempt = [*ends, *(table.called for table in tables)]
+        check_plan(model, plan, [part for each in exempt for part in each.modules()])
 
     def _find_heads(self, modules: dict[str, nn.Module]) -> dict[str, Heads]:
         """The heads of every module whose heads are sharded, by module name."""
@@ -165,28 +218,36 @@ class _Parallelization:
         return found
 
     def _vocabulary_shards(self) -> Iterator[_ShardedParameter]:
-        for module in self._tables:
-            for name, parameter in module.named_parameters(recurse=False):
-                shape = tuple(parameter.shape)
-                yield _ShardedParameter(name, parameter, shard_vocabulary(shape, self._axis.rank, self._axis.size))
+        for each in self._tables:
+            for name, parameter in (*each.own_parameters(), *each.parameters_of("b")):
+                yield self._vocabulary_shard(name, parameter)
+
+    def _vocabulary_shard(self, name: str, parameter: nn.Parameter) -> _ShardedParameter:
+        placement = shard_vocabulary(tuple(parameter.shape), self._axis.rank, self._axis.size)
+        return _ShardedParameter(name, parameter, placement)
 
     def _plan_shards(self) -> Iterator[_ShardedParameter]:
-        for name, module, style in self._styles:
+        for name, each, style in self._styles:
             if style.kind in COLUMN_STYLES or style.kind in ROW_STYLES:
-                inputs = input_dim(module)
-                rows = style.kind in ROW_STYLES
-                heads = self._heads.get(_parent(name))
-                groups = heads.groups(name.rpartition(".")[2]) if heads and not rows else None
-                for own, parameter in module.named_parameters(recurse=False):
-                    if rows and parameter.dim() == 1:
-                        continue  # the bias stays complete: it is added once, after the sum
-                    dim = 0 if parameter.dim() == 1 else inputs if rows else 1 - inputs
-                    full_name = f"{name}.{own}"
-                    placement = self._place(full_name, parameter, dim, style, groups)
-                    yield _ShardedParameter(full_name, parameter, placement)
+                yield from self._linear_shards(name, each, style)
+            elif style.kind == "all_reduce" and any(is_wrapper(module) for module in each.called.modules()):
+                raise UsageError(f"tensor_parallel_size: adapters in {name} are not supported; leave them out")
             elif style.kind == "embedding_rowwise":
-                shape = tuple(module.weight.shape)
-                yield _ShardedParameter(name, module.weight, shard_vocabulary(shape, self._axis.rank, self._axis.size))
+                yield self._vocabulary_shard(name, each.layer.weight)
+
+    def _linear_shards(self, name: str, each: AdaptedLayer, style: Style) -> Iterator[_ShardedParameter]:
+        """The shards of a linear layer and, along the same outputs or inputs, of its adapters."""
+        rows = style.kind in ROW_STYLES
+        heads = self._heads.get(_parent(name))
+        groups = heads.groups(name.rpartition(".")[2]) if heads and not rows else None
+        inputs = input_dim(each.layer)
+        found = [(own, parameter, inputs if rows else 1 - inputs) for own, parameter in each.own_parameters()]
+        found += [(own, parameter, int(rows)) for own, parameter in each.parameters_of("a" if rows else "b")]
+        for own, parameter, dim in found:
+            if rows and parameter.dim() == 1:
+                continue  # the bias stays complete: it is added once, after the sum
+            placement = self._place(own, parameter, 0 if parameter.dim() == 1 else dim, style, groups)
+            yield _ShardedParameter(own, parameter, placement)
 
     def _place(self, name: str, parameter: Tensor, dim: int, style: Style, groups: int | None) -> Placement:
         shape, rank, size = tuple(parameter.shape), self._axis.rank, self._axis.size
@@ -208,8 +269,10 @@ class _Parallelization:
             annotate(each.parameter, each.placement.layout)
             if each.placement.count > 1:
                 annotate_replication(each.parameter, Replication(each.placement.count, partial=True))
-        partial = [m for _, m, style in self._styles if style.kind == "replicated_with_grad_allreduce"]
-        replicated = [parameter for module in partial for parameter in module.parameters()]
+        partial = [each for _, each, style in self._styles if style.kind == "replicated_with_grad_allreduce"]
+        replicated = [parameter for each in partial for parameter in each.called.parameters()]
+        columns = [each for _, each, style in self._styles if style.kind in COLUMN_STYLES]
+        replicated += [parameter for each in (*columns, *self._tables) for _, parameter in each.parameters_of("a")]
         replicated += partial_parameters(self._model) if self._sequence else []
         for parameter in replicated:
             if layout_of(parameter) is None:
@@ -218,51 +281,62 @@ class _Parallelization:
     def wire(self) -> None:
         model, axis, runtime = self._model, self._axis, self._mesh.runtime
         seeds = RegionSeeds(runtime, axis.rank, has_dropout(model))
-        seed_regions(model, seeds)
+        for called in self._called:
+            seed_regions(called, seeds)
         modules = dict(model.named_modules())
         regions: dict[str, TensorParallelRegion] = {}
-        for name, module, style in self._styles:
+        for name, each, style in self._styles:
             parent = _parent(name)
             if (style.kind in COLUMN_STYLES or style.kind in ROW_STYLES) and parent not in regions:
                 regions[parent] = TensorParallelRegion(modules[parent], axis, seeds, len(regions), self._sequence)
             if style.kind in COLUMN_STYLES:
-                shard_columns(module, regions[parent], style.kind == "colwise_gather_output")
+                shard_columns(each, regions[parent], style.kind == "colwise_gather_output")
             elif style.kind in ROW_STYLES:
-                shard_rows(module, regions[parent], style.kind == "rowwise_split_input")
+                shard_rows(each, regions[parent], style.kind == "rowwise_split_input")
             elif style.kind == "embedding_rowwise":
-                assert isinstance(module, nn.Embedding)
-                shard_embedding(module, Vocabulary(module.num_embeddings, axis, runtime))
+                shard_embedding(each.layer, Vocabulary(each.layer.num_embeddings, axis, runtime))
             elif style.kind == "all_reduce":
-                module.register_forward_hook(lambda module, args, output: reduce_from(output.clone(), axis))
+                each.called.register_forward_hook(lambda module, args, output: reduce_from(output.clone(), axis))
         for name, heads in self._heads.items():
             heads.adapt(modules[name])
-        self._wire_vocabulary()
+        has_head = self._wire_vocabulary()
         if self._sequence:
-            head = model.get_output_embeddings()
-            shard_sequence(model, axis, seeds, any(module is head for module in self._tables))
+            shard_sequence(model, axis, seeds, has_head)
+        added = AddedAdapters(model)  # which calls the modules in the model, whatever calls the latter
+        for module in [modules[parent] for parent in regions][:1] or [each.called for each in self._tables]:
+            module.register_forward_pre_hook(lambda module, args: added.check())
 
-    def _wire_vocabulary(self) -> None:
-        head = self._model.get_output_embeddings()
-        for module in self._tables:
-            size = next(c.placement.layout.shape[0] for c in self._sharded if c.parameter is module.weight)
+    def _wire_vocabulary(self) -> bool:
+        """Returns whether the head is sharded."""
+        output = self._model.get_output_embeddings()
+        heads = {id(each.layer) for each in adapted_layers("", output)} if output is not None else set()
+        head: VocabParallelHead | None = None
+        for each in self._tables:
+            size = next(c.placement.layout.shape[0] for c in self._sharded if c.parameter is each.layer.weight)
             vocabulary = Vocabulary(size, self._axis, self._mesh.runtime)
-            if isinstance(module, nn.Embedding):
-                shard_embedding(module, vocabulary)
+            if isinstance(each.layer, nn.Embedding):
+                shard_embedding(each.layer, vocabulary)
+            elif id(each.layer) not in heads:
+                VocabParallelHead(vocabulary, self._sequence).attach(each.called)
             else:
-                sharded_head = VocabParallelHead(module, vocabulary, self._sequence)
-                if module is head:
-                    use_vocab_parallel_loss(self._model, sharded_head)
+                head = head or VocabParallelHead(vocabulary, self._sequence)
+                head.attach(each.called)
+        if head is not None:
+            use_vocab_parallel_loss(self._model, head, self._called)
+        return head is not None
 
 
-def _tables(model: Any) -> list[Any]:
-    """The input embedding, the head, and all modules tied to one of them."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    weights = {id(module.weight) for module in ends if isinstance(module, nn.Embedding | nn.Linear)}
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.Linear) and id(module.weight) in weights
-    ]
+def _tables(model: Any) -> list[AdaptedLayer]:
+    """The input embedding, the head, and all layers tied to one of them."""
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    layers = [each.layer for end in ends for each in adapted_layers("", end)]
+    weights = {id(layer.weight) for layer in layers if isinstance(layer, nn.Embedding | nn.Linear)}
+    found: dict[int, AdaptedLayer] = {}  # by layer; what is called comes before what is in it
+    for name, module in model.named_modules():
+        for each in adapted_layers(name, module):
+            if isinstance(each.layer, nn.Embedding | nn.Linear) and id(each.layer.weight) in weights:
+                found.setdefault(id(each.layer), each)
+    return list(found.values())
 
 
 def _parent(name: str) -> str:

@@ -48,6 +48,8 @@ REFUSED = {
 }
 """Model types whose plan in transformers does not reproduce the unsharded model's results, and why."""
 
+_INSIDE_SAVED_MODULE = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.)")  # in names, with peft
+
 
 @dataclass(frozen=True)
 class Style:
@@ -109,7 +111,13 @@ def _match(model: Any, patterns: Mapping[str, str]) -> tuple[dict[str, Style], s
     found: dict[str, Style] = {}
     matched = set()
     for name, _ in model.named_modules():
+        plain = _INSIDE_SAVED_MODULE.sub("", name)
         for expression, pattern, style in compiled:
+            if expression.fullmatch(plain) and plain != name:
+                raise UsageError(
+                    f"tensor_parallel_size: {plain} is inside a module that modules_to_save of the adapter names; name "
+                    "the layers in it instead"
+                )
             if expression.fullmatch(name):
                 found[name] = parse_style(style)
                 matched.add(pattern)

@@ -7,7 +7,7 @@ so that the graphs of all ranks are the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,17 +81,20 @@ def shard_embedding(module: nn.Embedding, vocabulary: Vocabulary) -> None:
 
 
 class VocabParallelHead:
-    """The layer that computes logits.
+    """The layer that computes logits, or several of which one is in use.
 
     Attributes:
         keep_sharded: Whether the current forward pass leaves the logits sharded, because only a loss is computed from
             them.
     """
 
-    def __init__(self, module: nn.Module, vocabulary: Vocabulary, input_gathered: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, input_gathered: bool) -> None:
         self.vocabulary = vocabulary
         self.keep_sharded = False
         self._input_gathered = input_gathered
+
+    def attach(self, module: nn.Module) -> None:
+        """Makes a module, whose weight is sharded by rows, compute logits as the head does."""
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave)
 
@@ -148,8 +151,9 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vo
     return total.log() - target
 
 
-def use_vocab_parallel_loss(model: Any, head: VocabParallelHead) -> None:
-    """Makes a causal model compute its own loss from sharded logits while it trains."""
+def use_vocab_parallel_loss(model: Any, head: VocabParallelHead, called: Sequence[nn.Module]) -> None:
+    """Makes a causal model compute its own loss from sharded logits while it trains. `called`: the modules by which it
+    is called."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     forward = inspect.unwrap(type(model).forward)
@@ -170,5 +174,6 @@ def use_vocab_parallel_loss(model: Any, head: VocabParallelHead) -> None:
         head.keep_sharded = False
         return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
 
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.register_forward_hook(end)
+    for each in called:
+        each.register_forward_pre_hook(begin, with_kwargs=True)
+        each.register_forward_hook(end)

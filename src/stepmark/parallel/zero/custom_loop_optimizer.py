@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -272,8 +272,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return self._sharded.named_groups()
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Restores the groups' saved learning rates, for `Checkpointer`."""
-        self._sharded.load_named_groups(groups)
+        """Restores the groups' saved values, for `Checkpointer`."""
+        self._sharded.load_named_groups(groups, complete=True)
+
+    def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
+        """Restores what the state of a parameter has besides tensors, for `Checkpointer`."""
+        self._sharded.load_named_values(name, values)
 
 
 def _bucket_elements(*caps: float) -> int | None:

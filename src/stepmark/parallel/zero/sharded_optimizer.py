@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.optim.elementwise import check_elementwise
 from stepmark.optim.master_weights import WrittenParameters, follow
-from stepmark.optim.wrapped import load_learning_rates, plain, take_empty_step
+from stepmark.optim.wrapped import (
+    load_hyperparameters,
+    load_learning_rates,
+    load_plain_values,
+    plain,
+    take_empty_step,
+)
 from stepmark.parallel.zero.sharded_buckets import Bucket, complete_on_host, make_buckets
 from stepmark.parallel.zero.sharded_gradients import ShardedGradients
 from stepmark.runtime.collectives import gather_in_place
@@ -193,10 +199,18 @@ class ShardedOptimizer:
     def _names_in(self, group: int) -> list[str]:
         return [member.name for bucket in self.buckets if bucket.group == group for member in bucket.members]
 
-    def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Restores the learning rates, and refreshes the shards from the parameters' restored values."""
-        load_learning_rates(self.inner, groups, self._runtime)
+    def load_named_groups(self, groups: list[dict[str, Any]], *, complete: bool = False) -> None:
+        """Restores the learning rates, or with `complete` all values of the groups, and refreshes the shards from the
+        parameters' restored values."""
+        load = load_hyperparameters if complete else load_learning_rates
+        load(self.inner, groups, self._runtime)
         self._refresh_shards()
+
+    def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
+        """Restores what the state of a parameter has besides tensors, which is that of the shards with a part of it."""
+        for bucket, shard in zip(self.buckets, self._shards, strict=True):
+            if any(member.name == name for member in bucket.members):
+                load_plain_values(self.inner.state[shard], values)
 
     # What this rank alone holds
 

@@ -28,10 +28,13 @@ class Anomaly:
 
 
 class AnomalyDetector:
-    """Checks every step's numbers when they reach the host, and calls `report` once for each kind of anomaly."""
+    """Checks every step's numbers when they reach the host, and calls `report` once for each kind of anomaly.
 
-    def __init__(self, report: Callable[[Anomaly], None]) -> None:
+    `may_overflow`: gradients are scaled for float16, and a step in which one is not finite is left out."""
+
+    def __init__(self, report: Callable[[Anomaly], None], *, may_overflow: bool = False) -> None:
         self._report = report
+        self._may_overflow = may_overflow
         self._reported: set[str] = set()
         self._rates: dict[int, float] = {}
         self._saved: list[int] = []
@@ -52,7 +55,7 @@ class AnomalyDetector:
             return
         if not math.isfinite(loss):
             self._found("loss_not_finite", step, f"the loss of step {step} is {loss}; {self._remedy(step)}")
-        elif not math.isfinite(norm):
+        elif not math.isfinite(norm) and not self._may_overflow:
             self._found("grad_norm_not_finite", step, f"grad_norm of step {step} is {norm}; {self._remedy(step)}")
         elif norm == 0.0 and loss != 0.0:
             message = f"grad_norm of step {step} is exactly 0{self._since(step)}: no gradient reaches the parameters"

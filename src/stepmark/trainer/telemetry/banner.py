@@ -76,6 +76,8 @@ def _stages(parts: RunParts) -> list[str]:
 
 
 def _precision(args: TrainingFields) -> str:
+    if args.fp16:
+        return "float16 autocast"
     return "bfloat16 autocast" if args.bf16 else args.dtype
 
 

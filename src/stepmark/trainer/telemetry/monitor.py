@@ -38,9 +38,11 @@ MAX_LINES = 5  # that read the device, named in one warning
 class Monitor:
     """The monitors of one run on one rank. Only the rank that writes the run's log reports what they find."""
 
-    def __init__(self, run_log: RunLog, folder: Path, runtime: Runtime, throughput: Throughput) -> None:
+    def __init__(
+        self, run_log: RunLog, folder: Path, runtime: Runtime, throughput: Throughput, *, may_overflow: bool = False
+    ) -> None:
         self.timers = RunTimers()
-        self._anomalies = AnomalyDetector(self._report_anomaly)
+        self._anomalies = AnomalyDetector(self._report_anomaly, may_overflow=may_overflow)
         self._run_log = run_log
         self._runtime = runtime
         self._throughput = throughput
@@ -54,9 +56,9 @@ class Monitor:
     @classmethod
     def for_run(cls, parts: RunParts, run_log: RunLog) -> Monitor:
         args, context = parts.args, parts.context
-        dtype = torch.bfloat16 if args.bf16 or args.dtype == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if args.bf16 or args.fp16 or args.dtype == "bfloat16" else torch.float32
         throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)
-        return cls(run_log, Path(args.output_dir), context.runtime, throughput)
+        return cls(run_log, Path(args.output_dir), context.runtime, throughput, may_overflow=args.fp16)
 
     # The loop
 

@@ -1,0 +1,58 @@
+"""Dynamic loss scaling for float16: P. Micikevicius et al., Mixed Precision Training (2018), with the constants of
+torch.amp.GradScaler."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("stepmark")
+
+FIRST = 2.0**16
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000  # factors; steps without an overflow before the scale grows
+
+
+class LossScaler:
+    """Multiplies losses, so that small gradients do not become 0 in float16, and divides the gradients again.
+
+    A step whose gradients are not finite is left out, and the scale halved; after 2000 steps without one it is doubled.
+    All ranks decide by the same norm.
+
+    Attributes:
+        scale: What losses are multiplied with.
+    """
+
+    def __init__(self, scale: float = FIRST) -> None:
+        self.scale = scale
+        self._good_steps = 0  # since the scale has changed
+        self._warned = False
+
+    def of(self, loss: Tensor) -> Tensor:
+        """The gradient that the backward pass of a loss starts from: the scale, in the loss's shape and dtype."""
+        return torch.full_like(loss, self.scale)
+
+    def accept(self, norm: float) -> bool:
+        """Follows the norm of a step's gradient: whether the step may update the parameters."""
+        if not math.isfinite(norm):
+            self.scale, self._good_steps = self.scale * BACKOFF, 0
+            logger.info("fp16: a gradient overflowed; the step is left out, and the loss scale is %g", self.scale)
+            if self.scale < 1 and not self._warned:
+                self._warned = True
+                logger.warning("fp16: gradients overflow even at a loss scale of %g; training has diverged", self.scale)
+            return False
+        self._good_steps += 1
+        if self._good_steps == INTERVAL:
+            self.scale, self._good_steps = self.scale * GROWTH, 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a checkpoint's values."""
+        self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])

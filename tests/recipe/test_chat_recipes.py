@@ -1,0 +1,118 @@
+"""Recipes that fine-tune a chat model: conversations, packed or padded, and adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from stepmark.cli.main import run as call  # noqa: E402
+from stepmark.data.tokenizer import byte_tokenizer  # noqa: E402
+from tests.support.models import build  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+LORA = ["--peft", "lora", "--lora_r", "4", "--lora_dropout", "0.1"]
+
+
+@pytest.fixture
+def fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A recipe's fields, with a model that was pretrained and conversations to train it on."""
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    build("llama", vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(tmp_path / "model")
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    chats = [
+        {"prompt": f"{number} and {number}", "completion": f"{2 * number}" * (1 + number % 3)} for number in range(24)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    return {
+        "model_name_or_path": tmp_path / "model",
+        "chat_template_path": tmp_path / "chat.jinja",
+        "train_file": tmp_path / "chats.jsonl",
+        "messages_column": "messages",
+        "assistant_only_loss": "true",
+        "block_size": 96,
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "learning_rate": "1e-2",
+        "logging_steps": 1,
+        "save_steps": 3,
+        "device": "cpu",
+        "disable_tqdm": "true",
+    }
+
+
+def train(folder: Path, fields: dict[str, Any], *more: str) -> list[float]:
+    """The losses of a run of the command."""
+    flags = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    assert call(["train", *flags, "--output_dir", str(folder), *more]) == 0
+    return logged(folder, "loss")
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    logs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [log[name] for log in logs if name in log]
+
+
+def adapter(folder: Path, base: Path) -> dict[str, torch.Tensor]:
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    return {name: value for name, value in model.state_dict().items() if "lora" in name}
+
+
+def test_an_adapter_is_trained_and_resumed_exactly(tmp_path: Path, fields: dict[str, Any]) -> None:
+    whole = train(tmp_path / "whole", fields, *LORA, "--packing", "true")
+    assert whole[-1] < whole[0]
+    base = tmp_path / "model"
+    trained = adapter(tmp_path / "whole", base)
+    assert {name.split(".")[-4] for name in trained} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    assert any(value.abs().max() > 0 for name, value in trained.items() if "lora_B" in name)
+    train(tmp_path / "parts", {**fields, "max_steps": 3, "lr_scheduler_type": "constant"}, *LORA, "--packing", "true")
+    constant = {**fields, "lr_scheduler_type": "constant"}
+    train(tmp_path / "parts", constant, *LORA, "--packing", "true", "--resume_from_checkpoint", "true")
+    train(tmp_path / "at once", constant, *LORA, "--packing", "true")
+    resumed, once = adapter(tmp_path / "parts", base), adapter(tmp_path / "at once", base)
+    assert all(torch.equal(resumed[name], once[name]) for name in once)
+
+
+def test_all_weights_are_trained_without_an_adapter(tmp_path: Path, fields: dict[str, Any]) -> None:
+    evaluating = ["--eval_strategy", "steps", "--eval_steps", "6", "--gradient_checkpointing", "true"]
+    losses = train(tmp_path / "run", fields, *evaluating)
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "run" / "checkpoint-6" / "chat_template.jinja").read_text() == TEMPLATE
+    inside = logged(tmp_path / "run", "eval_loss")
+    assert call(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    beside = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert beside["eval_loss"] == pytest.approx(inside[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--peft", "dora"], "peft: 'dora' is unknown; choose lora"),
+        (["--lora_r", "4"], "lora_r: is for an adapter; set peft: lora"),
+        (["--peft", "lora", "--lora_target_modules", "[nowhere]"], "lora_target_modules: Target modules"),
+        (["--peft", "lora", "--lora_dropout", "1"], "lora_dropout: should be from 0 to below 1"),
+        (["--chat_template_path", "absent.jinja"], "chat_template_path: absent.jinja cannot be read"),
+        (["--text_column", "prompt"], "text_column and messages_column: "),
+    ],
+)
+def test_what_does_not_fit_is_said(
+    tmp_path: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    flags = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    assert call(["train", *flags, "--output_dir", str(tmp_path / "run"), *more]) == 2
+    assert message in capsys.readouterr().err
