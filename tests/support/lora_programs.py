@@ -38,7 +38,7 @@ def make_trainer(options: dict[str, Any]) -> Trainer:
     model = AutoModelForCausalLM.from_pretrained(options.pop("base"))
     torch.manual_seed(5)
     adapted = with_lora(model, options.pop("lora"))
-    defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-2}
+    defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3}
     args = TrainingArguments(**{**defaults, "disable_tqdm": True, "device": "cpu", "save_strategy": "no", **options})
     data: dict[str, Any] = {"train_dataset": Blocks(30), "eval_dataset": Blocks(3, seed=1)}
     return Trainer(adapted, args, callbacks=[StopAt(stop_at)], **data)

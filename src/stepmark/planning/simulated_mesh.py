@@ -128,7 +128,8 @@ class SimulatedLinks:
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         sent = [tensor.detach().contiguous() for tensor in outgoing]
         if self._device.lazy:
-            for shape, dtype in [(each.shape, each.dtype) for each in (*sent, *incoming)]:
+            forms = [*map(Form.of, sent), *incoming]
+            for shape, dtype in [(form.shape, form.dtype) for form in forms]:
                 with self._tracker.within(COMMUNICATION):
                     torch.empty((2, *shape), dtype=dtype)  # an all-gather of the pair, of which one half is taken
         return self.exchange_on_host(other, sent, incoming)

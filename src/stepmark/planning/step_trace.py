@@ -38,6 +38,7 @@ from stepmark.planning.simulated_mesh import PlannedDevice, SimulatedMesh
 from stepmark.planning.stage_trace import evaluate_stages, stage_inputs, watch_stage
 from stepmark.planning.step_setup import StepSetup
 from stepmark.planning.step_windows import WatchedLoss, WatchedOptimizer
+from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.setup import sharding_options, step_optimizer
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
@@ -158,7 +159,8 @@ def meta_model(config: Any, trust_remote_code: bool = False) -> nn.Module:
 
 def _make_model(setup: StepSetup, tracker: AllocationTracker) -> tuple[nn.Module, SimulatedMesh]:
     args = setup.args
-    model = meta_model(setup.config, setup.trust_remote_code).to(getattr(torch, args.dtype))
+    model = meta_model(setup.config, setup.trust_remote_code)
+    cast_module(model, getattr(torch, args.dtype))
     arriving = stage_inputs(setup, model) if setup.staged else ()
     mesh = SimulatedMesh(setup.axes, setup.device, tracker, setup.stage, arriving)
     parallelize(train_like(model, args), mesh, **sharding_options(args))
