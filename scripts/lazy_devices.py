@@ -3,7 +3,7 @@
 Each is built small, with random weights, and trained 6 steps on XLA's CPU client in a process of its own, without
 gradient accumulation and with two micro-batches, and evaluated in between.
 
-    python -m scripts.lazy_devices [--only NAME …] [--write]
+    python -m scripts.lazy_devices [--only NAME …] [--timeout SECONDS] [--write]
 
 With --write the results go to docs/lazy-devices.md; rows of models that were not tried stay.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lazy-devices.md"
-TIMEOUT = 120  # seconds for each model
+TIMEOUT = 120  # seconds for each model, unless given
 COLUMNS = ("model", "step", "step of 2 micro-batches", "evaluation batch", "what reads the device", "date")
 KINDS = ("1", "2", "evaluation")
 EXPECTED = ("1, 0, 0", "3, 0, 0", "1, 0, 0")
@@ -51,20 +51,20 @@ def names() -> list[str]:
     return [*OTHERS, *sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
 
 
-def row(name: str, outcome: Any) -> Row:
-    """The table's line for what `tests.support.lazy_models.count` gave in a process."""
+def row(name: str, outcome: Any, timeout: int) -> Row:
+    """The table's line for what `tests.support.lazy_models.count` gave in a process that had `timeout` seconds."""
     date = time.strftime("%Y-%m-%d")
     if outcome.codes != [0]:
-        return (name, "", "", "", f"not counted: {reason(outcome)}", date)
+        return (name, "", "", "", f"not counted: {reason(outcome, timeout)}", date)
     found = outcome.results[0]
     counts = [", ".join(str(found[kind][index]) for index in (1, 0, 2)) for kind in KINDS]
     return (name, *counts, "; ".join(f"`{line}`" for line in found["lines"]), date)
 
 
-def reason(outcome: Any) -> str:
+def reason(outcome: Any, timeout: int) -> str:
     """The last line of the process's output that names an error."""
     if outcome.codes == [None]:
-        return f"took longer than {TIMEOUT} seconds"
+        return f"took longer than {timeout} seconds"
     lines = [line.strip() for line in outcome.logs[0].splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "Check failed" in line]
     return (errors or lines or ["no output"])[-1][:160].replace("|", "/")
@@ -99,6 +99,7 @@ def section(title: str, rows: list[Row]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=None)
+    parser.add_argument("--timeout", type=int, default=TIMEOUT, help="seconds for each model")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster, counts the same
@@ -108,7 +109,8 @@ def main() -> None:
     order = names()
     rows = read_rows()
     for name in arguments.only or order:
-        rows[name] = row(name, ranks.run("tests.support.lazy_models:count", name, timeout=TIMEOUT))
+        outcome = ranks.run("tests.support.lazy_models:count", name, timeout=arguments.timeout)
+        rows[name] = row(name, outcome, arguments.timeout)
         print(" | ".join(rows[name]), flush=True)
         if arguments.write:
             PAGE.write_text(page([rows[each] for each in order if each in rows]))

@@ -6,6 +6,7 @@ own options out of the command, sets the variable by which it asks for graphs al
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -46,6 +48,43 @@ with mock.patch("stepmark.compilation.neuron.neuron_device_present", return_valu
 def command_line(*arguments: str) -> int:
     """`stepmark` in a rank."""
     return run(list(arguments))
+
+
+def trained_on_neuron(recipe: str, compiles: bool = True) -> list[dict[str, Any]]:
+    """Trains where a Neuron device seems to be; the log lines. With `compiles` a stand-in for Neuron's compiler keeps
+    what each new graph is compiled to, unless its cache has it."""
+    import torch_xla
+
+    from stepmark.config.recipe import read_recipe
+    from stepmark.recipe.train import train
+    from stepmark.runtime.xla import graph_counts, pending_graph
+
+    run_graph = torch_xla.sync
+
+    def sync(wait: bool = False) -> None:
+        before, text = graph_counts().compiled, pending_graph()
+        run_graph(wait=wait)
+        if compiles and graph_counts().compiled > before:
+            version = Path(os.environ["NEURON_COMPILE_CACHE_URL"]) / "neuronxcc-2.21.33363.0+82129205"
+            keep_graph(version / f"MODULE_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}+e30acd3a")
+
+    with (
+        mock.patch("stepmark.runtime.compile_cache.neuron_device_present", return_value=True),
+        mock.patch("stepmark.runtime.compile_cache._runs_on_neuron", return_value=True),
+        mock.patch.object(torch_xla, "sync", sync),
+    ):
+        given = read_recipe(recipe, {})
+        train(given)
+    lines = (Path(given.training.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+def keep_graph(folder: Path, size: int = 2048) -> None:
+    """As Neuron's compiler keeps a graph."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.neff").write_bytes(bytes(size))
+    if size > 1024:
+        (folder / "model.done").touch()
 
 
 def on_a_neuron_host(folder: Path, *arguments: str, tool: bool = True) -> subprocess.CompletedProcess[str]:
@@ -163,3 +202,55 @@ def test_two_caches_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_CC_FLAGS", "--cache_dir=/a")
     with pytest.raises(UsageError, match="they name /b and /a; leave one of them out"):
         compile_cache.prepare_compile_cache("/b")
+
+
+@pytest.mark.xla
+def test_a_run_logs_which_graphs_neurons_cache_had(ranks: Ranks, tmp_path: Path) -> None:
+    fields = {"device": "xla", "logging_steps": 1, "compile_cache": str(tmp_path / "cache")}
+    logged = []
+    for attempt in range(2):
+        recipe = write_recipe(tmp_path, output_dir=str(tmp_path / f"run-{attempt}"), **fields)
+        (lines,) = ranks.run(f"{HERE}:trained_on_neuron", str(recipe)).check()
+        logged.append([(each["graph_cache_hits"], each["graph_cache_misses"]) for each in lines])
+        assert sum(logged[-1][-1]) == lines[-1]["graph_compilations"] > 0
+    assert [hits for hits, _ in logged[0]] == [0, 0]
+    assert [misses for _, misses in logged[1]] == [0, 0]
+    assert logged[0][-1][1] == logged[1][-1][0]
+
+
+def test_lookups_in_neurons_cache(tmp_path: Path) -> None:
+    from stepmark.runtime.neuron_cache import CacheLookups
+
+    version = tmp_path / "neuronxcc-2.21"
+    keep_graph(version / "MODULE_old")
+    keep_graph(version / "MODULE_failed", size=10)
+    lookups = CacheLookups(tmp_path, requested=2)
+    assert lookups.count(2) == (0, 0)
+    assert lookups.count(5) == (3, 0)
+    keep_graph(version / "MODULE_new")
+    keep_graph(version / "MODULE_failed")  # tried again
+    assert lookups.count(5) == (3, 0)  # another process's, so far
+    assert lookups.count(8) == (4, 2)
+    keep_graph(version / "MODULE_of_this_rank")
+    keep_graph(version / "MODULE_of_another_rank")
+    assert lookups.count(9) == (4, 3)
+    assert lookups.count(10) == (5, 3)
+
+
+@pytest.mark.parametrize("setting", ["s3://bucket/graphs", False])
+def test_lookups_that_cannot_be_seen_are_not_counted(
+    setting: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from stepmark.launch.world import World
+    from stepmark.runtime import compile_cache
+    from stepmark.runtime.eager import EagerRuntime
+
+    monkeypatch.setattr(compile_cache, "neuron_device_present", lambda: True)
+    for name in ("NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS"):
+        monkeypatch.setenv(name, "")
+    compile_cache.prepare_compile_cache(setting)
+    counted: list[Path] = []
+    runtime = mock.Mock(spec=EagerRuntime, lazy=True, host_memory=False, count_in_neuron_cache=counted.append)
+    for given in (setting, None):
+        compile_cache.open_compile_cache(runtime, given, World.from_environment())
+    assert (counted, compile_cache.kept_in()) == ([], None if setting is False else setting)

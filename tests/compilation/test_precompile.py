@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Ranks
-from tests.support.recipes import tiny_recipe, write_recipe
+from tests.support.recipes import TINY, tiny_recipe, write_recipe
 
 PROGRAMS = "tests.support.compilation_programs"
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
@@ -27,6 +27,7 @@ PIPELINE: dict[str, Any] = {
     "config_overrides": {**LLAMA, "num_hidden_layers": 4, "vocab_size": 260},
     "pipeline_parallel_size": 2,
 }
+GPT2_PIPELINE = {"config_overrides": {**TINY, "n_layer": 2}, "pipeline_parallel_size": 2}
 INTERLEAVED = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -54,6 +55,8 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "four ranks": (4, {**TENSOR_PARALLEL, "zero_1": True, "gradient_accumulation_steps": 2, **EVALUATED}),
     "pipeline": (2, {**PIPELINE, "gradient_accumulation_steps": 6, **EVALUATED}),
     "interleaved pipeline": (2, {**PIPELINE, **INTERLEAVED, "gradient_accumulation_steps": 6, **EVALUATED}),
+    "pipeline, gpt2": (2, {**GPT2_PIPELINE, "gradient_accumulation_steps": 2}),
+    "pipeline, qwen3": (2, {**PIPELINE, "config_name": "qwen3", "gradient_accumulation_steps": 2}),
     "ZeRO-1, bfloat16": (2, {"zero_1": True, "dtype": "bfloat16", **EVALUATED}),
 }
 pytestmark = pytest.mark.xla

@@ -101,3 +101,11 @@ def test_long_after_the_start_the_bias_corrections_are_gone() -> None:
 def test_lazy_sgd_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="dampening"):
         LazySGD(parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    with pytest.raises(ValueError, match="dampening"):
+        LazySGD([{"params": parameters(), "dampening": 0.5}], lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("kind", [LazyAdamW, LazySGD])
+def test_foreach_chooses_kernels_and_is_accepted(kind: type[torch.optim.Optimizer], foreach: bool | None) -> None:
+    assert kind(parameters(), lr=0.1, foreach=foreach).param_groups[0]["foreach"] is False  # type: ignore[call-arg]

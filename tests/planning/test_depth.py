@@ -9,7 +9,8 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.planning import depth
 from stepmark.planning.depth import trace_deep
 from stepmark.planning.simulated_mesh import DEVICES
-from stepmark.planning.step_trace import StepSetup, StepTrace, trace_step
+from stepmark.planning.step_setup import StepSetup
+from stepmark.planning.step_trace import StepTrace, trace_step
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

@@ -17,7 +17,7 @@ from stepmark.planning.from_recipe import plan_recipe
 from stepmark.planning.plan import CheckpointSize, Plan, RankMemory, saves
 from stepmark.planning.run_length import RunLength
 from stepmark.planning.simulated_mesh import DEVICES
-from stepmark.planning.step_trace import StepSetup
+from stepmark.planning.step_setup import StepSetup
 from stepmark.planning.text import flags, to_text
 from tests.support.own_code import folder_with_own_code
 from tests.support.ranks import Ranks
@@ -49,7 +49,7 @@ def test_a_model_of_70_billion_parameters_is_planned_without_weights() -> None:
 
 
 def test_a_mesh_that_cannot_be_is_named_and_the_others_are_planned(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path, config_overrides={"n_layer": 1, "n_embd": 24, "n_head": 3, "n_positions": 32})
+    recipe = recipe_in(tmp_path, config_overrides={"n_layer": 2, "n_embd": 24, "n_head": 3, "n_positions": 32})
     plan = plan_recipe(recipe, 2)
     impossible = [option for option in plan.options if option.impossible]
     assert len(impossible) == 1
@@ -78,16 +78,25 @@ def test_settings_that_fit_are_found_and_given_as_flags(tmp_path: Path) -> None:
     assert plan_recipe(changed, 4).own.peak == plan.chosen.peak
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_setting_trains_on_as_many_samples_a_step(size: int) -> None:
-    args = TrainingFields(
-        tensor_parallel_size=size, per_device_train_batch_size=4, gradient_accumulation_steps=4, zero_1=size < 4
-    )
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        (1, {}),
+        (2, {"tensor_parallel_size": 2}),
+        (4, {"tensor_parallel_size": 4}),
+        (2, {"pipeline_parallel_size": 2}),
+        (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+        (4, {"pipeline_parallel_size": 4, "pipeline_schedule": "interleaved", "pipeline_chunks": 2}),
+    ],
+)
+def test_every_setting_trains_on_as_many_samples_a_step(size: int, fields: dict[str, Any]) -> None:
+    """Neither less: those whose micro-batches would be too few for their pipeline are left out."""
+    args = TrainingFields(per_device_train_batch_size=4, gradient_accumulation_steps=4, zero_1=size < 4, **fields)
     settings = [*neighbours(args, 4), *smaller(args, 4)]
     assert settings[0] == args
-    assert len(settings) > 4
+    assert len(settings) > 3
     for other in settings:
-        replicas = 4 // other.tensor_parallel_size
+        replicas = 4 // (other.tensor_parallel_size * other.pipeline_parallel_size)
         samples = other.per_device_train_batch_size * other.gradient_accumulation_steps * replicas
         assert samples == 4 * 4 * 4 // size
 
@@ -203,9 +212,3 @@ def test_code_that_comes_with_a_model_is_executed_where_it_is_trusted(
     assert plan.model_class == "TinyModel"
     with pytest.raises(UsageError, match="set trust_remote_code: true"):
         plan_recipe(recipe_in(tmp_path, block_size=16, **given), 1)
-
-
-def test_a_pipeline_is_refused_before_data_are_read(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path, pipeline_parallel_size=2, gradient_accumulation_steps=2)
-    with pytest.raises(UsageError, match="plan does not know the memory of pipeline stages"):
-        plan_recipe(recipe, 2, count_data=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ peft = pytest.importorskip("peft")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+import stepmark  # noqa: E402
 from stepmark.cli.main import run as call  # noqa: E402
 from stepmark.data.tokenizer import byte_tokenizer  # noqa: E402
 from tests.support.models import build  # noqa: E402
+from tests.support.programs import Blocks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
 TEMPLATE = (
@@ -86,6 +89,31 @@ def test_an_adapter_is_trained_and_resumed_exactly(tmp_path: Path, fields: dict[
     train(tmp_path / "at once", constant, *LORA, "--packing", "true")
     resumed, once = adapter(tmp_path / "parts", base), adapter(tmp_path / "at once", base)
     assert all(torch.equal(resumed[name], once[name]) for name in once)
+
+
+def test_adapters_are_evaluated_beside_the_run(tmp_path: Path, fields: dict[str, Any]) -> None:
+    evaluating = ["--eval_strategy", "steps", "--eval_steps", "3", "--dtype", "bfloat16"]
+    train(tmp_path / "run", fields, *LORA, *evaluating)
+    assert call(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    lines = map(json.loads, (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines())
+    beside = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert beside == pytest.approx(logged(tmp_path / "run", "eval_loss"), rel=1e-5)
+    assert len(beside) == 2
+    shutil.rmtree(tmp_path / "run" / "checkpoint-3")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    assert stepmark.evaluate(tmp_path / "run", Blocks(3), device="cpu")["eval_loss"] > 0
+
+
+def test_an_adapter_is_not_evaluated_over_another_base(
+    tmp_path: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "run", fields, *LORA)
+    model = build("llama", vocab_size=258, max_position_embeddings=128)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(tmp_path / "model")
+    assert call(["evaluate", str(tmp_path / "run" / "checkpoint-6"), "--device", "cpu"]) == 1
+    assert "is not the base model that the adapter was trained on: its weights differ" in capsys.readouterr().err
 
 
 def test_all_weights_are_trained_without_an_adapter(tmp_path: Path, fields: dict[str, Any]) -> None:

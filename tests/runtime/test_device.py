@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,9 @@ from stepmark.runtime import device as select
 from stepmark.runtime import hardware
 from stepmark.runtime.device import choose_device, create_runtime, runtime_for
 from stepmark.training.model_options import check_bf16
+from tests.support.ranks import Ranks
+
+HERE = "tests.runtime.test_device"
 
 
 class Machine:
@@ -110,6 +114,37 @@ def test_variables_that_narrow_types_are_refused_on_lazy_devices(
         with pytest.raises(DeviceError, match=f"device: xla: the environment variable {name}=1 .*unset it"):
             choose_device(wish)
     assert choose_device("cpu") == "cpu"
+
+
+def opened_after_an_override() -> str:
+    """The error of opening the device where a variable was set for torch_xla's first tensor, and unset since."""
+    from stepmark.runtime.context import start
+
+    os.environ["XLA_USE_BF16"] = "1"
+    torch.ones(2).to("xla").cpu()
+    del os.environ["XLA_USE_BF16"]
+    try:
+        start("xla")
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+def rounded_after_a_late_override() -> list[float]:
+    """A value that bfloat16 cannot hold, placed after a variable was set too late to be checked."""
+    from stepmark.runtime.context import start
+
+    runtime = start("xla").runtime
+    os.environ["XLA_USE_BF16"] = "1"
+    (value,) = runtime.to_host(runtime.place([torch.tensor([1 + 2**-12])]))
+    return value.tolist()
+
+
+@pytest.mark.xla
+def test_float32_is_float32_whenever_a_variable_was_set(ranks: Ranks) -> None:
+    (message,) = ranks.run(f"{HERE}:opened_after_an_override").check()
+    assert "torch_xla stores float32 tensors as bfloat16, since XLA_USE_BF16 or XLA_DOWNCAST_BF16 was set" in message
+    assert ranks.run(f"{HERE}:rounded_after_a_late_override").check() == [[1 + 2**-12]]
 
 
 def test_a_device_that_does_not_exist() -> None:

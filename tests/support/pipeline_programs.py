@@ -90,6 +90,19 @@ def kept_bytes(options: dict[str, Any], accumulations: list[int]) -> list[int]:
     return found
 
 
+def forward_passes(options: dict[str, Any]) -> list[int]:
+    """How often a step calls the attention of the rank's first layer, and the head, or what stands in for it."""
+    context = start("cpu")
+    step, batches = training(context, options, build(**options["model"]))
+    calls = [0, 0]
+    model: Any = step.model
+    layer = next(each for each in model.model.layers if any(True for _ in each.parameters()))
+    for index, module in enumerate((layer.self_attn, model.lm_head)):  # hooks of layers are outside the checkpoint
+        module.register_forward_pre_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
+    step(0, next(batches))
+    return calls
+
+
 class _Kept:
     """Counts the bytes of the storages that autograd holds, each once."""
 

@@ -299,6 +299,35 @@ def lazy_steps(hook: bool) -> dict[str, Any]:
     }
 
 
+def written_on_a_lazy_device(dtype: str) -> dict[str, Any]:
+    """The parameters after a step at learning rate 0 that follows a `load_state_dict` of halves; and the graphs that
+    each later step executes."""
+    from stepmark import place_module
+
+    mesh = Mesh.create(device="xla")
+    runtime, net = mesh.runtime, Net().to(getattr(torch, dtype))
+    place_module(net, runtime)
+    optimizer = ZeroRedundancyOptimizer(net.named_parameters(), torch.optim.AdamW, mesh=mesh, lr=0.01, weight_decay=0.0)
+
+    def step(number: int) -> int:
+        before = runtime.counters()
+        net(runtime.place(data(number, 0, 1).to(getattr(torch, dtype)))).backward()
+        optimizer.step()
+        after = runtime.counters()
+        assert before is not None
+        assert after is not None
+        return after.executions - before.executions
+
+    for number in range(2):
+        step(number)
+    net.load_state_dict({name: torch.full_like(value, 0.5) for name, value in net.state_dict().items()})
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(2)
+    executions = [step(number) for number in range(3, 6)]
+    values = [number for value in runtime.to_host(list(net.parameters())) for number in value.reshape(-1).tolist()]
+    return {"values": values, "elements": sum(each.numel() for each in net.parameters()), "executions": executions}
+
+
 def accelerated(plain: bool = False) -> list[float]:
     """Weights after steps of a loop written like AWS's GPT-2 example; with `plain`, of torch's AdamW on the host."""
     from accelerate import Accelerator

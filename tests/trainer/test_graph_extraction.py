@@ -6,6 +6,7 @@ import json
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,6 +103,27 @@ def test_what_a_real_run_has_left_stays(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv(VARIABLE)
     assert train(tmp_path, 4, resume_from_checkpoint=True).state.global_step == 4
     assert (tmp_path / "checkpoint-4").is_dir()
+
+
+def test_training_twice_leaves_a_real_run_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 2)
+    monkeypatch.setattr("stepmark.trainer.finished_runs._FINISHED", set())  # as another process has trained it
+    before = files_in(tmp_path)
+    monkeypatch.setenv(VARIABLE, "1")
+    train(tmp_path, 4, resume_from_checkpoint=True)
+    train(tmp_path, 2)  # a real run would move the first one aside
+    assert files_in(tmp_path) == before
+
+
+def test_nothing_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = mock.Mock()
+    monkeypatch.setattr("huggingface_hub.HfApi", hub)
+    monkeypatch.setenv(VARIABLE, "1")
+    trainer = train(tmp_path, 2, push_to_hub=True, hub_model_id="someone/model")
+    trainer.create_model_card()
+    assert trainer.push_to_hub() is None
+    assert files_in(tmp_path) == {}
+    assert hub.mock_calls == []
 
 
 def test_reporters_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

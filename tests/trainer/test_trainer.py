@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -25,6 +27,7 @@ from stepmark.trainer.interruption.outside_training import ending_outside_traini
 from stepmark.trainer.outputs import prepare_output_folder
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_strategies import steps, trainer
+from tests.trainer.test_training_loop import StopsAt
 
 BEST_FIRST = {
     "learning_rate": 3e-2,  # the tokens are random: the longer it trains, the worse the evaluations
@@ -162,7 +165,7 @@ def test_a_signal_while_the_model_is_written_is_recorded_once(
     def interrupted(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Trainer, "save_model", interrupted)
+    monkeypatch.setattr("stepmark.trainer.trainer.write_model", interrupted)
     with pytest.raises(RunInterrupted), ending_outside_training(tmp_path):
         train(tmp_path, **steps("save", 12))
     assert statuses(tmp_path) == ["interrupted"]
@@ -274,3 +277,48 @@ def test_a_process_may_train_again_where_it_has_finished_a_run(tmp_path: Path) -
     finished_runs._FINISHED.clear()  # as in another process
     with pytest.raises(UsageError, match="^output_dir: .*has checkpoints of an earlier run"):
         train_again()
+
+
+class Remembering(nn.Module):
+    """Has a buffer that grows, and loads its state itself, as transformers' tests do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.empty(0))
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.seen = state_dict["seen"].clone()
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.seen = torch.cat([self.seen, features[:, 0].detach()])
+        return {"loss": nn.functional.cross_entropy(self.layer(features), labels)}
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"features": torch.arange(4.0) + index, "labels": torch.tensor(index % 2)}
+
+
+def test_a_buffer_that_grows_is_restored_by_a_model_that_loads_its_state(tmp_path: Path) -> None:
+    def train(folder: Path, *callbacks: Any) -> Any:
+        args = TrainingArguments(
+            output_dir=str(folder), max_steps=6, save_steps=3, per_device_train_batch_size=2, disable_tqdm=True,
+            device="cpu", resume_from_checkpoint=True,
+        )  # fmt: skip
+        trainer = Trainer(Remembering(), args, train_dataset=Rows(), callbacks=list(callbacks))
+        trainer.train()
+        return trainer.model
+
+    whole = train(tmp_path / "whole")
+    assert sorted(whole.seen.tolist()) == list(range(12))
+    train(tmp_path / "parts", StopsAt(3))
+    resumed = train(tmp_path / "parts")
+    assert torch.equal(resumed.seen, whole.seen)
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from stepmark.errors import UsageError
@@ -38,6 +39,31 @@ def test_other_wrappers_are_refused_by_name() -> None:
     inside = nn.Sequential(nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)))
     with pytest.raises(UsageError, match=r"wrapped in DataParallel \(its part '1'\)"):
         without_wrapper(inside)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["around", "inside"])
+def test_compiled_modules_keep_their_names_and_are_compiled(how: str) -> None:
+    calls: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        calls.append("compiled")
+        return graph
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 1)))
+    names, given = list(model.state_dict()), torch.ones(1, 2)
+    expected = model(given)
+    wrapped: nn.Module = model
+    if how == "inside":
+        model[1][1] = torch.compile(model[1][1], backend=backend)
+        model[1] = torch.compile(model[1], backend=backend)
+    else:
+        wrapped = torch.compile(model, backend=backend)
+    found = without_wrapper(wrapped)
+    assert found is model
+    assert list(found.state_dict()) == names
+    assert torch.equal(found(given), expected)
+    assert calls
 
 
 def test_other_models_stay_as_they_are() -> None:

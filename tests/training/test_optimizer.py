@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, ResNetConfig, SwinConfig, T5Config, Trainer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, ResNetConfig, SwinConfig, T5Config
+from transformers import Trainer as TransformersTrainer
+from transformers.optimization import Adafactor
 
+from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.optimizer import MASTER, ParameterOptimizer, build_optimizer, decays_by_default
+from tests.support.models import build
+from tests.support.programs import Blocks, tiny_model
+from tests.trainer.test_training_loop import StopsAt
 
 CPU = EagerRuntime(torch.device("cpu"))
 T5 = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1, "vocab_size": 32}
@@ -43,7 +50,21 @@ def test_updates_too_small_for_bf16_add_up_in_the_master_weights() -> None:
     torch.testing.assert_close(master, start - 2e-2, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_masters_follow_parameters_that_the_script_writes() -> None:
+    module, optimizer = bf16_optimizer("sgd")
+    for _ in range(3):
+        optimizer.set_gradients([torch.full((8, 8), 1e-2), torch.full((8,), 1e-2, dtype=torch.bfloat16)])
+        optimizer.step()
+    kept = optimizer.named_state()["bias"][MASTER].detach().clone()
+    assert not torch.equal(kept, kept.to(torch.bfloat16).float())
+    nn.init.constant_(module.weight, 0.5)
+    optimizer.set_gradients([torch.zeros(8, 8), None])
+    optimizer.step()
+    assert torch.equal(module.weight, torch.full((8, 8), 0.5, dtype=torch.bfloat16))
+    assert torch.equal(optimizer.named_state()["bias"][MASTER], kept)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
 def test_bf16_parameters_are_their_masters_rounded(name: str) -> None:
     module, optimizer = bf16_optimizer(name)
     kept = list(module.parameters())
@@ -86,7 +107,7 @@ def test_decay_by_default_is_that_of_transformers(name: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **more, is_decoder=True))
     decays = decays_by_default(model)
     ours = {key for key, _ in model.named_parameters() if decays(key)}
-    theirs = set(Trainer.get_decay_parameter_names(None, model))
+    theirs = set(TransformersTrainer.get_decay_parameter_names(None, model))
     assert ours == theirs & {key for key, _ in model.named_parameters()}
     assert ours
     assert len(ours) < len(list(model.named_parameters()))
@@ -107,15 +128,17 @@ def test_decay_by_default_spares_what_is_named_a_bias_and_no_batch_norm(config: 
     names = [name for name, _ in model.named_parameters()]
     assert spared in names
     assert not decays(spared)
-    assert {name for name in names if decays(name)} == set(Trainer.get_decay_parameter_names(None, model)) & {*names}
+    assert {name for name in names if decays(name)} == set(
+        TransformersTrainer.get_decay_parameter_names(None, model)
+    ) & {*names}
 
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("adafacto", {}, "optim: 'adafacto' is not supported; choose one of adamw_torch"),
-        ("adafactor", {}, "optim: 'adafactor' is not supported; choose one of adamw_torch"),
         ("sgd", {"momentun": 0.9}, "optim_args: sgd does not accept {'momentun': 0.9}: .*momentun"),
+        ("adafactor", {"clip": 1.0}, "optim_args: adafactor does not accept {'clip': 1.0}: "),
         ("sgd", {"nesterov": True}, "optim_args: sgd does not accept .*Nesterov"),
         ("adamw_torch", {"foreach": True, "fused": True}, "optim_args: adamw_torch does not accept"),
     ],
@@ -153,7 +176,7 @@ def test_around_an_optimizer_of_the_users() -> None:
 # State
 
 
-@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd"])
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_can_be_made_before_the_first_step(name: str, dtype: torch.dtype) -> None:
     module = nn.Linear(3, 3).to(dtype)
@@ -173,6 +196,123 @@ def test_state_can_be_made_before_the_first_step(name: str, dtype: torch.dtype) 
     optimizer.step()
     assert {key: set(state) for key, state in optimizer.named_state().items()} == made
     for key, state in optimizer.named_state().items():
-        held = [part for part in state if part not in (MASTER, "RMS") and state[part] is not None]  # Adafactor's is new
+        held = [part for part in state if part not in (MASTER, "RMS") and isinstance(state[part], Tensor)]
         assert held
         assert all(objects[key][part] is state[part] for part in held)
+
+
+def test_adafactor_is_that_of_transformers_with_the_rate_that_is_asked_for(tmp_path: Path) -> None:
+    model, expected = build("gpt2"), build("gpt2")
+    args = TrainingArguments(
+        output_dir=str(tmp_path), optim="adafactor", optim_args="clip_threshold=0.5", weight_decay=0.1, max_steps=3,
+        learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.0, per_device_train_batch_size=2,
+        save_strategy="no", disable_tqdm=True, device="cpu",
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=Blocks(6))
+    batches: list[dict[str, Any]] = []
+    hook = model.register_forward_pre_hook(lambda _, __, given: batches.append(given), with_kwargs=True)
+    trainer.train()
+    hook.remove()
+    assert len(batches) == 3
+    decays = decays_by_default(expected)
+    groups = [
+        {"params": [each for name, each in expected.named_parameters() if decays(name) == kind], "weight_decay": decay}
+        for kind, decay in ((True, 0.1), (False, 0.0))
+    ]
+    theirs = Adafactor(groups, lr=1e-2, scale_parameter=False, relative_step=False, clip_threshold=0.5)
+    for batch in batches:
+        expected(**batch).loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_a_run_with_adafactor_is_resumed_exactly(tmp_path: Path) -> None:
+    def run(folder: Path, *callbacks: Any) -> Any:
+        args = TrainingArguments(
+            output_dir=str(folder), optim="adafactor", max_steps=4, learning_rate=1e-2, save_steps=2,
+            per_device_train_batch_size=2, disable_tqdm=True, device="cpu", resume_from_checkpoint=True,
+        )  # fmt: skip
+        trainer = Trainer(tiny_model(), args, train_dataset=Blocks(8), callbacks=list(callbacks))
+        trainer.train()
+        return trainer.model
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "parts", StopsAt(2))
+    for one, other in zip(whole.parameters(), run(tmp_path / "parts").parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("field", [{"zero_1": True}, {"tensor_parallel_size": 2}])
+def test_adafactor_needs_complete_parameters(field: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^optim and {next(iter(field))}: adafactor needs complete parameters"):
+        TrainingArguments(optim="adafactor", **field)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps plain values: of each parameter its steps, and of a group their number and the sum of the rates. The update
+    depends on all of them, and on every element alone."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "count": 0, "rates": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            group["rates"] += group["lr"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                rate = group["lr"] / (state["step"] + group["count"] + group["rates"])
+                if parameter.grad is not None:
+                    parameter.sub_(rate * parameter.grad.sign())
+
+
+def trained(folder: Path, *callbacks: Any) -> list[Tensor]:
+    model = tiny_model()
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, disable_tqdm=True,
+        device="cpu", resume_from_checkpoint=True,
+    )  # fmt: skip
+    optimizers = (Counting(model.parameters()), None)
+    Trainer(model, args, train_dataset=Blocks(8), callbacks=list(callbacks), optimizers=optimizers).train()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_plain_values_of_an_optimizer_of_the_users_are_restored(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole")
+    trained(tmp_path / "parts", StopsAt(2))
+    assert all(map(torch.equal, whole, trained(tmp_path / "parts")))
+
+
+@pytest.mark.parametrize("saved_by", ["zero", "torch"])
+@pytest.mark.parametrize("restored_by", ["zero", "torch"])
+def test_plain_values_pass_between_optimizers_with_and_without_zero_1(
+    tmp_path: Path, saved_by: str, restored_by: str
+) -> None:
+    def make(kind: str) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        if kind == "torch":
+            return model, Counting(model.parameters())
+        return model, ZeroRedundancyOptimizer(model.named_parameters(), Counting, mesh=Mesh.create(device="cpu"))
+
+    def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+        for step in range(steps):
+            model(torch.full((4, 3), float(step))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = make(saved_by)
+    train(model, optimizer, 3)
+    other, resumed = make(restored_by)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, {"model": model, "optimizer": optimizer}).wait()
+        checkpointer.restore({"model": other, "optimizer": resumed})
+    train(model, optimizer, 2)
+    train(other, resumed, 2)
+    assert torch.equal(model.weight, other.weight)  # type: ignore[arg-type]

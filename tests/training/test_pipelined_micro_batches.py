@@ -32,6 +32,15 @@ def test_gradient_checkpointing_keeps_what_a_stage_starts_from(ranks: Ranks) -> 
         assert kept[1] <= 1.02 * kept[0], rank
 
 
+@pytest.mark.parametrize(("schedule", "last"), [("1f1b", 2), ("gpipe", 3)])
+def test_gradient_checkpointing_repeats_what_the_balance_counts(ranks: Ranks, schedule: str, last: int) -> None:
+    """Forward passes of a layer for each of 4 micro-batches; see parallel/pipeline/balance.py."""
+    options: dict[str, Any] = {"model": {"kind": "llama", "num_hidden_layers": 4}, "pp": 2, "checkpointing": True}
+    options |= {"schedule": schedule, "batch": 4, "accumulation": 4}
+    calls = ranks.run(PROGRAMS + "forward_passes", options, nproc=2).check()
+    assert calls == [[3 * 4, 0], [last * 4, (last - 1) * 4]]
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("micro_batches", [4, 8])
 @pytest.mark.parametrize(

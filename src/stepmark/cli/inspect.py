@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli.inspect_stages import stage_lines, stages_of, stages_text
+
 if TYPE_CHECKING:
     from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 
@@ -69,6 +71,11 @@ def _placement(tensor: TensorEntry) -> str:
     return f"{len(slices)} shards along dim{'s' if len(sharded) > 1 else ''} {dims}"
 
 
+def _place(manifest: Manifest, tensor: TensorEntry) -> str:
+    """How the tensor is sharded, and which pipeline stages wrote it."""
+    return ", ".join(filter(None, (_placement(tensor), stages_text(stages_of(manifest, tensor)))))
+
+
 def _lines(manifest: Manifest) -> list[str]:
     size = sum(file.size for file in manifest.files)
     mesh = " x ".join(f"{axis} {count}" for axis, count in manifest.mesh.items())
@@ -81,13 +88,16 @@ def _lines(manifest: Manifest) -> list[str]:
     ]
     if manifest.metrics:
         lines.append(f"metrics   {', '.join(f'{name} {value}' for name, value in manifest.metrics.items())}")
+    stages = stage_lines(manifest)
+    if stages:
+        lines += ["", "pipeline", *stages]
     lines += ["", f"{len(manifest.files)} files, {size / 1e6:.1f} MB"]
     width = max(len(file.name) for file in manifest.files)
     lines += [f"  {file.name:{width}}  {file.size:>15,}" for file in manifest.files]
     for group, tensors in manifest.tensors.items():
         total = sum(_bytes(tensor) for tensor in tensors.values())
         lines += ["", f"{group}: {len(tensors)} tensor{'s' if len(tensors) > 1 else ''}, {total / 1e6:.1f} MB"]
-        rows = [(name, t.dtype, str(list(t.shape)), _placement(t)) for name, t in tensors.items()]
+        rows = [(name, t.dtype, str(list(t.shape)), _place(manifest, t)) for name, t in tensors.items()]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines += ["  " + "  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]) for row in rows]
     return lines
@@ -114,6 +124,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "bytes": _bytes(tensor),
                 "placement": _placement(tensor),
+                "stages": stages_of(manifest, tensor),
                 "pieces": [
                     {
                         "file": manifest.files[index].name,

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.filesystem.locks import try_lock, unlock
+from stepmark.runtime.neuron_cache import DONE as DONE_MARK
+from stepmark.runtime.neuron_cache import GRAPHS, VERSIONS, has_binary
 
 DONE, FAILED, RUNNING, IN_USE, INCOMPLETE = "done", "failed", "running", "in use", "incomplete"
 PROTECTED = (RUNNING, IN_USE)
@@ -24,7 +26,6 @@ NEURON, XLA, DATA = "neuron graph", "xla graph", "tokenized data"
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write, after which a compilation that holds no lock is not running
 JUST_WRITTEN = 60.0  # seconds since the last write of a file that is written in one go, and perhaps is still
 READ_LATELY = 48 * 3600.0  # seconds since data was read; file systems record that once a day
-STUB = 1024  # bytes: a compiled graph is larger, the mark of a failed compilation is not
 DEPTH = 4  # of folders below the cache in which graphs are looked for
 
 
@@ -74,8 +75,8 @@ def _paths(folder: Path, depth: int) -> Iterator[tuple[str, Path]]:
         for child in sorted(folder.iterdir()):
             if child.is_symlink() or not child.is_dir():
                 continue
-            if child.name.startswith("neuronxcc-"):
-                yield from ((NEURON, each) for each in child.glob("MODULE_*") if each.is_dir())
+            if child.name.startswith(VERSIONS):
+                yield from ((NEURON, each) for each in child.glob(f"{GRAPHS}*") if each.is_dir())
             elif child.name.startswith("xla-"):
                 yield from ((XLA, each) for each in child.glob("rank-*/*") if each.is_file())
             elif child.name == "data":
@@ -88,9 +89,7 @@ def _neuron_state(path: Path, files: list[Path], idle: float, used: float) -> st
     locks = [each for each in files if each.suffix == ".lock"] + list(path.parent.glob(f"{path.name}*.lock"))
     if any(_is_locked(each) for each in locks):
         return RUNNING
-    binary = path / "model.neff"
-    compiled = binary.is_file() and binary.stat().st_size > STUB
-    if (path / "model.done").is_file() or (compiled and not locks):
+    if (path / DONE_MARK).is_file() or (has_binary(path) and not locks):
         return DONE
     if (path / "model.log").is_file():
         return FAILED

@@ -22,6 +22,7 @@ from stepmark.runtime.xla_environment import extracting_graphs
 
 if TYPE_CHECKING:
     from stepmark.compilation.graph_recorder import GraphRecorder
+    from stepmark.runtime.context import Context
     from stepmark.trainer.setup import RunParts
     from stepmark.trainer.trainer import Trainer
 
@@ -38,6 +39,22 @@ def precompile(recipe: Recipe, metrics: str | None = None) -> None:
 
     Raises:
         UsageError: The device compiles no graphs, or the recipe is not valid.
+    """
+    recorder, context = graphs_of(recipe, metrics)
+    graphs = context.host.all_gather(recorder.graphs)
+    if context.host.rank == 0:
+        stages, on_host = recipe.training.pipeline_parallel_size, context.runtime.host_memory
+        for_neuron = on_host or neuron_device_present()
+        text = describe(graphs, kept_in(), reads_back=not on_host, stages=stages, for_neuron=for_neuron)
+        print(text, flush=True)
+    context.host.barrier()
+
+
+def graphs_of(recipe: Recipe, metrics: str | None = None) -> tuple[GraphRecorder, Context]:
+    """Makes every graph of the recipe's run: what this rank's device made, and the rank's context. Collective.
+
+    Raises:
+        UsageError: As `precompile`.
     """
     recipe = _shortened(recipe)
     functions, context = begin(recipe, metrics)
@@ -57,14 +74,7 @@ def precompile(recipe: Recipe, metrics: str | None = None) -> None:
         prepare=lambda tokenizer: stand_in_data(recipe, tokenizer, max(ranks, 1), STEPS),
         build=build_untrained,
     )
-    recorder = record_graphs(trainer)
-    graphs = context.host.all_gather(recorder.graphs)
-    if context.host.rank == 0:
-        stages, on_host = training.pipeline_parallel_size, context.runtime.host_memory
-        for_neuron = on_host or neuron_device_present()
-        text = describe(graphs, kept_in(), reads_back=not on_host, stages=stages, for_neuron=for_neuron)
-        print(text, flush=True)
-    context.host.barrier()
+    return record_graphs(trainer), context
 
 
 def record_graphs(trainer: Trainer) -> GraphRecorder:

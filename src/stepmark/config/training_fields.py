@@ -319,6 +319,9 @@ def _check_agreement(args: TrainingFields) -> None:
             f"fp16 and {'bf16' if args.bf16 else 'dtype'}: matrix products are in float16 or in bfloat16; set one of "
             "them"
         )
+    if args.optim == "adafactor" and (args.zero_1 or args.tensor_parallel_size > 1):
+        field = "zero_1" if args.zero_1 else "tensor_parallel_size"
+        raise UsageError(f"optim and {field}: adafactor needs complete parameters, and {field} shards them; use AdamW")
     if args.save_on_signal and args.save_only_model:
         raise UsageError(
             "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "

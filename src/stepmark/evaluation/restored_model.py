@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +13,14 @@ from torch import Tensor, nn
 from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.json_values import decode_plain
-from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, read_manifest
+from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.restore.state_restoration import StateRestoration
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from stepmark.interchange.adapted_model import ADAPTER_CONFIG, load_adapted, read_adapter_config
+from stepmark.interchange.consolidate import ConsolidationListener, consolidate
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.module_placement import place_module
 
@@ -42,9 +46,11 @@ class ModelReader:
         Raises CheckpointNotFound, CheckpointDamaged, and CheckpointMismatch if it is not a transformers model.
         """
         if not (folder / MANIFEST).is_file():
-            return self._pretrained(folder)
+            return self._adapted(folder, None) if _is_adapter(folder) else self._pretrained(folder)
         manifest = read_manifest(folder)
         check_integrity(folder, manifest)
+        if manifest.tensors.get(ADAPTER) and not manifest.tensors.get(MODEL):
+            return self._adapted(folder, manifest)
         model = self._module(folder, manifest)
         fill_from(folder, manifest, model, self._runtime)
         return model
@@ -60,6 +66,22 @@ class ModelReader:
             _set_dtypes(model, dtypes)
             place_module(model, self._runtime)
             self._cached = key, model
+        return self._cached[1]
+
+    def _adapted(self, folder: Path, manifest: Manifest | None) -> nn.Module:
+        """The base model with the adapter in a folder; the base is kept for further adapters of the same form."""
+        with tempfile.TemporaryDirectory(prefix="stepmark-adapter-") as temporary:
+            complete = folder
+            if manifest is not None:  # on whatever mesh it was saved
+                complete = Path(temporary) / "adapter"
+                consolidate(folder, complete, "safetensors", sys.maxsize, ConsolidationListener())
+            key = (read_adapter_config(complete), manifest is None)
+            if self._cached is None or self._cached[0] != key:
+                model = load_adapted(complete, manifest)
+                place_module(model, self._runtime)
+                self._cached = key, model
+            else:
+                _load_adapter(self._cached[1], complete)
         return self._cached[1]
 
     def _pretrained(self, folder: Path) -> nn.Module:
@@ -83,6 +105,18 @@ class ModelReader:
         assert isinstance(model, nn.Module)
         place_module(model, self._runtime)
         return model
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
+
+
+def _load_adapter(model: nn.Module, folder: Path) -> None:
+    """Gives a PeftModel the weights of another adapter of the same form."""
+    from peft import set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
 
 
 def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runtime) -> None:
@@ -109,6 +143,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
     """The model's configuration. Raises CheckpointMismatch if the folder has none that transformers can read."""
     from transformers import AutoConfig
 
+    if _is_adapter(folder):
+        return AutoConfig.from_pretrained(str(read_adapter_config(folder).get("base_model_name_or_path")))
     if not (folder / CONFIG).is_file():
         raise CheckpointMismatch(
             f"{folder} has no {CONFIG}, so its model cannot be constructed from it alone; restore it into your own"

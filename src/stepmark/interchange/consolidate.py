@@ -45,6 +45,10 @@ Sources = dict[str, list[StoredShard]]
 _OF_A_RUN = {VALUES, "trainer_state.json"}  # files that say how training went on, and nothing of the model
 
 
+def _ignore(value: object) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Consolidated:
     """What was written: from which checkpoint, where, the model's files, and bytes of tensors."""
@@ -59,9 +63,9 @@ class Consolidated:
 class ConsolidationListener:
     """Progress callbacks: `begin` gets the bytes to write, `advance` the bytes written since, `warn` a warning."""
 
-    begin: Callable[[int], None]
-    advance: Callable[[int], None]
-    warn: Callable[[str], None]
+    begin: Callable[[int], None] = _ignore
+    advance: Callable[[int], None] = _ignore
+    warn: Callable[[str], None] = _ignore
 
 
 def consolidate(

@@ -33,7 +33,7 @@ class LazyAdamW(torch.optim.AdamW):
     elementwise = True
 
     def __init__(self, params: Any, **keywords: Any) -> None:
-        super().__init__(params, foreach=False, **keywords)
+        super().__init__(params, **{**keywords, "foreach": False})  # it chooses kernels, which there are none of here
         for group in self.param_groups:
             for parameter in group["params"]:
                 state: dict[str, Tensor] = {"step": torch.tensor(0.0)}
@@ -87,9 +87,9 @@ class LazySGD(torch.optim.SGD):
     elementwise = True
 
     def __init__(self, params: Any, **keywords: Any) -> None:
-        if keywords.get("dampening"):
+        super().__init__(params, **{**keywords, "foreach": False})
+        if any(group["dampening"] for group in self.param_groups):
             raise ValueError("dampening is not supported on lazy devices")
-        super().__init__(params, foreach=False, **keywords)
         for group in self.param_groups:
             for parameter in group["params"] if group["momentum"] else ():
                 self.state[parameter] = {"momentum_buffer": _zeros_like(parameter)}

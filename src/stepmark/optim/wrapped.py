@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepmark.runtime.base import Runtime
+
+# What a group keeps when it is restored: how the optimizer computes, a matter of its device, and its parameters.
+OWN = frozenset({"params", "param_names", "lr", "foreach", "fused", "capturable"})
 
 
 def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
@@ -37,6 +40,26 @@ def load_learning_rates(inner: torch.optim.Optimizer, groups: Sequence[dict[str,
             runtime.write(group["lr"], torch.tensor(saved["lr"], dtype=group["lr"].dtype))
         else:
             group["lr"] = saved["lr"]
+
+
+def load_hyperparameters(inner: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runtime: Runtime) -> None:
+    """Restores all plain values of the groups, as `load_state_dict` does: an optimizer of the user's may keep counts
+    and sums there, as schedule-free ones do. How it computes, and which parameters it has, stays as it is."""
+    load_learning_rates(inner, groups, runtime)
+    for group, saved in zip(inner.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), Tensor):
+                runtime.write(group[key], torch.tensor(value, dtype=group[key].dtype).reshape(group[key].shape))
+            elif key not in OWN:
+                group[key] = value
+
+
+def load_plain_values(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Gives a parameter's state the saved values that are no tensors. A None does not replace a tensor, which begins at
+    zero where the optimizer needs it from the start."""
+    for key, value in saved.items():
+        if value is not None or not isinstance(state.get(key), Tensor):
+            state[key] = value
 
 
 def plain(value: Any) -> Any:

@@ -7,33 +7,40 @@ from collections.abc import Iterator
 from typing import Any
 
 from stepmark.config.training_fields import TrainingFields
+from stepmark.parallel.pipeline.schedules import INTERLEAVED, ONE_F_ONE_B
 
 
 def neighbours(args: TrainingFields, ranks: int) -> list[TrainingFields]:
     """The recipe's own settings first, then those that differ from it in one thing."""
-    return _different([args, *_one_change(args, ranks)])
+    return _different([args, *(each for change in _changes(args, ranks) for each in _changed(args, ranks, **change))])
 
 
 def smaller(args: TrainingFields, ranks: int) -> list[TrainingFields]:
-    """Settings that need ever less memory: everything that saves some, with more and more ranks that share a model."""
-    least: dict[str, Any] = {"gradient_checkpointing": True, **_one_row(args)}
-    sizes = [size for size in _powers(ranks) if size >= args.tensor_parallel_size]
-    return _different([_changed(args, ranks, **least, tensor_parallel_size=size, zero_1=True) for size in sizes])
+    """Settings that need ever less memory: everything that saves some, with more and more ranks that share a model,
+    first along the tensor parallel axis, then along the pipeline."""
+    least: dict[str, Any] = {"gradient_checkpointing": True, **_one_row(args), "zero_1": True}
+    found: list[TrainingFields] = []
+    for stages in (each for each in _powers(ranks) if each >= args.pipeline_parallel_size):
+        for size in (each for each in _powers(ranks // stages) if each >= args.tensor_parallel_size):
+            sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+            found += _changed(args, ranks, **least, **sizes)
+    return _different(found)
 
 
-def _one_change(args: TrainingFields, ranks: int) -> Iterator[TrainingFields]:
-    size = args.tensor_parallel_size
-    if size < ranks:
-        yield _changed(args, ranks, zero_1=not args.zero_1)
-    yield _changed(args, ranks, gradient_checkpointing=not args.gradient_checkpointing)
-    if size > 1:
-        yield _changed(args, ranks, sequence_parallel=not args.sequence_parallel)
-        if ranks % (size // 2 or 1) == 0 and size % 2 == 0:
-            yield _changed(args, ranks, tensor_parallel_size=size // 2)
-    if ranks % (2 * size) == 0:
-        yield _changed(args, ranks, tensor_parallel_size=2 * size)
+def _changes(args: TrainingFields, ranks: int) -> Iterator[dict[str, Any]]:
+    tensor, stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    if tensor * stages < ranks:
+        yield {"zero_1": not args.zero_1}
+    yield {"gradient_checkpointing": not args.gradient_checkpointing}
+    if tensor > 1:
+        yield {"sequence_parallel": not args.sequence_parallel}
+    for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", stages)):
+        if size % 2 == 0:
+            yield {name: size // 2}
+        if ranks % (2 * tensor * stages) == 0:
+            yield {name: 2 * size}
     if args.per_device_train_batch_size > 1:
-        yield _changed(args, ranks, **_one_row(args))
+        yield _one_row(args)
 
 
 def _one_row(args: TrainingFields) -> dict[str, Any]:
@@ -45,17 +52,25 @@ def _one_row(args: TrainingFields) -> dict[str, Any]:
     }
 
 
-def _changed(args: TrainingFields, ranks: int, **changes: Any) -> TrainingFields:
+def _changed(args: TrainingFields, ranks: int, **changes: Any) -> Iterator[TrainingFields]:
     """With the same number of samples in a step, as near as accumulation allows: fewer data parallel ranks have more
-    micro-batches each."""
-    size = changes.get("tensor_parallel_size", args.tensor_parallel_size)
-    if size == 1:
+    micro-batches each. Nothing where these cannot go through a pipeline of so many ranks."""
+    tensor = changes.get("tensor_parallel_size", args.tensor_parallel_size)
+    stages = changes.get("pipeline_parallel_size", args.pipeline_parallel_size)
+    if tensor == 1:
         changes |= {"sequence_parallel": False, "parallelize_embedding": True}
-    if size == ranks:
+    if stages == 1:
+        changes |= {"pipeline_schedule": ONE_F_ONE_B, "pipeline_chunks": 1}
+    if stages != args.pipeline_parallel_size:
+        changes["pipeline_layers"] = None  # they are those of another number of stages
+    if tensor * stages == ranks:
         changes["zero_1"] = False  # there are no data parallel ranks to shard over
     micro_batches = changes.get("gradient_accumulation_steps", args.gradient_accumulation_steps)
-    micro_batches = max(1, round(micro_batches * size / args.tensor_parallel_size))
-    return dataclasses.replace(args, **{**changes, "gradient_accumulation_steps": micro_batches})
+    shared = args.tensor_parallel_size * args.pipeline_parallel_size
+    micro_batches = max(1, round(micro_batches * tensor * stages / shared))
+    in_groups = args.pipeline_schedule == INTERLEAVED and stages > 1
+    if micro_batches >= stages and not (in_groups and micro_batches % stages):
+        yield dataclasses.replace(args, **{**changes, "gradient_accumulation_steps": micro_batches})
 
 
 def _different(found: list[TrainingFields]) -> list[TrainingFields]:

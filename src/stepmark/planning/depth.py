@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from stepmark.planning.step_trace import Peaks, StepSetup, StepTrace, trace_step
+from stepmark.planning.step_setup import StepSetup
+from stepmark.planning.step_trace import Peaks, StepTrace, trace_step
 
 TRACED = 8  # layers up to which all are traced
 SHALLOW = 3  # layers of the smaller model, at least: the first and the last may differ from those between them
@@ -20,26 +21,49 @@ SHALLOW = 3  # layers of the smaller model, at least: the first and the last may
 def trace_deep(setup: StepSetup) -> StepTrace:
     """Like `trace_step`, in a time that does not grow with the model's depth where its layers repeat."""
     depth = getattr(setup.config, "num_hidden_layers", None)
-    period = _period(setup.config, depth) if isinstance(depth, int) else None
+    period = period_of(setup.config)
     if depth is None or period is None:
         return trace_step(setup)
     low = depth % period + period * -(-SHALLOW // period)
     high = low + 2 * period
     if depth <= max(TRACED, high):
         return trace_step(setup)
-    shallow, deep = (trace_step(_with_depth(setup, layers)) for layers in (low, high))
+    shallow, deep = (trace_step(with_depth(setup, layers)) for layers in (low, high))
     steps = (depth - high) / (high - low)
-    return dataclasses.replace(deep, peaks=_extrapolated(shallow.peaks, deep.peaks, steps))
+    return dataclasses.replace(deep, peaks=extrapolated(shallow.peaks, deep.peaks, steps))
 
 
-def _extrapolated(low: Peaks, high: Peaks, steps: float) -> Peaks:
+def trace_deep_stage(setup: StepSetup) -> StepTrace:
+    """The same for a rank of a pipeline, whose stages have `pipeline_layers`. Its own stages are shortened alike, and
+    those of other ranks as far as kinds of layers allow."""
+    args, period = setup.args, period_of(setup.config)
+    sizes = args.pipeline_layers
+    assert sizes is not None
+    own = range(setup.stage, len(sizes), args.pipeline_parallel_size)
+    removed = 0 if period is None else (min(sizes[stage] for stage in own) - SHALLOW) // period - 2  # periods
+    if period is None or removed < 1 or max(sizes[stage] for stage in own) <= TRACED:
+        return trace_step(setup)
+
+    def shortened(periods: int) -> StepSetup:
+        changed = [
+            size - periods * period if stage in own else (size - 1) % period + 1 for stage, size in enumerate(sizes)
+        ]
+        cut = dataclasses.replace(args, pipeline_layers=changed)
+        return with_depth(dataclasses.replace(setup, args=cut), sum(changed))
+
+    shallow, deep = trace_step(shortened(removed + 2)), trace_step(shortened(removed))
+    return dataclasses.replace(deep, peaks=extrapolated(shallow.peaks, deep.peaks, removed / 2))
+
+
+def extrapolated(low: Peaks, high: Peaks, steps: float) -> Peaks:
+    """The peaks after as many further steps as that from `low` to `high`."""
     return {
         window: {category: round(size + steps * (size - low[window][category])) for category, size in usage.items()}
         for window, usage in high.items()
     }
 
 
-def _with_depth(setup: StepSetup, layers: int) -> StepSetup:
+def with_depth(setup: StepSetup, layers: int) -> StepSetup:
     """The same for a model with fewer layers: the first ones."""
     values = setup.config.to_dict()
     depth = setup.config.num_hidden_layers
@@ -58,10 +82,11 @@ def _is_by_layer(value: Any, depth: int) -> bool:
     return isinstance(value, list) and len(value) == depth
 
 
-def _period(config: Any, depth: int) -> int | None:
+def period_of(config: Any) -> int | None:
     """After how many layers the kinds of layers repeat: 1 where all are alike; None where they do not repeat, or where
     the configuration of the layers is inside another one."""
-    if config.get_text_config() is not config:
+    depth = getattr(config, "num_hidden_layers", None)
+    if not isinstance(depth, int) or config.get_text_config() is not config:
         return None
     lists = [value for value in config.to_dict().values() if _is_by_layer(value, depth)]
     kinds = [str(kind) for kind in zip(*lists, strict=True)] if lists else [""] * depth

@@ -13,18 +13,45 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
+from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.planning.candidates import neighbours, smaller
 from stepmark.planning.depth import trace_deep
 from stepmark.planning.run_length import RunLength
 from stepmark.planning.simulated_mesh import DEVICES, PlannedDevice
-from stepmark.planning.step_trace import StepSetup, meta_model
+from stepmark.planning.stages import StageTrace, trace_stages
+from stepmark.planning.step_setup import StepSetup
+from stepmark.planning.step_trace import meta_model
 
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
 
 
 @dataclass(frozen=True)
+class StageMemory:
+    """Memory of the ranks of a pipeline that have the same stages.
+
+    Attributes:
+        rank: Their coordinate on the pipeline's axis.
+        layers: The first and the last layer of each of their stages.
+        in_flight: The most forward passes whose activations they keep.
+        peak_of: The part of the step in which most is allocated.
+        usage: Bytes by category at that peak.
+    """
+
+    rank: int
+    layers: tuple[tuple[int, int], ...]
+    in_flight: int
+    peak_of: str
+    usage: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return sum(self.usage.values())
+
+
+@dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rank with some settings.
+    """Memory of a rank with some settings; in a pipeline, of the one that needs the most.
 
     Attributes:
         args: The settings.
@@ -32,6 +59,7 @@ class RankMemory:
         usage: Bytes by category at that peak.
         checkpointed: Bytes of optimizer state and master weights for an element of a parameter, as they are saved.
         impossible: Why these settings cannot be used; None if they can.
+        stages: The ranks of a pipeline that were traced: with the recipe's own settings all of them.
     """
 
     args: TrainingFields
@@ -39,6 +67,19 @@ class RankMemory:
     usage: dict[str, int] | None = None
     checkpointed: float = 0.0
     impossible: str | None = None
+    stages: tuple[StageMemory, ...] = ()
+
+    @property
+    def worst(self) -> StageMemory | None:
+        """Of a pipeline's ranks the one that needs the most; None without a pipeline."""
+        return max(self.stages, key=lambda stage: stage.peak, default=None)
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a rank waits for the others of its pipeline, where all stages take equally
+        long."""
+        args = self.args
+        return ideal_idle_share(args.pipeline_parallel_size, args.gradient_accumulation_steps, args.pipeline_chunks)
 
     @property
     def peak(self) -> int:
@@ -118,7 +159,7 @@ def make_plan(
     trust = recipe.model.trust_remote_code
     model_class, parameters, elements = _count(config, trust)
     setup = StepSetup(config, args, ranks, length.block_size, DEVICES[device], trust)
-    measured = [_measure(setup, each) for each in neighbours(args, ranks)]
+    measured = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
     if measured[0].impossible is not None:
         raise UsageError(measured[0].impossible)
     if device_memory is not None and not any(each.fits(device_memory) for each in measured):
@@ -141,18 +182,20 @@ def make_plan(
 
 
 def check_mesh(args: TrainingFields, ranks: int) -> None:
-    """Raises UsageError where the ranks do not make the mesh of the arguments, or one that cannot be planned."""
+    """Raises UsageError where the ranks do not make the mesh of the arguments."""
     if ranks < 1:
         raise UsageError(f"--nproc: must be at least 1, but is {ranks}")
-    if args.pipeline_parallel_size > 1:
+    tensor, stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", stages)):
+        if ranks % size:
+            raise UsageError(
+                f"{name}: {size} does not divide the {ranks} ranks; plan for a multiple of {size} ranks, or choose a "
+                f"divisor of {ranks}"
+            )
+    if ranks % (tensor * stages):
         raise UsageError(
-            "pipeline_parallel_size: plan does not know the memory of pipeline stages; plan with "
-            "pipeline_parallel_size 1, where every rank has all layers"
-        )
-    if ranks % args.tensor_parallel_size:
-        raise UsageError(
-            f"tensor_parallel_size: {args.tensor_parallel_size} does not divide the {ranks} ranks; plan for a multiple "
-            f"of {args.tensor_parallel_size} ranks, or choose a divisor of {ranks}"
+            f"tensor_parallel_size and pipeline_parallel_size: {tensor} times {stages} does not divide the {ranks} "
+            f"ranks; plan for a multiple of {tensor * stages} ranks, or lower one of them"
         )
 
 
@@ -174,23 +217,35 @@ def _until_one_fits(setup: StepSetup, tried: Sequence[TrainingFields], device_me
     return found
 
 
-def _measure(setup: StepSetup, args: TrainingFields) -> RankMemory:
-    """The memory with other arguments than the setup's."""
+def _measure(setup: StepSetup, args: TrainingFields, *, own: bool = False) -> RankMemory:
+    """The memory with other arguments than the setup's. `own`: they are the recipe's."""
     if args.sequence_parallel and setup.length % args.tensor_parallel_size:
         reason = f"block_size {setup.length} is not a multiple of tensor_parallel_size {args.tensor_parallel_size}"
         return RankMemory(args, impossible=f"sequence_parallel: {reason}")
+    changed = replace(setup, args=args)
     try:
-        trace = trace_deep(replace(setup, args=args))
+        if changed.staged:
+            return _of_stages(args, trace_stages(changed, every=own))
+        trace = trace_deep(changed)
     except UsageError as error:
         return RankMemory(args, impossible=str(error))
-    window, usage = max(trace.peaks.items(), key=lambda item: sum(item[1].values()))
+    window, usage = trace.highest
     return RankMemory(args, _part(window), usage, trace.saved_per_element)
 
 
+def _of_stages(args: TrainingFields, traced: Sequence[StageTrace]) -> RankMemory:
+    stages = []
+    for each in traced:
+        window, usage = each.trace.highest
+        stages.append(StageMemory(each.rank, each.layers, each.in_flight, _part(window), usage))
+    worst = max(stages, key=lambda stage: stage.peak)
+    return RankMemory(args, worst.peak_of, worst.usage, traced[0].trace.saved_per_element, stages=tuple(stages))
+
+
 def _part(window: str) -> str:
-    """`backward pass 1, first half` without the number of the micro-batch."""
-    words = [word for word in window.split(", ")[0].split() if not word.isdigit()]
-    return " ".join(words)
+    """`backward pass 1, first half` without the number of the pass and the half."""
+    words = window.removesuffix(" first half").removesuffix(" second half").removesuffix(",").split()
+    return " ".join(word for word in words if not word.isdigit())
 
 
 def saves(plan: Plan) -> int | None:

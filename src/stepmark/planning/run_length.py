@@ -47,7 +47,7 @@ def run_length(
     args = recipe.training
     longest = getattr(tokenizer, "model_max_length", 2**62)
     block_size = choose_block_size(recipe.data.block_size, longest)
-    replicas = ranks // args.tensor_parallel_size
+    replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
     layout = BatchLayout(args.per_device_train_batch_size, replicas, args.gradient_accumulation_steps)
     steps: int | None = args.max_steps if args.max_steps > 0 else None
     if steps is None and count_data and tokenizer is not None:

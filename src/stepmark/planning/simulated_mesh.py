@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from stepmark.launch.world import World
 from stepmark.planning.allocations import COMMUNICATION, AllocationTracker
@@ -14,7 +15,8 @@ from stepmark.runtime.collectives import Collectives, GroupCollectives, NoCollec
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.host_group import HostGroup
-from stepmark.runtime.mesh import DATA, TENSOR, Mesh
+from stepmark.runtime.links import Exchange, Form
+from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR, Mesh
 from stepmark.runtime.rank_grid import RankGrid
 
 
@@ -35,6 +37,8 @@ class PlannedDevice:
     rounding: int = 1
 
 
+GENERATOR_STATE = 5056  # bytes of that of torch's CPU generator
+
 DEVICES = {
     "cpu": PlannedDevice("cpu", host_memory=True),
     "cuda": PlannedDevice("cuda", rounding=512),
@@ -44,13 +48,21 @@ DEVICES = {
 
 
 class SimulatedRuntime(EagerRuntime):
-    """A device that computes nothing: its tensors are fake."""
+    """A device that computes nothing: its tensors are fake.
+
+    Attributes:
+        at_boundary: Called at each step boundary.
+    """
 
     def __init__(self, device: PlannedDevice) -> None:
         super().__init__(torch.device("cpu"))
         self.name = device.name
         self.lazy = device.lazy
         self.host_memory = device.host_memory
+        self.at_boundary: Callable[[], None] = lambda: None
+
+    def step_boundary(self, *, wait: bool = False) -> None:
+        self.at_boundary()
 
     def seed(self, value: int) -> None:
         """Draws nothing, so there is nothing to seed."""
@@ -58,31 +70,94 @@ class SimulatedRuntime(EagerRuntime):
     def current_seed(self) -> int:
         return 0
 
+    def generator_state(self) -> Tensor:
+        return torch.zeros(GENERATOR_STATE, dtype=torch.uint8)
+
+    def set_generator_state(self, state: Tensor) -> None:
+        """Draws nothing."""
+
 
 class SimulatedMesh(Mesh):
-    """The mesh as rank 0 sees it, without the other ranks."""
+    """The mesh as one rank sees it, without the other ranks: the first one of a pipeline stage.
 
-    def __init__(self, axes: dict[str, int], device: PlannedDevice, tracker: AllocationTracker) -> None:
+    Attributes:
+        simulated: The device.
+        simulated_links: The links along the pipeline, if there is one.
+    """
+
+    def __init__(
+        self,
+        axes: dict[str, int],
+        device: PlannedDevice,
+        tracker: AllocationTracker,
+        stage: int = 0,
+        arriving: Sequence[Form] = (),
+    ) -> None:
+        """`stage`: the rank's coordinate on the pipeline's axis. `arriving`: the forms of the hidden states that its
+        stages receive, in order."""
         grid = RankGrid(axes)
         self._device, self._tracker = device, tracker
-        context = Context(World(size=grid.size), SimulatedRuntime(device), HostGroup())
-        super().__init__(context, grid, {axis: self._collectives(axes[axis]) for axis in (DATA, TENSOR)})
+        self.simulated = SimulatedRuntime(device)
+        first = stage * axes[DATA] * axes[TENSOR]
+        context = Context(World(rank=first, size=grid.size), self.simulated, HostGroup())
+        collectives = {axis: self._collectives(size, stage if axis == PIPELINE else 0) for axis, size in axes.items()}
+        last = axes.get(PIPELINE, 1) - 1
+        ends = self._collectives(2, int(stage > 0)) if last and stage in (0, last) else None
+        self.simulated_links = SimulatedLinks(device, tracker, arriving)
+        super().__init__(context, grid, collectives, ends, self.simulated_links if last else None)
 
     def replicas(self, count: int) -> Collectives:
         return self._collectives(count)
 
-    def _collectives(self, size: int) -> Collectives:
+    def _collectives(self, size: int, rank: int = 0) -> Collectives:
         if size == 1:
             return NoCollectives()
-        kind = SimulatedGraphCollectives if self._device.lazy else SimulatedCollectives
-        return kind(size, self._tracker, self._device.host_memory)
+        if self._device.lazy:
+            return SimulatedGraphCollectives(size, self._tracker, rank)
+        return SimulatedCollectives(size, self._tracker, rank, host_memory=self._device.host_memory)
+
+
+class SimulatedLinks:
+    """Transfers between pipeline stages that allocate what arrives. See `StageLinks`."""
+
+    def __init__(self, device: PlannedDevice, tracker: AllocationTracker, arriving: Sequence[Form]) -> None:
+        self._device, self._tracker = device, tracker
+        self._arriving = list(arriving)
+        self._told = 0
+
+    def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        sent = [tensor.detach().contiguous() for tensor in outgoing]
+        if self._device.lazy:
+            forms = [*map(Form.of, sent), *incoming]
+            for shape, dtype in [(form.shape, form.dtype) for form in forms]:
+                with self._tracker.within(COMMUNICATION):
+                    torch.empty((2, *shape), dtype=dtype)  # an all-gather of the pair, of which one half is taken
+        return self.exchange_on_host(other, sent, incoming)
+
+    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        return Exchange((), outgoing, (), [torch.empty(form.shape, dtype=form.dtype) for form in incoming])
+
+    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
+        """Every stage asks once for each shape of a batch, the rank's first stage first."""
+        with unset_fake_temporarily():  # their values are read
+            headers = [self._next().encoded() for _ in range(count)]
+        return Exchange.done(headers)
+
+    def expect_rows(self, rows: int) -> None:
+        """From now on, batches have so many rows."""
+        self._arriving = [Form((rows, *form.shape[1:]), form.dtype) for form in self._arriving]
+        self._told = 0
+
+    def _next(self) -> Form:
+        self._told += 1
+        return self._arriving[(self._told - 1) % len(self._arriving)]
 
 
 class SimulatedCollectives(GroupCollectives):
     """Allocates what `GroupCollectives` does."""
 
-    def __init__(self, size: int, tracker: AllocationTracker, host_memory: bool) -> None:
-        self.rank, self.size = 0, size
+    def __init__(self, size: int, tracker: AllocationTracker, rank: int, *, host_memory: bool) -> None:
+        self.rank, self.size = rank, size
         self._tracker, self._host_memory = tracker, host_memory
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
@@ -120,8 +195,8 @@ class SimulatedCollectives(GroupCollectives):
 class SimulatedGraphCollectives(NoCollectives):
     """Collectives in the graph: each result is a new tensor."""
 
-    def __init__(self, size: int, tracker: AllocationTracker, host_memory: bool) -> None:
-        self.size = size
+    def __init__(self, size: int, tracker: AllocationTracker, rank: int) -> None:
+        self.rank, self.size = rank, size
         self._tracker = tracker
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:

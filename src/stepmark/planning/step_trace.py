@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepmark.config.training_fields import TrainingFields
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.batch import StepBatch
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.tensor.parallelize import parallelize
@@ -35,11 +35,13 @@ from stepmark.planning.allocations import (
     AllocationTracker,
 )
 from stepmark.planning.simulated_mesh import PlannedDevice, SimulatedMesh
+from stepmark.planning.stage_trace import evaluate_stages, stage_inputs, watch_stage
+from stepmark.planning.step_setup import StepSetup
 from stepmark.planning.step_windows import WatchedLoss, WatchedOptimizer
-from stepmark.runtime.mesh import DATA, TENSOR
-from stepmark.trainer.setup import step_optimizer
+from stepmark.runtime.module_placement import cast_module
+from stepmark.trainer.setup import sharding_options, step_optimizer
 from stepmark.training.loss import MicroBatchLoss, Weight
-from stepmark.training.micro_batches import autocast, autocast_dtype
+from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
 from stepmark.training.model_options import enable_gradient_checkpointing
 from stepmark.training.step import TrainStep
@@ -47,33 +49,6 @@ from stepmark.training.step import TrainStep
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # prints the stacks of errors
 
 Peaks = dict[str, dict[str, int]]  # window of the step to bytes by category
-
-
-@dataclass(frozen=True)
-class StepSetup:
-    """What decides a rank's memory.
-
-    Attributes:
-        config: The model's configuration, of transformers.
-        args: The training fields of the recipe; mesh, micro-batch and the like are those of the plan.
-        ranks: All ranks.
-        length: Tokens in a sequence.
-        device: What is planned for.
-        trust_remote_code: Whether to execute Python code that comes with the model.
-    """
-
-    config: Any
-    args: TrainingFields
-    ranks: int
-    length: int
-    device: PlannedDevice
-    trust_remote_code: bool = False
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Axis name to size."""
-        size = self.args.tensor_parallel_size
-        return {DATA: self.ranks // size, TENSOR: size}
 
 
 @dataclass(frozen=True)
@@ -90,6 +65,11 @@ class StepTrace:
     peaks: Peaks
     saved_per_element: float
     largest: int
+
+    @property
+    def highest(self) -> tuple[str, dict[str, int]]:
+        """The part with the highest peak, and what is allocated then."""
+        return max(self.peaks.items(), key=lambda item: sum(item[1].values()))
 
 
 def trace_step(setup: StepSetup) -> StepTrace:
@@ -118,21 +98,33 @@ def trace_step(setup: StepSetup) -> StepTrace:
 def _trace(setup: StepSetup) -> StepTrace:
     tracker = AllocationTracker(setup.device.rounding)
     with FakeTensorMode(allow_non_fake_inputs=True), tracker, _attention(setup.device):
-        mesh = SimulatedMesh(setup.axes, setup.device, tracker)
-        model = _make_model(setup, mesh)
+        model, mesh = _make_model(setup, tracker)
         optimizer = step_optimizer(model, setup.args, mesh)
         optimizer.ensure_state()
         parameters = list(model.parameters())
         _assign_state(model, optimizer, tracker)
-        loss = WatchedLoss(model, tracker, label_smoothing=setup.args.label_smoothing_factor)
+        loss = _loss(setup, model, tracker)
+        if setup.staged:
+            watch_stage(setup, mesh, tracker)
         _train(setup, model, WatchedOptimizer(optimizer, parameters, tracker), loss, mesh)
+        mesh.simulated.at_boundary = lambda: None
         if setup.args.eval_strategy != "no":
-            _evaluate(setup, model, loss, mesh, tracker)
+            tracker.enter("evaluation", ACTIVATIONS)
+            evaluation = evaluate_stages if setup.staged else _evaluate
+            evaluation(setup, model, loss, mesh)
         usage = tracker.allocated()
         updated = sum(tensor.numel() for group in optimizer.inner.param_groups for tensor in group["params"])
         largest = max(parameter.numel() for parameter in parameters) * torch.float32.itemsize
     masters = 0 if setup.args.dtype == "float32" else torch.float32.itemsize
     return StepTrace(tracker.peaks(), usage[OPTIMIZER] / max(updated, 1) + masters, largest)
+
+
+def _loss(setup: StepSetup, model: nn.Module, tracker: AllocationTracker) -> MicroBatchLoss:
+    """The loss; without a pipeline it reports where the step is, which stages do otherwise (see `watch_stage`)."""
+    smoothing = setup.args.label_smoothing_factor
+    if setup.staged:
+        return MicroBatchLoss(model, label_smoothing=smoothing, lazy=True)  # reads no values
+    return WatchedLoss(model, tracker, label_smoothing=smoothing)
 
 
 @contextmanager
@@ -165,14 +157,22 @@ def meta_model(config: Any, trust_remote_code: bool = False) -> nn.Module:
     return model
 
 
-def _make_model(setup: StepSetup, mesh: SimulatedMesh) -> nn.Module:
+def _make_model(setup: StepSetup, tracker: AllocationTracker) -> tuple[nn.Module, SimulatedMesh]:
     args = setup.args
-    model = meta_model(setup.config, setup.trust_remote_code).to(getattr(torch, args.dtype))
-    parallelize(model, mesh, sequence_parallel=args.sequence_parallel, parallelize_embedding=args.parallelize_embedding)
+    model = meta_model(setup.config, setup.trust_remote_code)
+    cast_module(model, getattr(torch, args.dtype))
+    arriving = stage_inputs(setup, model) if setup.staged else ()
+    mesh = SimulatedMesh(setup.axes, setup.device, tracker, setup.stage, arriving)
+    parallelize(train_like(model, args), mesh, **sharding_options(args))
+    return model.train(), mesh
+
+
+def train_like(model: nn.Module, args: TrainingFields) -> nn.Module:
+    """The model with the gradient checkpointing that the arguments ask for."""
     if args.gradient_checkpointing:
         # Lazy devices have a function of their own; what it keeps is the same.
         enable_gradient_checkpointing(model, _eager_runtime())
-    return model.train()
+    return model
 
 
 def _eager_runtime() -> Any:
@@ -190,42 +190,27 @@ def _assign_state(model: nn.Module, optimizer: StepOptimizer, tracker: Allocatio
     tracker.assign((parameter.grad for parameter in model.parameters()), GRADIENTS)
 
 
-def _batch(rows: int, length: int) -> dict[str, torch.Tensor]:
-    tokens = torch.zeros(rows, length, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens.clone()}
-
-
-def _autocast(args: TrainingFields) -> torch.dtype | None:
-    return autocast_dtype(bf16=args.bf16, fp16=args.fp16)
-
-
 def _train(
-    setup: StepSetup, model: nn.Module, optimizer: WatchedOptimizer, loss: WatchedLoss, mesh: SimulatedMesh
+    setup: StepSetup, model: nn.Module, optimizer: WatchedOptimizer, loss: MicroBatchLoss, mesh: SimulatedMesh
 ) -> None:
-    """One step. Of several micro-batches the second already finds gradients, and the others are like it."""
+    """One step, of which as many micro-batches run as it takes until they repeat."""
     args = setup.args
-    accumulation, rows = args.gradient_accumulation_steps, args.per_device_train_batch_size
     step = TrainStep(
         model,
         optimizer,
         loss,
         mesh,
-        accumulation=accumulation,
+        accumulation=args.gradient_accumulation_steps,
+        pipeline_schedule=args.pipeline_schedule,
         max_grad_norm=args.max_grad_norm,
-        autocast=_autocast(args),
+        autocast=setup.autocast,
     )
-    micro_batches = [
-        MicroBatch(_batch(rows, setup.length), rows, rows * (setup.length - 1)) for _ in range(min(accumulation, 2))
-    ]
-    step(0, StepBatch(micro_batches, rows, 0.0, {}))
+    step(0, StepBatch(setup.traced_micro_batches(), args.per_device_train_batch_size, 0.0, {}))
 
 
-def _evaluate(
-    setup: StepSetup, model: nn.Module, loss: WatchedLoss, mesh: SimulatedMesh, tracker: AllocationTracker
-) -> None:
+def _evaluate(setup: StepSetup, model: nn.Module, loss: MicroBatchLoss, mesh: SimulatedMesh) -> None:
     """One batch of an evaluation, whose logits are complete."""
-    inputs = _batch(setup.args.per_device_eval_batch_size, setup.length)
+    inputs = setup.batch(setup.args.per_device_eval_batch_size)
     one = torch.ones(())
-    with evaluating(model), torch.no_grad(), autocast(mesh.runtime, _autocast(setup.args)):
-        tracker.enter("evaluation", ACTIVATIONS)
+    with evaluating(model), torch.no_grad(), autocast(mesh.runtime, setup.autocast):
         MicroBatchLoss.__call__(loss, model, inputs, Weight(one, one))

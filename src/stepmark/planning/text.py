@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepmark.planning.allocations import CATEGORIES
-from stepmark.planning.plan import HEADROOM, Plan, RankMemory, saves
+from stepmark.planning.plan import HEADROOM, Plan, RankMemory, StageMemory, saves
 
 GIGABYTE = 10**9
 COLUMNS = ("mesh", "zero_1", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
+OF_PIPELINES = ("largest", "bubble")
 
 
 def to_text(plan: Plan) -> str:
@@ -21,6 +22,8 @@ def _head(plan: Plan) -> Iterator[str]:
     length, checkpoint = plan.length, plan.checkpoint
     yield f"model       {plan.model_class}, {plan.parameters / 1e9:.3f} billion parameters, {plan.own.args.dtype}"
     yield f"ranks       {plan.ranks}: {_mesh(plan, plan.own)}; device {plan.device.name}"
+    if plan.own.stages:
+        yield f"pipeline    {_pipeline(plan.own)}"
     steps = "unknown (max_steps, or --count-data, tells)" if length.steps is None else f"{length.steps:,}"
     tokens = "" if length.tokens is None else f", {length.tokens:,} in all"
     yield f"steps       {steps}; {length.samples_per_step:,} samples = {length.tokens_per_step:,} tokens a step{tokens}"
@@ -33,29 +36,60 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"host        {_gb(checkpoint.staging)} a rank to copy a checkpoint to; it is kept from save to save"
 
 
+def _pipeline(own: RankMemory) -> str:
+    args = own.args
+    chunks = f" with {args.pipeline_chunks} stages a rank" if args.pipeline_chunks > 1 else ""
+    return (
+        f"{args.pipeline_schedule}{chunks}, {args.gradient_accumulation_steps} micro-batches: a rank waits for "
+        f"{own.bubble:.1%} of a step, if all stages take equally long"
+    )
+
+
 def _own(plan: Plan) -> Iterator[str]:
     own = plan.own
-    yield f"memory a rank at the peak, in the {own.peak_of}:"
+    where = "" if own.worst is None else f" of pipeline rank {own.worst.rank}, which needs the most"
+    yield f"memory a rank at the peak, in the {own.peak_of}{where}:"
     usage = own.usage or {}
     for category in CATEGORIES:
         yield f"  {category:<16}{_gb(usage[category]):>12}"
     yield f"  {'sum':<16}{_gb(own.peak):>12}"
+    if own.stages:
+        yield ""
+        yield "the ranks of its pipeline, in GB; `kept`: forward passes whose activations a rank keeps at a time:"
+        rows = [("rank", "layers", "kept", *CATEGORIES, "peak"), *map(_stage_row, own.stages)]
+        yield from _aligned(rows)
+
+
+def _stage_row(stage: StageMemory) -> tuple[str, ...]:
+    usage = (f"{stage.usage[category] / GIGABYTE:.2f}" for category in CATEGORIES)
+    return (str(stage.rank), _layers(stage), str(stage.in_flight), *usage, f"{stage.peak / GIGABYTE:.2f}")
+
+
+def _layers(stage: StageMemory) -> str:
+    """From 0: `0-5`; with chunks `0-2 + 6-8`."""
+    return " + ".join(f"{first}-{last}" if last > first else str(first) for first, last in stage.layers)
 
 
 def _table(plan: Plan) -> Iterator[str]:
     """One line for each setting, in GB; the first is the recipe's own."""
     yield "the recipe's mesh and those near it, in GB:"
-    columns = COLUMNS if plan.device_memory is None else (*COLUMNS, "fits")
-    rows = [columns, *(_row(plan, option) for option in plan.options if option.impossible is None)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
-    for row in rows:
-        yield "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+    piped = any(option.stages for option in plan.options)
+    columns = (*COLUMNS, *(OF_PIPELINES if piped else ()), *(() if plan.device_memory is None else ("fits",)))
+    rows = [columns, *(_row(plan, option, piped) for option in plan.options if option.impossible is None)]
+    yield from _aligned(rows)
     for option in plan.options:
         if option.impossible is not None:
             yield f"  {_mesh(plan, option)}: not possible: {option.impossible}"
 
 
-def _row(plan: Plan, option: RankMemory) -> tuple[str, ...]:
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+
+
+def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:
+    """`piped`: with the columns of pipelines."""
     args, usage = option.args, option.usage or {}
     cells = [
         _mesh(plan, option),
@@ -66,6 +100,9 @@ def _row(plan: Plan, option: RankMemory) -> tuple[str, ...]:
         *(f"{usage[category] / GIGABYTE:.2f}" for category in CATEGORIES),
         f"{option.peak / GIGABYTE:.2f}",
     ]
+    if piped:
+        worst = option.worst
+        cells += ["", ""] if worst is None else [f"rank {worst.rank}", f"{option.bubble:.1%}"]
     return tuple(cells) if plan.device_memory is None else (*cells, _verdict(plan, option))
 
 
@@ -78,6 +115,8 @@ def _verdict(plan: Plan, option: RankMemory) -> str:
 
 def _conclusion(plan: Plan) -> Iterator[str]:
     yield "`rows x micro`: rows of a micro-batch and micro-batches of a step, so that a step has the same samples."
+    if any(option.stages for option in plan.options):
+        yield "`largest`, `bubble`: the pipeline rank that needs this memory; the share of a step in which ranks wait."
     if plan.device.lazy:
         yield "On xla the compiler decides: it is planned as if operations ran one by one, without fused attention."
     yield from plan.notes
@@ -97,12 +136,18 @@ def _conclusion(plan: Plan) -> Iterator[str]:
 def flags(own: RankMemory, other: RankMemory) -> list[str]:
     """What to add to the command to get the other settings."""
     before, after = own.args.to_dict(), other.args.to_dict()
-    return [f"--{name} {str(value).lower()}" for name, value in after.items() if value != before[name]]
+    changed = {name: value for name, value in after.items() if value != before[name]}
+    return [f"--{name} {'null' if value is None else str(value).lower()}" for name, value in changed.items()]
 
 
 def _mesh(plan: Plan, option: RankMemory) -> str:
-    size = option.args.tensor_parallel_size
-    return f"dp {plan.ranks // size} x tp {size}"
+    axes = _axes(plan, option)
+    return " x ".join(f"{axis} {size}" for axis, size in axes.items() if axis != "pp" or size > 1)
+
+
+def _axes(plan: Plan, option: RankMemory) -> dict[str, int]:
+    tensor, stages = option.args.tensor_parallel_size, option.args.pipeline_parallel_size
+    return {"pp": stages, "dp": plan.ranks // (tensor * stages), "tp": tensor}
 
 
 def _yes(value: bool) -> str:
@@ -138,13 +183,27 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _option_to_json(plan: Plan, option: RankMemory) -> dict[str, Any]:
-    size = option.args.tensor_parallel_size
+    worst = option.worst
     return {
-        "mesh": {"dp": plan.ranks // size, "tp": size},
+        "mesh": _axes(plan, option),
         "changes": flags(plan.own, option),
         "peak": option.peak if option.impossible is None else None,
         "peak_in": option.peak_of,
         "memory": option.usage,
         "fits": None if plan.device_memory is None else option.fits(plan.device_memory),
         "impossible": option.impossible,
+        "bubble": option.bubble if option.impossible is None else None,
+        "largest": None if worst is None else worst.rank,
+        "stages": [_stage_to_json(stage) for stage in option.stages],
+    }
+
+
+def _stage_to_json(stage: StageMemory) -> dict[str, Any]:
+    return {
+        "rank": stage.rank,
+        "layers": [list(each) for each in stage.layers],
+        "in_flight": stage.in_flight,
+        "peak": stage.peak,
+        "peak_in": stage.peak_of,
+        "memory": stage.usage,
     }

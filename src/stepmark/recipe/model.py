@@ -15,6 +15,7 @@ from stepmark.launch.imports import quick_imports
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
 from stepmark.recipe.adapter import with_adapter
 from stepmark.recipe.early_checks import check_model_folder
+from stepmark.runtime.module_placement import cast_module
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
@@ -111,7 +112,9 @@ def _base_model(
         try:
             if factory is not None:
                 return new_model(factory, model_config, dtype=dtype, trust_remote_code=trust)
-            return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust).to(dtype)
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
+            cast_module(model, dtype)
+            return model
         except StepmarkError:
             raise
         except Exception as error:  # every model class checks its sizes differently: ValueError, KeyError and more

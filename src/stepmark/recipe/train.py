@@ -135,10 +135,20 @@ def _model_factory(args: TrainingFields, context: Context) -> Any:
     """Builds the model in shards, where several ranks hold it together; otherwise None."""
     from stepmark.parallel.loading.load import model_factory
     from stepmark.trainer.setup import make_mesh, sharding_options
+    from stepmark.training.model_options import enable_gradient_checkpointing
 
     if args.tensor_parallel_size == args.pipeline_parallel_size == 1:
         return None
-    return model_factory(make_mesh(args, context), **sharding_options(args))
+    factory = model_factory(make_mesh(args, context), **sharding_options(args))
+    if not args.gradient_checkpointing:
+        return factory
+
+    def shard(model: Any) -> None:
+        """What stages cost, and so how layers are divided among them, depends on it."""
+        enable_gradient_checkpointing(model, context.runtime)
+        factory.shard(model)
+
+    return dataclasses.replace(factory, shard=shard)
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:

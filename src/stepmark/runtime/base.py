@@ -88,13 +88,13 @@ class Runtime(Protocol):
     def counters(self) -> GraphCounters | None:
         """Graphs compiled and executed so far, None on an eager device. Waits for the device first."""
 
-    def compilations(self) -> int | None:
-        """Graphs compiled so far, None on an eager device. Does not wait for the device: graphs are compiled by the
-        thread that ends a step."""
+    def requested_graphs(self) -> int | None:
+        """Graphs that were new to this process so far, whether compiled or read from the compile cache; None on an
+        eager device. Does not wait for the device: graphs are compiled by the thread that ends a step."""
 
     def cache_counters(self) -> CacheCounters | None:
-        """Graphs looked up in the compile cache so far; None without one, and where the device's compiler does not say.
-        Waits for nothing."""
+        """Graphs looked up in the compile cache so far; None without one, and where it cannot be seen. Does not wait
+        for the device."""
 
     def transfers_to_host(self, *, own: bool = True) -> int | None:
         """Transfers from the device to the host so far, by all threads of this process; None on an eager device.

@@ -24,6 +24,7 @@ Setting = bool | str | None  # of the field: off, on in the default folder, a fo
 NEURON_FLAGS = "NEURON_CC_FLAGS"
 NEURON_URL = "NEURON_COMPILE_CACHE_URL"
 NEURON_FOLDER = "neuron"
+_NO_CACHE = "--no_cache"
 _NEURON_OPTION = re.compile(r"--cache_dir[= ](\S+)")
 
 logger = logging.getLogger("stepmark")
@@ -40,7 +41,7 @@ def prepare_compile_cache(setting: Setting) -> None:
     flags = os.environ.get(NEURON_FLAGS, "")
     given = _NEURON_OPTION.search(flags)
     if setting is False:
-        os.environ[NEURON_FLAGS] = flags if "--no_cache" in flags else f"{flags} --no_cache".strip()
+        os.environ[NEURON_FLAGS] = flags if _NO_CACHE in flags.split() else f"{flags} {_NO_CACHE}".strip()
         return
     if isinstance(setting, str) and given is not None and given.group(1) != setting:
         raise UsageError(
@@ -58,7 +59,10 @@ def without_cache_folder(flags: str) -> str:
 def kept_in() -> str | None:
     """The folder or URL of all ranks' compiled graphs, once the cache was opened; None without one."""
     if neuron_device_present():
-        given = _NEURON_OPTION.search(os.environ.get(NEURON_FLAGS, ""))
+        flags = os.environ.get(NEURON_FLAGS, "")
+        if _NO_CACHE in flags.split():
+            return None
+        given = _NEURON_OPTION.search(flags)
         return given.group(1) if given else os.environ.get(NEURON_URL)
     folder = os.environ.get(XLA_FOLDER)
     return None if folder is None else str(Path(folder).parent)
@@ -71,15 +75,19 @@ def switched_on(setting: Setting) -> Setting:
 
 
 def open_compile_cache(runtime: Runtime, setting: Setting, world: World) -> None:
-    """Makes torch_xla keep this rank's compiled graphs; call it before the device has run anything. Does nothing on
-    eager devices, on Neuron, and where graphs are only extracted: Neuron's tool compiles them.
+    """Makes torch_xla keep this rank's compiled graphs, and on Neuron, whose compiler keeps them itself, counts those
+    that are there; call it before the device has run anything. Does nothing on eager devices, and where graphs are only
+    extracted: Neuron's tool compiles them.
 
     By default the cache is on, except on XLA's CPU client, which writes compiled graphs and cannot read them back.
 
     Raises:
         UsageError: The folder cannot be written to, or is a URL.
     """
-    if not runtime.lazy or setting is False or neuron_device_present() or extracting_graphs():
+    if not runtime.lazy or setting is False or extracting_graphs():
+        return
+    if neuron_device_present():
+        _count_lookups(runtime)
         return
     if isinstance(setting, str) and "://" in setting:
         raise UsageError(f"compile_cache: {setting} is a URL, which only Neuron's compiler supports; name a folder")
@@ -95,3 +103,19 @@ def open_compile_cache(runtime: Runtime, setting: Setting, world: World) -> None
         raise UsageError(f"compile_cache: cannot write to {folder}: {error.strerror}; name another folder") from error
     if not keep_graphs(folder):
         logger.warning("compile_cache: the device has run graphs already, so none are kept in %s", folder)
+
+
+def _count_lookups(runtime: Runtime) -> None:
+    """Counts the graphs that Neuron's compiler finds in its cache, where that is on a file system."""
+    folder = kept_in()
+    if folder is None or "://" in folder or not _runs_on_neuron(runtime):
+        return
+    from stepmark.runtime.xla import XlaRuntime
+
+    assert isinstance(runtime, XlaRuntime)
+    runtime.count_in_neuron_cache(Path(folder))
+
+
+def _runs_on_neuron(runtime: Runtime) -> bool:
+    """Whether this process computes on the machine's Neuron device, not on its CPU as `PJRT_DEVICE=CPU` has it."""
+    return not runtime.host_memory

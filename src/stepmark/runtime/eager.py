@@ -59,7 +59,7 @@ class EagerRuntime:
     def counters(self) -> GraphCounters | None:
         return None
 
-    def compilations(self) -> int | None:
+    def requested_graphs(self) -> int | None:
         return None
 
     def cache_counters(self) -> CacheCounters | None:

@@ -27,6 +27,21 @@ def place_module(module: nn.Module, runtime: Runtime) -> None:
             _replace(tensor, runtime.place(tensor.detach()))
 
 
+def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Converts floating point parameters, and the buffers that are saved with them, in place.
+
+    Buffers that are not saved keep their type, as in `from_pretrained`. Of rotary embeddings they are the frequencies:
+    rounded to bfloat16 they turn a position of two thousand by a third of a radian. `module.to` converts them too.
+    """
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and name not in part._non_persistent_buffers_set:
+                part._buffers[name] = buffer.to(dtype)
+
+
 def fetch_module(module: nn.Module, runtime: Runtime) -> None:
     """Moves to the host what is on a device of another type than the runtime's, such as a model that was on `xla` and
     is trained on the CPU. Every Parameter stays the same object."""

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepmark.errors import DeviceError
 from stepmark.runtime.base import CacheCounters, DeviceMemory, GraphCounters
 from stepmark.runtime.nested import map_tensors
+from stepmark.runtime.neuron_cache import CacheLookups
 from stepmark.runtime.xla_environment import (
+    BF16_OVERRIDES,
+    BF16_REMEDY,
     XLA_FOLDER,
     check_no_type_override,
     prepare_environment,
@@ -54,9 +58,11 @@ class XlaRuntime:
         if xr.device_type() != "CPU" and local_size > 1:
             pjrt.initialize_multiprocess(local_rank, local_size)
         self.device = torch_xla.device()
+        _check_float32(self.device)
         self.host_memory = xr.device_type() == "CPU"
         self.in_graph_collectives = not self.host_memory or xr.world_size() > 1
         self._own_transfers = 0
+        self._lookups: CacheLookups | None = None
         self.graph_ranks: Sequence[int] | None = None
         self._dispatch: Dispatch = dispatch or (lambda ranks: torch_xla.sync(wait=False))
 
@@ -107,13 +113,20 @@ class XlaRuntime:
         xm.wait_device_ops()
         return GraphCounters(_samples("CompileTime"), _samples("ExecuteTime"))
 
-    def compilations(self) -> int | None:
-        return _samples("CompileTime")
+    def requested_graphs(self) -> int | None:
+        return graph_counts().requested
+
+    def count_in_neuron_cache(self, folder: Path) -> None:
+        """From now on `cache_counters` counts the graphs that Neuron's compiler finds in its cache."""
+        if self._lookups is None or self._lookups.folder != folder:
+            self._lookups = CacheLookups(folder, graph_counts().compiled)
 
     def cache_counters(self) -> CacheCounters | None:
+        counts = graph_counts()
+        if self._lookups is not None:
+            return CacheCounters(*self._lookups.count(counts.compiled))
         if XLA_FOLDER not in os.environ:
             return None
-        counts = graph_counts()
         return CacheCounters(counts.hits, counts.missed + counts.unreadable)
 
     @contextmanager
@@ -137,6 +150,22 @@ class XlaRuntime:
         except RuntimeError:  # a PJRT client without memory statistics
             return None
         return DeviceMemory(info["bytes_used"], info.get("peak_bytes_used"), info.get("bytes_limit"))
+
+
+def _check_float32(device: torch.device) -> None:
+    """Checks that float32 tensors are float32 on the device. torch_xla reads the variables that change it once, with
+    the first tensor: it may have read one that the script has unset since, and after this call it reads none.
+
+    Raises:
+        DeviceError: They are not.
+    """
+    (tensor,) = torch_xla._XLAC._xla_tensors_from_aten([torch.zeros(1)], [str(device)])
+    if " f32[1]" not in torch_xla._XLAC._get_xla_tensors_text([tensor]):
+        names = " or ".join(BF16_OVERRIDES)
+        raise DeviceError(
+            f"device: xla: torch_xla stores float32 tensors as bfloat16, since {names} was set when its first tensor "
+            f"was made; {BF16_REMEDY}"
+        )
 
 
 def _host_view(tensor: Tensor) -> Tensor:

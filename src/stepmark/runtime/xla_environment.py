@@ -13,11 +13,9 @@ logger = logging.getLogger("stepmark")
 
 XLA_FOLDER = "XLA_PERSISTENT_CACHE_PATH"  # of torch_xla's compiled graphs, read when it first looks one up
 
-TYPE_OVERRIDES = {
-    "XLA_USE_BF16": "unset it, and train in bfloat16 with dtype: bfloat16 or bf16: true",
-    "XLA_DOWNCAST_BF16": "unset it, and train in bfloat16 with dtype: bfloat16 or bf16: true",
-    "XLA_USE_32BIT_LONG": "unset it",
-}
+BF16_OVERRIDES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
+BF16_REMEDY = "unset it, and train in bfloat16 with dtype: bfloat16 or bf16: true"
+TYPE_OVERRIDES = {**dict.fromkeys(BF16_OVERRIDES, BF16_REMEDY), "XLA_USE_32BIT_LONG": "unset it"}
 _EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
 _OFF = ("", "0", "false")
 _warned = False

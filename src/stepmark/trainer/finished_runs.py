@@ -9,6 +9,7 @@ from pathlib import Path
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.errors import StepmarkError
 from stepmark.runtime.host_group import HostGroup
+from stepmark.runtime.xla_environment import extracting_graphs
 
 logger = logging.getLogger("stepmark")
 
@@ -31,12 +32,15 @@ def finished(folder: Path) -> None:
     _FINISHED.add(folder)
 
 
-def set_aside_finished_run(folder: Path, host: HostGroup) -> None:
+def set_aside_finished_run(folder: Path, host: HostGroup) -> bool:
     """Moves the checkpoints and records of a run that this process has finished in `folder` to `earlier-run-<n>` there,
-    so that a program, such as a notebook, can train again. Runs of other processes stay. Collective.
+    so that a program, such as a notebook, can train again. Runs of other processes stay. Where the process only
+    extracts graphs all stay, since it has saved none of them: then returns whether it has finished one. Collective.
 
     Raises StepmarkError, on all ranks, where they cannot be moved.
     """
+    if extracting_graphs():
+        return folder in _FINISHED
     problem = None
     if host.rank == 0 and folder in _FINISHED and checkpoints(folder):
         _FINISHED.discard(folder)
@@ -50,6 +54,7 @@ def set_aside_finished_run(folder: Path, host: HostGroup) -> None:
     problem = host.broadcast(problem)
     if problem is not None:
         raise StepmarkError(problem)
+    return False
 
 
 def _move_run(folder: Path) -> Path:

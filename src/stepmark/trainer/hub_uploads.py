@@ -16,6 +16,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.training_arguments import TrainingArguments
 
 logger = logging.getLogger("stepmark")
@@ -197,7 +198,7 @@ class HubMethods:
             StepmarkError: It cannot be created; on all ranks.
         """
         host, problem = self.context.host, None
-        if host.rank == 0:
+        if host.rank == 0 and not extracting_graphs():
             try:
                 self._repository = HubRepository(self.args, token, private)
             except StepmarkError as error:
@@ -207,13 +208,13 @@ class HubMethods:
             raise StepmarkError(said) from problem
 
     def create_model_card(self, **details: Any) -> None:
-        """Writes README.md, a draft of a model card, to the run's folder, on rank 0.
+        """Writes README.md, a draft of a model card, to the run's folder, on rank 0; not while graphs are extracted.
 
         Args:
             **details: Those of transformers' method: `language`, `license`, `tags`, `model_name`, `finetuned_from`,
                 `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
         """
-        if self.context.host.rank == 0:
+        if self.context.host.rank == 0 and not extracting_graphs():
             folder = Path(self.args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / CARD).write_text(model_card(self, self.model, **details), encoding="utf-8")
@@ -238,7 +239,8 @@ class HubMethods:
             **details: For `create_model_card`.
 
         Returns:
-            huggingface_hub's CommitInfo, or a future of it where `blocking` is false; None on other ranks than 0.
+            huggingface_hub's CommitInfo, or a future of it where `blocking` is false; None on other ranks than 0, and
+            where the process only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`), which uploads nothing.
 
         Raises:
             StepmarkError: The folder cannot be written to, or the upload fails.
@@ -247,7 +249,7 @@ class HubMethods:
             self.init_hf_repo(token, private)
         self.save_model()  # type: ignore[attr-defined]
         repository = self._repository
-        if repository is None:
+        if repository is None or extracting_graphs():
             return None
         name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
         self.create_model_card(**{"model_name": name, **details})

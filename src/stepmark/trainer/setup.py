@@ -23,7 +23,13 @@ from stepmark.parallel.tensor.adapted_layers import check_adapters
 from stepmark.parallel.tensor.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import PIPELINE, Mesh
-from stepmark.runtime.module_placement import agree_on_ties, agree_on_weights, fetch_module, place_module
+from stepmark.runtime.module_placement import (
+    agree_on_ties,
+    agree_on_weights,
+    cast_module,
+    fetch_module,
+    place_module,
+)
 from stepmark.trainer.existing_run import check_no_earlier_run
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
@@ -86,7 +92,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model, runtime)
     if args.dtype == "bfloat16":
-        model.to(torch.bfloat16)
+        cast_module(model, torch.bfloat16)
     groups = mesh.same_parameters if applied else None
     differ = agree_on_weights(model, runtime, context.host, groups)
     stages = staged(model)

@@ -517,9 +517,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 write_files=self._write_files,
                 before_save=self._collect_model_files,
             )
-            if not resume:
-                set_aside_finished_run(folder, self.context.host)
-            check_start(folder, self._saved, self.args, self.context, resumes=bool(resume))
+            goes_on = bool(resume) or set_aside_finished_run(folder, self.context.host)
+            check_start(folder, self._saved, self.args, self.context, resumes=goes_on)
             if self.args.eval_strategy != "no":
                 self._eval_sets()
             if self.args.save_strategy != "no":

@@ -1,8 +1,9 @@
-"""Models that come wrapped for another way of training on several ranks."""
+"""Models that come wrapped: by torch.compile, or for another way of training on several ranks."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import nn
 
@@ -14,23 +15,25 @@ _UNSUPPORTED = ("DataParallel", "FullyShardedDataParallel", "FSDPModule", "XlaFu
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, with a warning; any other module as it is.
+    """The module inside DistributedDataParallel, with a warning, and inside torch.compile, compiled in place; any other
+    module as it is.
 
-    Gradients are averaged over the ranks by the training step, so the wrapper, which would do the same in its own
-    forward pass, is not called.
+    Gradients are averaged over the ranks by the training step, so the first wrapper, which would do the same in its own
+    forward pass, is not called. The second changes the names of all parameters.
 
     Raises:
         UsageError: The model is wrapped in something else that shards it or reduces its gradients, or holds such a
             wrapper further inside.
     """
+    if _is_compiled(model):
+        return without_wrapper(_compiled_in_place(model))
     if isinstance(model, nn.parallel.DistributedDataParallel):
         logger.warning(
             "the model is wrapped in DistributedDataParallel: the module inside is used, since gradients are averaged "
             "by the training step; pass the module itself"
         )
-        inner = model.module
-        assert isinstance(inner, nn.Module)
-        model = inner
+        return without_wrapper(model.module)
+    _compile_parts_in_place(model)
     for name, module in model.named_modules():
         wrapper = _wrapper(module)
         if wrapper is not None:
@@ -47,3 +50,28 @@ def _wrapper(module: nn.Module) -> str | None:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "DistributedDataParallel"
     return next((each.__name__ for each in type(module).__mro__ if each.__name__ in _UNSUPPORTED), None)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether it is what torch.compile returns for a module. Its class is not imported: that takes seconds."""
+    return type(module).__name__ == "OptimizedModule" and isinstance(getattr(module, "_orig_mod", None), nn.Module)
+
+
+def _compile_parts_in_place(model: nn.Module) -> None:
+    for name, part in list(model.named_children()):
+        inner = _compiled_in_place(part) if _is_compiled(part) else part
+        if inner is not part:
+            setattr(model, name, inner)
+        _compile_parts_in_place(inner)
+
+
+def _compiled_in_place(compiled: nn.Module) -> nn.Module:
+    """The module in it, compiled with the same settings as by `nn.Module.compile`."""
+    module = compiled._orig_mod
+    assert isinstance(module, nn.Module)
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        return module._call_impl(*args, **keywords)
+
+    module._compiled_call_impl = compiled.dynamo_ctx(call)  # type: ignore[operator]
+    return module

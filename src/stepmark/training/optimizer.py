@@ -10,8 +10,15 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.optim.master_weights import WrittenParameters, follow
 from stepmark.optim.protocols import StepOptimizer
-from stepmark.optim.wrapped import load_learning_rates, plain, take_empty_step
+from stepmark.optim.wrapped import (
+    load_hyperparameters,
+    load_learning_rates,
+    load_plain_values,
+    plain,
+    take_empty_step,
+)
 from stepmark.parallel.data_parallel import DataParallelGradients
 from stepmark.parallel.zero.sharded_optimizer import MASTER, ShardedOptimizer
 from stepmark.runtime.base import Runtime
@@ -20,7 +27,8 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Shard, layout_of
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
-OPTIMIZERS = (*ADAMW, "sgd")
+ADAFACTOR = "adafactor"
+OPTIMIZERS = (*ADAMW, "sgd", ADAFACTOR)
 # Patterns of the names, in lower case, of modules and parameters without weight decay.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -30,7 +38,13 @@ class ParameterOptimizer:
 
     Where a parameter is not fp32 and `master_weights` is set, the optimizer updates an fp32 copy, and the parameter is
     that copy rounded.
+
+    Attributes:
+        given: Whether the user has made the optimizer: then its groups are restored completely, and those of one that
+            the arguments describe keep the arguments' values.
     """
+
+    given = False
 
     def __init__(
         self,
@@ -58,6 +72,9 @@ class ParameterOptimizer:
         self.names = [self.names[index] for index in in_order]
         self.parameters = [self.parameters[index] for index in in_order]
         self._updated = [self._updated[index] for index in in_order]
+        pairs = zip(self.parameters, self._updated, strict=True)
+        self._masters = [(parameter, master) for parameter, master in pairs if master is not parameter]
+        self._written = WrittenParameters([parameter for parameter, _ in self._masters])
 
     @classmethod
     def around(
@@ -72,7 +89,9 @@ class ParameterOptimizer:
                     "model.parameters()"
                 )
             groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
-        return cls(groups, lambda _: optimizer, runtime, order=list(names.values()), master_weights=False)
+        made = cls(groups, lambda _: optimizer, runtime, order=list(names.values()), master_weights=False)
+        made.given = True
+        return made
 
     def _add(self, name: str, parameter: nn.Parameter, master_weights: bool) -> Tensor:
         self.names.append(name)
@@ -99,10 +118,18 @@ class ParameterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
+        self._follow_written()
         self.inner.step()
-        for parameter, updated in zip(self.parameters, self._updated, strict=True):
-            if updated is not parameter:
-                parameter.copy_(updated)
+        for parameter, master in self._masters:
+            parameter.copy_(master)
+        self._written.forget()
+
+    def _follow_written(self) -> None:
+        """Master weights of parameters that the script has written get their values."""
+        written = {id(parameter) for parameter in self._written.found()}
+        for parameter, master in self._masters:
+            if id(parameter) in written:
+                self._runtime.write(master, follow(*self._runtime.to_host([master, parameter])))
 
     def ensure_state(self) -> None:
         """Creates the state that the first step would create, so that it can be restored in place.
@@ -159,8 +186,14 @@ class ParameterOptimizer:
         ]
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Restores the saved learning rates."""
-        load_learning_rates(self.inner, groups, self._runtime)
+        """Restores the saved learning rates, or all values of the groups of an optimizer that was given."""
+        load = load_hyperparameters if self.given else load_learning_rates
+        load(self.inner, groups, self._runtime)
+
+    def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
+        """Restores what the state of a parameter has besides tensors, such as a count of steps."""
+        updated = self._updated[self.names.index(name)]
+        load_plain_values(self.inner.state[updated], values)
 
 
 def _with_layout(value: Any, parameter: Tensor) -> Any:
@@ -196,7 +229,8 @@ def build_optimizer(
         weight_decay: Default 0.
         betas: Of AdamW.
         epsilon: Of AdamW.
-        options: Further arguments of the optimizer: `momentum` and `nesterov` of SGD, `amsgrad` of AdamW.
+        options: Further arguments of the optimizer: `momentum` and `nesterov` of SGD, `amsgrad` of AdamW,
+            `clip_threshold` and `beta1` of Adafactor.
         sharded_over: The mesh over whose data parallel ranks the state is sharded (ZeRO-1); None: not sharded.
         stages: All ranks, where they hold different parameters: then they agree on the groups, and a rank may have an
             empty one. None: all ranks have all groups.
@@ -205,7 +239,7 @@ def build_optimizer(
         The optimizer for `TrainStep` and `Checkpointer`.
 
     Raises:
-        UsageError: The name or an option is unknown.
+        UsageError: The name or an option is unknown, or the optimizer needs complete parameters and they are sharded.
     """
     check_optimizer(name)
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
@@ -214,6 +248,9 @@ def build_optimizer(
         {"params": [item for item in trained if not decay(item[0])], "weight_decay": 0.0},
     ]
     keywords: dict[str, Any] = {"lr": learning_rate, **(options or {})}
+    if name == ADAFACTOR:
+        keywords = {"scale_parameter": False, "relative_step": False, **keywords}
+        _check_complete([parameter for _, parameter in trained], runtime)
     if name in ADAMW:
         keywords = {"betas": betas, "eps": epsilon, **keywords}
     kind = _class_of(name, runtime, keywords)
@@ -239,7 +276,21 @@ def check_optimizer(name: str) -> None:
         raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
 
 
+def _check_complete(parameters: Sequence[nn.Parameter], runtime: Runtime) -> None:
+    """Raises UsageError where Adafactor would see parts of parameters, or would be compiled anew for every step."""
+    if runtime.lazy:
+        raise UsageError(
+            f"optim: adafactor changes its graph with every step, so {runtime.name} cannot use it; use AdamW"
+        )
+    if any(layout_of(parameter) is not None for parameter in parameters):
+        raise UsageError("optim: adafactor needs complete parameters; set tensor_parallel_size to 1, or use AdamW")
+
+
 def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:
+    if name == ADAFACTOR:
+        from transformers.optimization import Adafactor
+
+        return Adafactor
     if runtime.lazy:
         return LazyAdamW if name in ADAMW else LazySGD
     if name == "adamw_torch_fused":

@@ -18,6 +18,7 @@ from torch import Tensor
 from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.optim.protocols import GradientReducer
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, Schedule, Task, Transfer, make_schedule
+from stepmark.parallel.pipeline.stage_plan import checkpoints_gradients
 from stepmark.parallel.pipeline.staged_model import StagedModel
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.parallel.tensor.dropout import begin_regions
@@ -108,7 +109,7 @@ class _Step:
         self._kept: dict[tuple[int, int], _Forward] = {}  # by stage and micro-batch
         self._to_send: dict[Task, Activation] = {}
         self._backward_left = len(parts.stages.own) * len(micro_batches)
-        self._checkpointing = bool(getattr(parts.stages.model, "is_gradient_checkpointing", False))
+        self._checkpointing = checkpoints_gradients(parts.stages.model)
         self.loss = counts.zero
 
     def tick(self, number: int, seed: Callable[[int], int]) -> None:

@@ -18,7 +18,7 @@ from stepmark.errors import CheckpointNotFound, UsageError
 from stepmark.launch.imports import quick_imports
 from stepmark.recipe.used_recipe import read_used_recipe
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
-from stepmark.watcher.evaluation_data import DataChoice
+from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice
 from stepmark.watcher.formatting import json_of_model, json_of_run, line_of, table_of_model, table_of_run
 
 _APPEAR_EVERY = 1.0  # seconds between two checks for a run that has not begun
@@ -66,7 +66,7 @@ class Request:
         """Whether the path is a run, or will become one; otherwise it is a single checkpoint or model."""
         if (self.path / MANIFEST).exists() or step_of(self.path) is not None:
             return False
-        return bool(checkpoints(self.path)) or not (self.path / "config.json").is_file()
+        return bool(checkpoints(self.path)) or not any((self.path / name).is_file() for name in MODEL_CONFIGS)
 
 
 def evaluate_command(request: Request) -> int:

@@ -12,6 +12,7 @@ from stepmark.config.data_arguments import STDLIB, DataArguments, file_names, un
 from stepmark.config.recipe import Recipe
 from stepmark.errors import DataError, UsageError
 
+MODEL_CONFIGS = ("config.json", "adapter_config.json")  # one of which a model's or an adapter's folder has
 _NAMED = re.compile(r"([A-Za-z]\w*)=(.+)\Z", re.DOTALL)
 
 

@@ -20,10 +20,10 @@ from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
-from stepmark.evaluation.restored_model import CONFIG, ModelReader, read_config
+from stepmark.evaluation.restored_model import ModelReader, read_config
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.packed_samples import check_packing
-from stepmark.watcher.evaluation_data import DataChoice, EvaluationSet, prepare_sets
+from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, prepare_sets
 
 logger = logging.getLogger("stepmark")
 
@@ -197,7 +197,7 @@ def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -
         found = tokenizer, getattr(config, "max_position_embeddings", None)
     except Exception as error:  # transformers and parsers raise many kinds where files vanish
         problem = error
-    there = checkpoint.is_dir() and (problem is None or (checkpoint / CONFIG).is_file())
+    there = checkpoint.is_dir() and (problem is None or any((checkpoint / name).is_file() for name in MODEL_CONFIGS))
     gone = mesh.context.host.all_gather(not there)
     if any(gone):
         raise CheckpointNotFound(f"{checkpoint} was deleted before it was evaluated") from problem

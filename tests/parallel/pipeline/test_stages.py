@@ -19,10 +19,12 @@ from transformers import (
 from scripts.pipeline_comparison import Pipeline, difference, pipeline_mesh, router_difference, tokens_for
 from stepmark import evaluate
 from stepmark.errors import UsageError
-from stepmark.parallel.pipeline.balance import balanced, bounds_of
+from stepmark.parallel.pipeline.balance import CHECKPOINTED, balanced, bounds_of
 from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.parallel.tensor.parallelize import parallelize
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.training.model_options import enable_gradient_checkpointing
 from tests.support.models import build, configuration
 from tests.support.programs import Blocks
 
@@ -84,6 +86,16 @@ def test_a_large_vocabulary_is_worth_several_layers() -> None:
     assert large[0] > large[1]
 
 
+def test_gradient_checkpointing_makes_the_last_stage_cheaper() -> None:
+    assert balanced([1.0] * 9, 0, 2, CHECKPOINTED) == [4, 5]
+    assert balanced([1.0] * 10, 4.0, 2) == [7, 3]
+    assert balanced([1.0] * 10, 4.0, 2, CHECKPOINTED) == [6, 4]
+    model = build("llama", num_hidden_layers=9)
+    assert [end - begin for begin, end in plan_stages(model, 2).bounds] == [5, 4]
+    enable_gradient_checkpointing(model, EagerRuntime(torch.device("cpu")))
+    assert [end - begin for begin, end in plan_stages(model, 2).bounds] == [4, 5]
+
+
 def refused(model: Any, stages: int = 2, sizes: list[int] | None = None) -> str:
     before = [name for name, _ in model.named_parameters()]
     with pytest.raises(UsageError) as caught:
@@ -130,6 +142,18 @@ def test_outputs_of_all_layers_are_refused() -> None:
     model = build("llama", **FOUR)
     model.config.output_hidden_states = True
     assert "output_hidden_states" in refused(model)
+
+
+@pytest.mark.parametrize("name", ["output_router_logits", "output_hidden_states"])
+def test_outputs_of_all_layers_that_are_asked_for_later_are_refused(name: str) -> None:
+    """A loss over routers would be that of the last stage's."""
+    pipeline = Pipeline(mixture(), 2)
+    inputs = {"input_ids": tokens_for(67), "use_cache": False}
+    pipeline.forward(inputs, inputs)
+    for part in pipeline.parts:
+        setattr(part.config, name, True)
+    with pytest.raises(UsageError, match=f"{name}: it was turned on after the model was cut"):
+        pipeline.forward(inputs, inputs)
 
 
 def test_layers_that_training_leaves_out_are_refused() -> None:

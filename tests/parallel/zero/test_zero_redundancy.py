@@ -181,6 +181,100 @@ def test_groups_of_ranks_that_are_the_meshs_are_accepted(ranks: Ranks) -> None:
         assert "grad_norm_groups: [[0, 1]] are not the mesh's tensor parallel groups, [[0], [1]]" in refused[1]
 
 
+# Parameters that the script writes between steps
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        (torch.float32, "in place"),
+        (torch.float32, "state dict"),
+        (torch.float32, "data"),
+        (torch.float32, "new data"),
+        (torch.bfloat16, "in place"),
+        (torch.bfloat16, "state dict"),
+        (torch.bfloat16, "new data"),
+    ],
+)
+def test_what_the_script_writes_is_trained_further(dtype: torch.dtype, how: str) -> None:
+    net, expected = Net().to(dtype), Net().to(dtype)
+    for each in (net, expected):
+        made = ZeroRedundancyOptimizer(
+            each.named_parameters(), torch.optim.SGD, mesh=Mesh.create(device="cpu"), lr=0.1, lazy_init=True
+        )
+        if each is net:
+            made.init_zero()
+            trained_in(each, made, dtype)
+        write(each, how)
+        if each is expected:
+            made.init_zero()
+        trained_in(each, made, dtype)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+
+
+def trained_in(net: Net, made: ZeroRedundancyOptimizer, dtype: torch.dtype) -> None:
+    for step in range(2):
+        net(torch.full((2, 7), 0.1 * (step + 1), dtype=dtype)).backward()
+        made.step()
+
+
+def write(net: nn.Module, how: str) -> None:
+    """Sets all parameters to halves."""
+    halves = {name: torch.full_like(value, 0.5) for name, value in net.state_dict().items()}
+    if how == "state dict":
+        net.load_state_dict(halves)
+        return
+    for name, parameter in net.named_parameters():
+        if how == "in place":
+            nn.init.constant_(parameter, 0.5)
+        elif how == "data":
+            parameter.data.fill_(0.5)
+        else:
+            parameter.data = halves[name]
+
+
+def test_masters_keep_what_rounding_hides_of_parameters_that_were_not_written() -> None:
+    net = Net().to(torch.bfloat16)
+    made = ZeroRedundancyOptimizer(
+        net.named_parameters(), torch.optim.SGD, mesh=Mesh.create(device="cpu"), lr=1e-5, grad_clipping=False
+    )
+    for _ in range(3):
+        net(torch.ones(2, 7, dtype=torch.bfloat16)).backward()
+        made.step()
+    kept = made.named_state()["first"]["master"].tensor.clone()
+    assert not torch.equal(kept, kept.to(torch.bfloat16).float())
+    with torch.no_grad():
+        net.scale.fill_(2.0)
+    made.param_groups[0]["lr"] = 0.0
+    net(torch.ones(2, 7, dtype=torch.bfloat16)).backward()
+    made.step()
+    assert torch.equal(made.named_state()["first"]["master"].tensor[:35], kept[:35])
+    assert net.scale.item() == 2.0
+
+
+def test_parameters_that_are_frozen_or_unfrozen_later_are_refused() -> None:
+    net = Net()
+    net.bias.requires_grad_(False)
+    made = optimizer(net)
+    trained(net, made, 1)
+    net.bias.requires_grad_(True)
+    with pytest.raises(UsageError, match="step: a parameter that was frozen when the optimizer was made"):
+        trained(net, made, 1)
+    net.bias.requires_grad_(False)
+    net.scale.requires_grad_(False)
+    with pytest.raises(UsageError, match="zero_1: scale was frozen .* after the optimizer was made"):
+        trained(net, made, 1)
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.prove)])
+def test_what_the_script_writes_on_a_lazy_device_is_trained_further(ranks: Ranks, dtype: str) -> None:
+    (found,) = ranks.run(f"{PROGRAMS}:written_on_a_lazy_device", dtype).check()
+    assert found["values"] == [0.5] * found["elements"]
+    assert found["executions"] == [1] * 3
+
+
 # The device
 
 

@@ -3,12 +3,14 @@ best model, the saved one."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from stepmark.cli.main import run as cli
 from tests.support.ranks import Ranks
 
 PROGRAM = "tests.support.pipeline_trainers:runs"
@@ -138,8 +140,27 @@ def _is_array(values: list[Any]) -> bool:
         return False
 
 
-def test_two_stages(ranks: Ranks, tmp_path: Path) -> None:
+def test_two_stages(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compare(ranks, tmp_path, CASES, 2)
+    best = list(CASES).index("the best model, tied, recomputed")
+    shown_by_inspect(tmp_path / "many" / str(best), capsys)
+
+
+def shown_by_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which stage wrote what of GPT-2's four layers, of which the first stage has two."""
+    checkpoint = max(run.glob("checkpoint-*"))
+    assert cli(["inspect", str(checkpoint)]) == 0
+    text = capsys.readouterr().out
+    (first,), (last,) = ([line for line in text.splitlines() if f"  stage {stage}: " in line] for stage in (0, 1))
+    assert "transformer.h.0-1" in first
+    assert "transformer.wpe" in first
+    assert "transformer.h.2-3, transformer.ln_f" in last
+    assert cli(["inspect", str(checkpoint), "--json"]) == 0
+    stages = {each["name"]: each["stages"] for each in json.loads(capsys.readouterr().out)["tensors"]}
+    assert stages["transformer.wpe.weight"] == [0]
+    assert stages["transformer.ln_f.weight"] == [1]
+    assert set(stages["transformer.wte.weight"]) <= {0, 1}  # both have it, so either may write it
+    assert stages["transformer.wte.weight"]
 
 
 def test_tied_tables_that_ranks_made_apart_become_equal(ranks: Ranks, tmp_path: Path) -> None:

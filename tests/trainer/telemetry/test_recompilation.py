@@ -19,7 +19,7 @@ class Device:
 
         self.cache: CacheCounters | None = None
 
-    def compilations(self) -> int | None:
+    def requested_graphs(self) -> int | None:
         return self.count
 
     def cache_counters(self) -> CacheCounters | None:
@@ -115,7 +115,7 @@ def test_graphs_from_the_compile_cache_are_told_from_compiled_ones() -> None:
     for _ in range(4):
         run.train(batch())
     run.device.cache = CacheCounters(hits=3, misses=1)
-    run.train(batch(16))
+    run.train(batch(16), 1)
     run.device.cache = CacheCounters(hits=3, misses=2)
     run.train(batch(24), 1)
     assert [(seen.count, seen.cached) for seen in run.seen] == [(1, 1), (1, 0)]

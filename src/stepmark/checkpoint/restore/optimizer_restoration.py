@@ -6,7 +6,7 @@ optimizer keeps state for every parameter from the start, zeros, as at the start
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -100,6 +100,10 @@ class OptimizerRestoration:
                 self._blank.append((parameter, entry))
             else:
                 self._plan.want(self._section.group, name, entry.tensor, entry.layout, entry.dtype)
+        load = getattr(self._section.value, "load_named_values", None)
+        if nested and load is not None:
+            tensors = {name: self._plan.want_new(self._section.group, name) for name in sorted(_names_in(nested))}
+            self._plan.finishers.append(partial(_load_named, load, parameter, nested, tensors))
 
     @torch.no_grad()
     def _clear(self) -> None:
@@ -214,6 +218,15 @@ def _load_members(optimizer: torch.optim.Optimizer, members: Mapping[str, Any]) 
 
 def _names_in(nested: Mapping[str, Any]) -> set[str]:
     return {name for encoded in nested.values() for name in tensor_names(encoded)}
+
+
+def _load_named(
+    load: Callable[[str, Mapping[str, Any]], None],
+    parameter: str,
+    nested: Mapping[str, Any],
+    tensors: Mapping[str, ReadTarget],
+) -> None:
+    load(parameter, {key: decode(encoded, lambda name: tensors[name].host) for key, encoded in nested.items()})
 
 
 def _set_state(

@@ -23,7 +23,7 @@ from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
 from stepmark.checkpoint.sections import Section, is_extra_state, overlaps_itself, parameter_names, unwrap
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, StepmarkError, UsageError
 from stepmark.runtime.base import Runtime
-from stepmark.sharding.layout import Shard
+from stepmark.sharding.layout import Shape, Shard
 
 Modules = Mapping[str, nn.Module]
 
@@ -108,6 +108,7 @@ class StateRestoration(ReadPlan):
         saved = self._values[section.name]
         stored = self.stored(section.group)
         derived: dict[str, ReadTarget] = {}
+        resized: dict[str, ReadTarget] = {}
         aliases: dict[str, list[str]] = {}
         for alias, kept in section.values["tied"].items():
             aliases.setdefault(kept, []).append(alias)
@@ -116,6 +117,9 @@ class StateRestoration(ReadPlan):
                 continue
             candidates = [name, *aliases.get(name, ()), *filter(None, [saved["tied"].get(name)])]
             source = next((candidate for candidate in candidates if candidate in stored), name)
+            if source in stored and _module_resizes(section.value, entry.tensor, stored[source].shape):
+                resized[name] = self.want_new(section.group, source)
+                continue
             target = self.want(
                 section.group, source, None if name in section.derived else entry.tensor, entry.layout, entry.dtype
             )
@@ -138,9 +142,10 @@ class StateRestoration(ReadPlan):
                 for name, encoded in extra.items()
             }
             values.update({name: target.host for name, target in derived.items()})
+            values.update({name: self.runtime.place(target.host) for name, target in resized.items()})
             load_extra(section.value, values, self.where)
 
-        if extra or derived:
+        if extra or derived or resized:
             self.finishers.append(load)
 
     def _compare_object(self, section: Section) -> None:
@@ -185,6 +190,13 @@ class StateRestoration(ReadPlan):
                 state[section.name] = value
 
         self.finishers.append(update)
+
+
+def _module_resizes(module: nn.Module, tensor: Tensor, shape: Shape) -> bool:
+    """Whether a tensor is a buffer of another shape than the saved one, of a module that loads its state itself: it may
+    have a buffer that grows."""
+    loads_itself = type(unwrap(module)).load_state_dict is not nn.Module.load_state_dict
+    return loads_itself and not isinstance(tensor, nn.Parameter) and tuple(tensor.shape) != tuple(shape)
 
 
 def load_extra(module: nn.Module, values: Mapping[str, Any], where: str) -> None:

@@ -28,6 +28,7 @@ from stepmark.parallel.loading.deferred_init import SMALL, DeferredInit, replace
 from stepmark.parallel.loading.pretrained import prepare
 from stepmark.parallel.loading.tensor_source import TensorSource, open_files, open_folder
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.module_placement import cast_module
 from stepmark.sharding.layout import Layout, layout_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class ModelFactory:
         """Shards and fills a model that was constructed under `deferral`."""
         sources = deferral.settle(model)
         if dtype is not None:
-            model.to(dtype)
+            cast_module(model, dtype)
         self.shard(model)
         fill(model, sources, self.runtime)
 

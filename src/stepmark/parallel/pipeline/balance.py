@@ -3,11 +3,23 @@
 Costs are multiplications a token of the forward pass; the backward pass takes a multiple of that everywhere. A layer's
 are its parameters that are multiplied (of experts as many as a token goes through) and its attention scores; those of
 the last stage's end are the norm, the head and the loss over the vocabulary. Looking up an embedding costs nothing.
+
+With gradient checkpointing stages do not repeat the same. In units of a forward pass, a backward pass counting two:
+
+| part                         | forward | again from the stage's input | again layer by layer | backward | sum |
+| ---------------------------- | ------- | ---------------------------- | -------------------- | -------- | --- |
+| layers                       | 1       | 1                            | 1                    | 2        | 5   |
+| layers of the last stage     | 1       |                              | 1                    | 2        | 4   |
+| the end                      | 1       |                              |                      | 2        | 3   |
+
+since the last stage's backward pass follows its forward pass at once (with gpipe it does so on lazy devices only; it is
+counted like this all the same, as the schedule is not known when a model is cut).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,6 +31,19 @@ from stepmark.errors import UsageError
 CONTEXT = 1024  # tokens of which attention scores are counted, half of them on average
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number
 LOSS_PER_WORD = 4  # elementwise operations of the loss for each word of the vocabulary, beside the head's product
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a training step repeats of the last stage's layers and of its end, beside what it repeats of the other
+    layers."""
+
+    last_layers: float = 1.0
+    end: float = 1.0
+
+
+ONCE = Passes()
+CHECKPOINTED = Passes(last_layers=4 / 5, end=3 / 5)
 
 
 def layer_costs(layers: nn.ModuleList, config: Any) -> list[float]:
@@ -52,7 +77,7 @@ def _active_experts(config: Any) -> float:
     return 1.0
 
 
-def balanced(costs: Sequence[float], end: float, stages: int) -> list[int]:
+def balanced(costs: Sequence[float], end: float, stages: int, passes: Passes = ONCE) -> list[int]:
     """The number of layers of each stage, 1 or more, so that the most expensive stage is as cheap as possible; of
     several ways the most even one. `end`: what the last stage has besides its layers."""
     count = len(costs)
@@ -62,7 +87,7 @@ def balanced(costs: Sequence[float], end: float, stages: int) -> list[int]:
     def best(stage: int, begin: int) -> tuple[float, float, tuple[int, ...]]:
         """Of this stage and all after it, from layer `begin` on: the highest cost, the sum of squares, the sizes."""
         if stage == stages - 1:
-            cost = before[count] - before[begin] + end
+            cost = passes.last_layers * (before[count] - before[begin]) + passes.end * end
             return cost, cost**2, (count - begin,)
         ways = []
         for stop in range(begin + 1, count - (stages - stage - 1) + 1):

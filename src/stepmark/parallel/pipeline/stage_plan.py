@@ -11,7 +11,16 @@ from torch import nn
 
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.architectures import PASSED, ROUTER_LOSSES
-from stepmark.parallel.pipeline.balance import EXPERTS, balanced, bounds_of, checked_sizes, end_cost, layer_costs
+from stepmark.parallel.pipeline.balance import (
+    CHECKPOINTED,
+    EXPERTS,
+    ONCE,
+    balanced,
+    bounds_of,
+    checked_sizes,
+    end_cost,
+    layer_costs,
+)
 from stepmark.parallel.tensor.dropout import has_dropout
 
 BEHIND_THE_LAYERS = ("final_layer_norm", "project_out")  # OPT defines these before its layers
@@ -56,7 +65,7 @@ def plan_stages(model: Any, stages: int, sizes: Sequence[int] | None = None) -> 
     Args:
         model: A causal language model of transformers, on any device.
         stages: Number of stages.
-        sizes: Layers of each stage; None: balanced by cost.
+        sizes: Layers of each stage; None: balanced by cost, which gradient checkpointing changes.
 
     Raises:
         UsageError: The model cannot be cut, or not into so many stages.
@@ -68,12 +77,20 @@ def plan_stages(model: Any, stages: int, sizes: Sequence[int] | None = None) -> 
     before, after = _outside(model, name, layers)
     modules = dict(model.named_modules())
     if sizes is None:
-        found = balanced(layer_costs(layers, config), end_cost([modules[each] for each in after]), stages)
+        end = end_cost([modules[each] for each in after])
+        passes = CHECKPOINTED if checkpoints_gradients(model) else ONCE
+        found = balanced(layer_costs(layers, config), end, stages, passes)
     else:
         found = checked_sizes(sizes, len(layers), stages)
     bounds = bounds_of(found)
     tied = _tied(model, name, before, after, bounds)
     return StagePlan(name, before, after, tuple(bounds), returns, tied, has_dropout(model), _routers(config))
+
+
+def checkpoints_gradients(model: nn.Module) -> bool:
+    """Whether gradient checkpointing is on, as transformers' models note it. Their own property for it has another name
+    in each major version."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _verified(model: Any) -> str:
@@ -98,6 +115,13 @@ def _verified(model: Any) -> str:
             )
     _check_layers_are_called(config)
     return PASSED[kind]
+
+
+def asked_of_all_layers(model: Any) -> tuple[str, ...]:
+    """The outputs of all layers, or of all their routers, that the configuration asks for."""
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    names = (*OUTPUTS_OF_ALL_LAYERS, ROUTER_LOGITS)
+    return tuple(name for name in names if any(getattr(config, name, False) for config in configs))
 
 
 def _routers(config: Any) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ from stepmark.parallel.pipeline.placeholders import (
     collect_router_logits,
     skipped,
 )
-from stepmark.parallel.pipeline.stage_plan import StagePlan, places
+from stepmark.parallel.pipeline.stage_plan import StagePlan, asked_of_all_layers, places
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import annotate_replication, replication_of
 
@@ -64,6 +64,7 @@ class StagedModel:
         self.size = ModelSize.of(model)
         self.own = list(range(mesh.pipeline.rank, plan.stages, mesh.pipeline.size))
         self._active = False
+        self._asked = asked_of_all_layers(model)
         if plan.routers is not None:
             collect_router_logits(model)
         self._receivers: dict[int, ReceivingLayer] = {}
@@ -153,8 +154,18 @@ class StagedModel:
                 "Trainer, which run all of them, instead of calling it"
             )
 
+    def _check_unchanged(self) -> None:
+        """Raises UsageError where a part of the layers would answer what the configuration asks of all of them."""
+        for name in asked_of_all_layers(self.model):
+            if name not in self._asked:
+                raise UsageError(
+                    f"{name}: it was turned on after the model was cut into pipeline stages, which pass on what they "
+                    "were cut for; turn it on in the configuration before"
+                )
+
     @contextmanager
     def _arranged(self, stage: int, received: Callable[[], Tensor] | None) -> Iterator[None]:
+        self._check_unchanged()
         if received is not None:
             self._receivers[stage].received = received
         for swap in self._swaps[stage]:

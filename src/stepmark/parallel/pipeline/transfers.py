@@ -1,8 +1,8 @@
 """What neighbouring stages send each other: hidden states forward, their gradients back.
 
 A stage's hidden states may have any shape and dtype: the first time that a batch of some shapes comes, the sender says
-which, and both remember. Where training draws random numbers, the state of the sender's generator goes along, so that
-the layers draw what they would draw on one rank.
+which, and both remember; for the same shapes they must stay the same. Where training draws random numbers, the state of
+the sender's generator goes along, so that the layers draw what they would draw on one rank.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stepmark.errors import UsageError
 from stepmark.runtime.links import Exchange, Form
 from stepmark.runtime.mesh import Mesh
 
@@ -98,6 +99,8 @@ class Transfers:
         incoming: Sequence[tuple[int, Hashable]],
     ) -> list[Form]:
         """The forms of the incoming activations."""
+        for stage, shapes, each in outgoing:
+            self._check_form(stage, shapes, Form.of(each.hidden))
         new = [each.hidden for stage, shapes, each in outgoing if (stage, shapes) not in self._forms]
         self._forms |= {(stage, shapes): Form.of(each.hidden) for stage, shapes, each in outgoing}
         unknown = [key for key in incoming if key not in self._forms]
@@ -106,6 +109,17 @@ class Transfers:
             self._running.append((self._tick, headers))
             self._forms |= zip(unknown, map(Form.decoded, headers.arrived()), strict=True)
         return [self._forms[key] for key in incoming]
+
+    def _check_form(self, stage: int, shapes: Hashable, form: Form) -> None:
+        """Raises UsageError where the next stage, which was told another form for such batches, would receive
+        garbage."""
+        known = self._forms.get((stage, shapes), form)
+        if known != form:
+            raise UsageError(
+                f"pipeline_parallel_size: the hidden states after stage {stage} were {list(known.shape)} {known.dtype} "
+                f"and are {list(form.shape)} {form.dtype} for inputs of the same shapes, so the next stage cannot know "
+                "what comes; set it to 1"
+            )
 
     def settle(self, keep: int = 0) -> None:
         """Ends a tick: waits for the exchanges of all ticks but the latest `keep`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     A replacement for torch_xla's class of the same name: it accepts the same arguments, all after `optimizer_class` by
     name only. `step` reduces the gradients to their mean over the ranks, clips, updates this rank's shard, gathers the
     new parameters on all ranks, and ends the step on a lazy device. `param_groups` are the groups that learning rate
-    schedules change; their "params" are the flat shards that this rank updates.
+    schedules change; their "params" are the flat shards that this rank updates. The gradient of a parameter that took
+    no part in the loss is zero, so that weight decay and momentum still apply to it.
 
     Args:
         params: Parameters on their device, (name, parameter) pairs, or groups of either. Pass pairs
@@ -121,6 +122,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """
         if self._live is not None:
             raise UsageError("init_zero: the optimizer is initialized already; call it once, after lazy_init=True")
+        given = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._frozen = [parameter for parameter in given if not parameter.requires_grad]
         groups = _named_groups(self.param_groups)
         parameters = [parameter for group in groups for _, parameter in group["params"]]
         mesh = self._mesh or Mesh.create(device=_device_of(parameters[0]))
@@ -129,9 +132,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         _check_groups("grad_norm_groups", self._grad_norm_groups, mesh.grid.groups(TENSOR), "tensor parallel")
         kind: Callable[..., torch.optim.Optimizer]
         kind = lazy_class(self._optimizer_class) if mesh.runtime.lazy else self._optimizer_class
-        sharded = ShardedOptimizer(
-            groups, lambda inner: kind(inner, **self._arguments), mesh, bucket_elements=self._bucket_elements
-        )
+        sharded = ShardedOptimizer(groups, self._maker(kind), mesh, bucket_elements=self._bucket_elements)
         gradients = sharded.gradients(
             mesh, accumulation=2 if self._accumulate_in_fp32 else 1, reduce_in_fp32=self._reduce_in_fp32
         )
@@ -141,6 +142,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.defaults = dict(sharded.inner.defaults)
         self.param_groups = sharded.inner.param_groups
         self._live = sharded, gradients, mesh
+
+    def _maker(
+        self, kind: Callable[..., torch.optim.Optimizer]
+    ) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+        def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            try:
+                return kind(groups, **self._arguments)
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"{self._optimizer_class.__name__}: {error}") from error
+
+        return make
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group before the parameters are sharded.
@@ -191,8 +203,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         Returns:
             What `closure` returned, None without one.
+
+        Raises:
+            UsageError: A parameter was frozen, or unfrozen, after the parameters were sharded.
         """
         sharded, gradients, mesh = self._initialized()
+        self._check_frozen_ones()
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -208,6 +224,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         gradients.reset()
         mesh.runtime.step_boundary()
         return result
+
+    def _check_frozen_ones(self) -> None:
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise UsageError(
+                "step: a parameter that was frozen when the optimizer was made requires a gradient now, and would not "
+                "be trained; make the optimizer anew"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. `step` does so as well."""
@@ -249,8 +272,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return self._sharded.named_groups()
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Restores the groups' saved learning rates, for `Checkpointer`."""
-        self._sharded.load_named_groups(groups)
+        """Restores the groups' saved values, for `Checkpointer`."""
+        self._sharded.load_named_groups(groups, complete=True)
+
+    def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
+        """Restores what the state of a parameter has besides tensors, for `Checkpointer`."""
+        self._sharded.load_named_values(name, values)
 
 
 def _bucket_elements(*caps: float) -> int | None:

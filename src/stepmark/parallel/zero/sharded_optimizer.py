@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.optim.elementwise import check_elementwise
-from stepmark.optim.wrapped import load_learning_rates, plain, take_empty_step
+from stepmark.optim.master_weights import WrittenParameters, follow
+from stepmark.optim.wrapped import (
+    load_hyperparameters,
+    load_learning_rates,
+    load_plain_values,
+    plain,
+    take_empty_step,
+)
 from stepmark.parallel.zero.sharded_buckets import Bucket, complete_on_host, make_buckets
 from stepmark.parallel.zero.sharded_gradients import ShardedGradients
 from stepmark.runtime.collectives import gather_in_place
@@ -57,6 +64,7 @@ class ShardedOptimizer:
         ]
         self.inner = make(inner_groups)
         check_elementwise(type(self.inner))
+        self._written = [WrittenParameters([m.parameter for m in bucket.members]) for bucket in self.buckets]
 
     @torch.no_grad()
     def _lay_out(self, bucket: Bucket) -> Tensor | None:
@@ -95,13 +103,39 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates this rank's shards, and distributes the new values to all ranks."""
-        for bucket, flat in zip(self.buckets, self._flat, strict=True):
-            for member in bucket.members:
-                if flat is not None and bucket.dtype == torch.float32 and not member.in_order:
-                    member.write_to(flat)  # the user may have changed it; the others are views
+        """Updates this rank's shards, and distributes the new values to all ranks. What the script has written to
+        parameters since the last step is kept.
+
+        Raises:
+            UsageError: A parameter has been frozen since: its part of the shards would be updated all the same.
+        """
+        self._check_none_is_frozen()
+        for number, flat in enumerate(self._flat):
+            moved = flat is not None and _attach(self.buckets[number], flat)
+            if moved or self._written[number].found():
+                self._follow_written(number)
         self.inner.step()
         self._publish()
+        for written in self._written:
+            written.forget()
+
+    def _check_none_is_frozen(self) -> None:
+        members = (member for bucket in self.buckets for member in bucket.members)
+        frozen = next((member.name for member in members if not member.parameter.requires_grad), None)
+        if frozen is not None:
+            raise UsageError(
+                f"zero_1: {frozen} was frozen (requires_grad) after the optimizer was made, which updates its momentum "
+                "and weight decay in one piece with other parameters; freeze parameters before that"
+            )
+
+    def _follow_written(self, number: int) -> None:
+        """A shard that has memory of its own gets the values of parameters that the script has written."""
+        bucket, flat, shard = self.buckets[number], self._flat[number], self._shards[number]
+        if flat is not None and bucket.dtype == torch.float32:
+            return
+        values = complete_on_host(bucket, self._runtime)[bucket.begin : bucket.begin + bucket.shard_size]
+        (own,) = self._runtime.to_host([shard])
+        self._runtime.write(shard, follow(own, values.to(bucket.dtype)))
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -165,10 +199,18 @@ class ShardedOptimizer:
     def _names_in(self, group: int) -> list[str]:
         return [member.name for bucket in self.buckets if bucket.group == group for member in bucket.members]
 
-    def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Restores the learning rates, and refreshes the shards from the parameters' restored values."""
-        load_learning_rates(self.inner, groups, self._runtime)
+    def load_named_groups(self, groups: list[dict[str, Any]], *, complete: bool = False) -> None:
+        """Restores the learning rates, or with `complete` all values of the groups, and refreshes the shards from the
+        parameters' restored values."""
+        load = load_hyperparameters if complete else load_learning_rates
+        load(self.inner, groups, self._runtime)
         self._refresh_shards()
+
+    def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
+        """Restores what the state of a parameter has besides tensors, which is that of the shards with a part of it."""
+        for bucket, shard in zip(self.buckets, self._shards, strict=True):
+            if any(member.name == name for member in bucket.members):
+                load_plain_values(self.inner.state[shard], values)
 
     # What this rank alone holds
 
@@ -242,3 +284,18 @@ class ShardedOptimizer:
         tensors = [value for shard in self._shards for value in self.inner.state.get(shard, {}).values()]
         masters = [p for b, p in zip(self.buckets, self._shards, strict=True) if b.dtype != torch.float32]
         return sum(value.nbytes for value in (*tensors, *masters) if isinstance(value, Tensor))
+
+
+def _attach(bucket: Bucket, flat: Tensor) -> bool:
+    """Makes the parameters views of the bucket's flat tensor again where the script has given one other memory, such as
+    by `parameter.data = …`; whether it has."""
+    memory, moved = flat.untyped_storage()._cdata, False
+    for member in bucket.members:
+        if not member.in_order:
+            member.write_to(flat)  # it always has memory of its own
+        elif member.parameter.untyped_storage()._cdata != memory:
+            (place,) = member.places_in(flat)
+            place.copy_(member.parameter)
+            member.parameter.data = place
+            moved = True
+    return moved

@@ -43,7 +43,7 @@ class RecompilationMonitor:
     def __init__(self, runtime: Runtime, report: Callable[[Compilation], None]) -> None:
         self._runtime = runtime
         self._report = report
-        self._known = runtime.compilations()
+        self._known = runtime.requested_graphs()
         self._hits = self._cache_hits()
         self._steps = 0
         self._warm: set[str] = {"save"}
@@ -67,10 +67,10 @@ class RecompilationMonitor:
         """A step ("step"), an evaluation or a save has been dispatched; the training is at `step`."""
         if self._known is None:
             return
-        compiled, hits = self._runtime.compilations() or 0, self._cache_hits()
+        requested, hits = self._runtime.requested_graphs() or 0, self._cache_hits()
         cached = None if hits is None else hits - (self._hits or 0)
-        count = compiled - self._known + (cached or 0)
-        self._known, self._hits = compiled, hits
+        count = requested - self._known
+        self._known, self._hits = requested, hits
         if count and where in self._warm:
             reason = self._change if where == "step" and self._change else UNKNOWN[where]
             self._report(Compilation(step, where, count, reason, cached))

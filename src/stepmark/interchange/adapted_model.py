@@ -1,0 +1,103 @@
+"""Loads an adapter of peft over the base model that it was trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.json_values import decode_plain
+from stepmark.checkpoint.format.manifest import Manifest
+from stepmark.errors import CheckpointMismatch, UsageError
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_DIGEST = "weights of the frozen base model"  # a key of a run's identity
+_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+_DTYPES = ("auto", "float32", "bfloat16", "float16")  # in which a run may have loaded the base
+
+
+def load_adapted(folder: Path, manifest: Manifest | None, base: str | None = None) -> Any:
+    """The PeftModel of an adapter's folder on the host, its base in the dtype that the run had.
+
+    Args:
+        folder: The adapter, as peft saves it.
+        manifest: That of the checkpoint, which knows the digest of the base; None: it is not checked.
+        base: A folder or a name on the hub. Default: what the adapter's configuration names.
+
+    Raises:
+        UsageError: The base model cannot be loaded, or the adapter not applied to it.
+        CheckpointMismatch: It is not the one that the adapter was trained on, or there is no configuration.
+    """
+    config = read_adapter_config(folder)
+    name = base or config.get("base_model_name_or_path")
+    if not name:
+        raise UsageError("the adapter does not name its base model")
+    expected = None if manifest is None else decode_plain(manifest.metadata).get("identity", {}).get(BASE_DIGEST)
+    tried: set[Any] = set()
+    for dtype in _DTYPES:
+        adapted = _apply(folder, config, str(name), dtype)
+        kinds = frozenset(parameter.dtype for parameter in adapted.get_base_model().parameters())
+        if kinds in tried:
+            continue
+        tried.add(kinds)
+        if expected is None or _digest(adapted) == expected:
+            return adapted
+    raise CheckpointMismatch(f"{name} is not the base model that the adapter was trained on: its weights differ")
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The adapter's configuration. Raises CheckpointMismatch where it has none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointMismatch(f"{folder} has no readable {ADAPTER_CONFIG}, which says how it is applied") from error
+    return found
+
+
+def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str) -> Any:
+    import peft
+
+    try:
+        base = _model_class(config, name).from_pretrained(name, dtype=dtype)
+        return peft.PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=_is_float32(folder))
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the adapter cannot be applied to the base model {name}: {reason[:300]}") from error
+
+
+def _is_float32(folder: Path) -> bool:
+    """Whether the adapter was trained in float32, as peft makes it over any base; else it has the base's dtype."""
+    from safetensors import safe_open
+
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        return True
+    with safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt") as file:
+        return all(file.get_slice(name).get_dtype() == "F32" for name in [*file.keys()])  # a file is no dict
+
+
+def _model_class(config: Mapping[str, Any], base: str) -> Any:
+    """The class of transformers that the adapter was trained with."""
+    import transformers
+
+    mapping = config.get("auto_mapping") or {}
+    name = _CLASSES.get(config.get("task_type") or "") or mapping.get("base_model_class")
+    if name is None:
+        architectures = transformers.AutoConfig.from_pretrained(base).architectures or ["AutoModel"]
+        name = architectures[0]
+    return getattr(transformers, name)
+
+
+def _digest(adapted: Any) -> str:
+    from stepmark.parallel.model_digest import complete_digest
+    from stepmark.training.adapter_tensors import adapter_tensors, base_tensors
+
+    own = {full for full, _ in adapter_tensors(adapted, adapted.active_adapter).values()}
+    return complete_digest(base_tensors(adapted, own))

@@ -1,0 +1,74 @@
+"""Forward passes through stages, seen from one rank: the others are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.pipeline_comparison import pipeline_mesh, tokens_for
+from stepmark.data.batch import MicroBatch
+from stepmark.errors import UsageError
+from stepmark.parallel.pipeline.transfers import Activation, Transfers
+from stepmark.parallel.tensor.parallelize import parallelize
+from stepmark.runtime.links import Exchange, Form
+from stepmark.training.evaluation_paused import EvaluationPaused
+from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.pipelined_forward import PipelinedForward
+from tests.support.models import build
+
+
+class Sending:
+    """Something on its way; it has left when somebody has waited for it."""
+
+    waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+class SlowLinks:
+    """What is sent arrives only when the sender waits."""
+
+    def __init__(self) -> None:
+        self.sending: list[Sending] = []
+
+    def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        assert not incoming
+        self.sending.append(Sending())
+        return Exchange([self.sending[-1]], outgoing, (), [])  # type: ignore[list-item]
+
+    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
+        return self.exchange(other, outgoing, ())
+
+
+def stopped_after(count: int) -> Iterator[MicroBatch]:
+    for _ in range(count):
+        yield MicroBatch({"input_ids": tokens_for(67)}, 2, None)
+    raise EvaluationPaused
+
+
+def test_what_was_sent_before_an_evaluation_stopped_still_arrives() -> None:
+    """The other ranks stop before the same batch, and may be behind."""
+    mesh: Any = pipeline_mesh(0, 2)
+    mesh.links = links = SlowLinks()
+    model = parallelize(build("llama", num_hidden_layers=2), mesh)
+    forward = PipelinedForward(model, MicroBatchLoss(model), mesh)
+    with pytest.raises(EvaluationPaused), torch.no_grad():
+        list(forward(stopped_after(3), lambda batch: None))
+    assert len(links.sending) == 4  # three batches' hidden states, and once their form
+    assert all(each.waited for each in links.sending)
+
+
+def test_hidden_states_that_the_next_stage_does_not_expect_are_an_error() -> None:
+    """It would receive garbage, or wait for ever."""
+    mesh: Any = pipeline_mesh(0, 2)
+    mesh.links = SlowLinks()
+    transfers = Transfers(mesh, draws=False)
+    transfers.begin(1, [(0, "rows", Activation(torch.ones(2, 3)))], [], [], [])
+    transfers.begin(1, [(0, "other rows", Activation(torch.ones(2, 4)))], [], [], [])
+    with pytest.raises(UsageError, match=r"after stage 0 were \[2, 3\] torch.float32 and are \[2, 4\]"):
+        transfers.begin(1, [(0, "rows", Activation(torch.ones(2, 4)))], [], [], [])
