@@ -158,6 +158,8 @@ def test_an_eager_device_compiles_nothing(tmp_path: Path, capsys: pytest.Capture
         (None, {"NEURON_CC_FLAGS": "--cache_dir=/f"}, {"NEURON_COMPILE_CACHE_URL": None}),
         ("s3://b/c", {}, {"NEURON_COMPILE_CACHE_URL": "s3://b/c"}),
         ("/f", {"NEURON_CC_FLAGS": "--cache_dir=/f -O1"}, {"NEURON_COMPILE_CACHE_URL": None}),
+        ("~/graphs", {}, {"NEURON_COMPILE_CACHE_URL": "CACHE/graphs"}),
+        ("graphs", {}, {"NEURON_COMPILE_CACHE_URL": "CACHE/graphs"}),
         (False, {"NEURON_CC_FLAGS": "-O1"}, {"NEURON_CC_FLAGS": "-O1 --no_cache", "NEURON_COMPILE_CACHE_URL": None}),
     ],
 )
@@ -171,7 +173,9 @@ def test_the_variables_of_neurons_cache(
     from stepmark.runtime import compile_cache
 
     monkeypatch.setattr(compile_cache, "neuron_device_present", lambda: True)
-    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path))
+    for name in ("STEPMARK_CACHE", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     for name in ("NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS"):
         monkeypatch.setenv(name, "")  # so that what is set here is undone
         monkeypatch.delenv(name)

@@ -28,6 +28,11 @@ PIPELINE: dict[str, Any] = {
     "pipeline_parallel_size": 2,
 }
 GPT2_PIPELINE = {"config_overrides": {**TINY, "n_layer": 2}, "pipeline_parallel_size": 2}
+QWEN3_PIPELINE = {
+    **PIPELINE,
+    "config_name": "qwen3",
+    "config_overrides": {**PIPELINE["config_overrides"], "num_key_value_heads": 2},
+}
 INTERLEAVED = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -56,7 +61,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, {**PIPELINE, "gradient_accumulation_steps": 6, **EVALUATED}),
     "interleaved pipeline": (2, {**PIPELINE, **INTERLEAVED, "gradient_accumulation_steps": 6, **EVALUATED}),
     "pipeline, gpt2": (2, {**GPT2_PIPELINE, "gradient_accumulation_steps": 2}),
-    "pipeline, qwen3": (2, {**PIPELINE, "config_name": "qwen3", "gradient_accumulation_steps": 2}),
+    "pipeline, qwen3": (2, {**QWEN3_PIPELINE, "gradient_accumulation_steps": 2}),
     "ZeRO-1, bfloat16": (2, {"zero_1": True, "dtype": "bfloat16", **EVALUATED}),
 }
 pytestmark = pytest.mark.xla

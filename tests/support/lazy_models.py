@@ -65,6 +65,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
     "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1},
     "reformer": {"is_decoder": True},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "head_dim": 16,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 8,
+    },
 }
 
 

@@ -18,7 +18,10 @@ from tests.support.models import build  # noqa: E402
 from tests.support.ranks import Ranks  # noqa: E402
 from tests.trainer.test_strategies import steps  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning")  # in peft
+pytestmark = [  # in peft
+    pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 PROGRAMS = "tests.support.lora_programs:"
 LLAMA = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj", "lm_head"], "modules_to_save": ["norm"]}
 GPT2 = {"target_modules": ["c_attn", "c_proj"], "modules_to_save": ["ln_f", "lm_head"]}

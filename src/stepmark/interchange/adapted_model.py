@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,9 @@ def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str) -> An
 
     try:
         base = _model_class(config, name).from_pretrained(name, dtype=dtype)
-        return peft.PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=_is_float32(folder))
+        with warnings.catch_warnings():  # peft's own use of what transformers has renamed
+            warnings.simplefilter("ignore")
+            return peft.PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=_is_float32(folder))
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"the adapter cannot be applied to the base model {name}: {reason[:300]}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +36,10 @@ def merge_adapter(folder: Path, merge: Merge, manifest: Manifest, max_shard_size
         adapted = load_adapted(folder, manifest, merge.base)
     except (UsageError, CheckpointMismatch) as error:
         raise type(error)(f"--merge-adapters: {error}; pass another one with --base-model") from error
-    merged = adapted.merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # peft's, about what it saves
+        merged = adapted.merge_and_unload()
     for path in folder.iterdir():
-        if path.name.startswith(("adapter_", "README")):
+        if path.name.startswith("adapter_"):
             files.remove_file(path)
     merged.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -98,7 +98,8 @@ def build_trainer(
 
     args = recipe.training
     tokenizer = build_tokenizer(recipe.model)
-    make = _model_factory(args, context)
+    # An adapter is made over the complete model, and sharded with it.
+    make = _model_factory(args, context) if recipe.model.peft is None else None
     if make is not None:
         check_sharding(recipe.model, tokenizer, make)
     data = prepare(tokenizer)

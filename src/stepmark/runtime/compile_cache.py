@@ -43,12 +43,18 @@ def prepare_compile_cache(setting: Setting) -> None:
     if setting is False:
         os.environ[NEURON_FLAGS] = flags if _NO_CACHE in flags.split() else f"{flags} {_NO_CACHE}".strip()
         return
-    if isinstance(setting, str) and given is not None and given.group(1) != setting:
+    place = _place(setting) if isinstance(setting, str) else str(cache_root() / GRAPHS / NEURON_FOLDER)
+    if isinstance(setting, str) and given is not None and given.group(1) not in (setting, place):
         raise UsageError(
             f"compile_cache and {NEURON_FLAGS}: they name {setting} and {given.group(1)}; leave one of them out"
         )
     if given is None and (setting is not None or NEURON_URL not in os.environ):
-        os.environ[NEURON_URL] = setting if isinstance(setting, str) else str(cache_root() / GRAPHS / NEURON_FOLDER)
+        os.environ[NEURON_URL] = place
+
+
+def _place(setting: str) -> str:
+    """The absolute folder that a setting names, or the URL as it is."""
+    return setting if "://" in setting else str(Path(setting).expanduser().absolute())
 
 
 def without_cache_folder(flags: str) -> str:
@@ -95,8 +101,8 @@ def open_compile_cache(runtime: Runtime, setting: Setting, world: World) -> None
         return
     from stepmark.runtime.xla import keep_graphs, versioned_name
 
-    root = Path(setting).expanduser() if isinstance(setting, str) else cache_root() / GRAPHS
-    folder = root.absolute() / versioned_name() / f"rank-{world.rank}-of-{world.size}"
+    root = Path(_place(setting)) if isinstance(setting, str) else (cache_root() / GRAPHS).absolute()
+    folder = root / versioned_name() / f"rank-{world.rank}-of-{world.size}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
