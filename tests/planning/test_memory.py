@@ -60,6 +60,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
     },
 }
+EVALUATING = {  # with data for a complete batch
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "per_device_eval_batch_size": 16,
+    "validation_split_percentage": 25,
+}
 BFLOAT16 = {"dtype": "bfloat16", "gradient_accumulation_steps": 3}
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -70,7 +76,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (2, {"tensor_parallel_size": 2}),
     "sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     "tp-autocast": (2, {"tensor_parallel_size": 2, "bf16": True, "optim": "sgd", "optim_args": "momentum=0.9"}),
-    "evaluating": (1, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 16}),
+    "evaluating": (1, EVALUATING),
     "zero-tp": (4, {"tensor_parallel_size": 2, "zero_1": True, "sequence_parallel": True}),
 }
 SAMPLE = [("gpt2", "zero-bf16", False), ("llama", "sp", True)]
@@ -83,7 +89,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {**STAGES, "pipeline_schedule": "interleaved", "pipeline_chunks": 2, "gradient_accumulation_steps": 8},
     ),
-    "pp-evaluating": (2, {**STAGES, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 16}),
+    "pp-evaluating": (2, {**STAGES, **EVALUATING}),
     "pp-tp": (4, {**STAGES, "tensor_parallel_size": 2}),
     "pp-tp-sp": (4, {**STAGES, "tensor_parallel_size": 2, "sequence_parallel": True}),
     "pp-zero": (4, {**STAGES, "zero_1": True}),
