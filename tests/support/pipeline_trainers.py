@@ -110,7 +110,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         logits = saved(input_ids=Blocks(2, seed=3).tokens).logits.float()
     return {
         "logs": seen.logs,
-        "substeps": seen.substeps * trainer.mesh.data_parallel.size,
+        "micro-batches": (seen.substeps + trainer.state.global_step) * trainer.mesh.data_parallel.size,
         "history": [timeless(each) for each in trainer.state.log_history],
         # counted from this rank's samples, padding included, which differ among data parallel ranks
         "flos": trainer.state.total_flos if trainer.mesh.data_parallel.size == 1 else None,

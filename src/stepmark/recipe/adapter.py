@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -30,12 +29,6 @@ def with_adapter(model: nn.Module, config: ModelArguments) -> nn.Module:
         raise UsageError(f"lora_target_modules: {' '.join(str(error).split())}") from error
     made: nn.Module = adapted
     return made
-
-
-def check_adapter(config: ModelArguments) -> None:
-    """Raises UsageError where the recipe asks for an adapter and peft is not installed."""
-    if config.peft is not None and importlib.util.find_spec("peft") is None:
-        raise UsageError("peft: the package is not installed; pip install peft")
 
 
 def _lora(config: ModelArguments) -> LoraConfig:

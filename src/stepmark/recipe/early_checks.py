@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from stepmark.config.recipe import Recipe
 from stepmark.data.source_files import find_files
 from stepmark.data.text_files import READERS
 from stepmark.errors import UsageError
-from stepmark.recipe.adapter import check_adapter
 from stepmark.runtime.device_names import check_device_name
 from stepmark.trainer.existing_run import check_named_checkpoint, check_no_earlier_run
 
@@ -23,7 +23,8 @@ def check_early(recipe: Recipe) -> None:
         check_named_checkpoint(Path(resume))
     if recipe.model.model_name_or_path is not None:
         check_model_folder(recipe.model.model_name_or_path)
-    check_adapter(recipe.model)
+    if recipe.model.peft is not None and importlib.util.find_spec("peft") is None:
+        raise UsageError("peft: the package is not installed; pip install peft")
     for field, names in (("train_file", data.train_file), ("validation_file", data.validation_file)):
         if names:
             find_files(field, names, READERS)
