@@ -1,3 +1,5 @@
+"""What the doctor finds on a machine, and whether a run would fail there."""
+
 from __future__ import annotations
 
 import errno

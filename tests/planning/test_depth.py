@@ -1,3 +1,5 @@
+"""Plans of deep models, of which two shallow ones are traced, are those of the complete models."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""What a plan says of meshes, memory, checkpoints and a run's length, and what it refuses to plan."""
+
 from __future__ import annotations
 
 import json
