@@ -123,11 +123,12 @@ def test_saves_and_resumes_on_other_meshes(
 
 @pytest.mark.prove
 def test_the_best_adapter_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> None:
-    options = {"load_best_model_at_end": True, "learning_rate": 0.3, **steps("save", 2), **steps("eval", 2)}
+    best_is_first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    options = {**best_is_first, "learning_rate": 0.03, **steps("save", 2), **steps("eval", 2)}
     common = {"base": base(tmp_path / "base"), "lora": LLAMA, **SHARDED, **options}
     for found in ranks.run(PROGRAMS + "train", {**common, "output_dir": str(tmp_path / "run")}, nproc=2).check():
-        best = min(found["evaluations"].values())
-        assert best < list(found["evaluations"].values())[-1]
+        best = max(found["evaluations"].values())
+        assert best > list(found["evaluations"].values())[-1]
         assert found["evaluation"] == pytest.approx(best, rel=1e-6)
 
 
