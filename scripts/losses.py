@@ -42,8 +42,8 @@ number of ranks.
   mean over the step's targets. The first batch shows, in two or three extra calls, which labels the function counts.
 - A batch without a target has weight 0. A model may return a tuple; its loss comes first then.
 - CTC models with `ctc_loss_reduction="sum"` train on the mean over samples.
-- The gradients of `LevitForImageClassification` differ from those by hand, which take one image at a time: finite
-  differences contradict what PyTorch itself computes there on a CPU, and agree with it for two or more images.
+- `LevitForImageClassification` keeps its attention biases, with their graph, in eval mode, where this comparison takes
+  its gradients: PyTorch's error in the table is about a second backward pass through it. In training it keeps none.
 - A loss that adds several means, as pretraining heads do, is weighted by the targets in `labels`.
 
 Where this differs from transformers {transformers.__version__}: its Trainer divides by the number of items where a
