@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from stepmark.data.chat_template import ChatTokenizer
 from stepmark.data.conversation_sources import Rows, conversation_rows
 from stepmark.data.conversations import Conversations, filler_of, tokenized
 from stepmark.data.encoding import TextEncoder
-from stepmark.data.token_cache import commit_entry, new_entry, open_entry
+from stepmark.data.token_cache import commit_entry, open_entry, writing_entry
 from stepmark.data.tokenized_rows import TokenizedRows, write_rows
-from stepmark.errors import DataError
 
 FORMAT = 1  # of a cache entry; a new number invalidates all entries
 
@@ -66,18 +64,11 @@ def _key(sets: dict[str, Rows], tokenizer: Any, config: DataArguments) -> str:
 
 
 def _build(entry: Path, sets: dict[str, Rows], chat: ChatTokenizer) -> None:
-    folder = new_entry(entry.parent)
-    try:
+    with writing_entry(entry) as folder:
         files: dict[str, Any] = {}
         for name, rows in sets.items():
             files |= write_rows(folder, f"{name}-", tokenized(rows.read(), chat))
         commit_entry(folder, entry, {"format": FORMAT, "files": files})
-    except OSError as error:
-        raise DataError(
-            f"the data cache {entry.parent} cannot be written ({error.strerror}); free space, or set STEPMARK_CACHE"
-        ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # already renamed if it was committed
 
 
 def _described(name: str, data: Conversations, block_size: int, *, cached: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from stepmark.data.packing import PackedBlocks
 from stepmark.data.prepared_conversations import prepare_conversations
 from stepmark.data.segments import Tally
 from stepmark.data.sources import Sources, open_sources
-from stepmark.data.token_cache import TokenFile, commit_entry, new_entry, open_entry
+from stepmark.data.token_cache import TokenFile, commit_entry, open_entry, writing_entry
 from stepmark.data.tokenizing_progress import TokenizingProgress, describe_split, read_summary
 from stepmark.errors import DataError, UsageError
 from stepmark.filesystem.cache_folder import cache_root
@@ -118,8 +117,7 @@ def _key(sources: Sources, encoder: TextEncoder) -> str:
 def _build(entry: Path, sources: Sources, encoder: TextEncoder, processes: int, progress: Progress) -> dict[str, Any]:
     """Tokenizes all texts into a new entry; returns its metadata."""
     meta: dict[str, Any] = {"format": FORMAT, "dtype": encoder.dtype.str, "tokens": {}, "read": {}, "files": {}}
-    folder = new_entry(entry.parent)
-    try:
+    with writing_entry(entry) as folder:
         train, validation = sources.divided()
         for name, texts in (("train", train), ("validation", validation)):
             if texts is not None:
@@ -133,12 +131,6 @@ def _build(entry: Path, sources: Sources, encoder: TextEncoder, processes: int, 
                 meta["read"][name] = read_summary(tally)
                 meta["files"][f"{name}.bin"] = file.summary
         commit_entry(folder, entry, meta)
-    except OSError as error:
-        raise DataError(
-            f"the data cache {entry.parent} cannot be written ({error.strerror}); free space, or set STEPMARK_CACHE"
-        ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # already renamed if it was committed
     return meta
 
 

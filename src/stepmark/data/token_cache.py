@@ -11,8 +11,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,6 +91,21 @@ def new_entry(root: Path) -> Path:
             f"the data cache {root} cannot be written ({error.strerror}); set STEPMARK_CACHE to a folder that can"
         ) from error
     return folder
+
+
+@contextmanager
+def writing_entry(entry: Path) -> Iterator[Path]:
+    """Inside the block, `entry` is written into the temporary folder that it gives, and committed. Raises DataError
+    where that cannot be written."""
+    folder = new_entry(entry.parent)
+    try:
+        yield folder
+    except OSError as error:
+        raise DataError(
+            f"the data cache {entry.parent} cannot be written ({error.strerror}); free space, or set STEPMARK_CACHE"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # already renamed if it was committed
 
 
 def commit_entry(folder: Path, entry: Path, meta: Mapping[str, Any]) -> None:
