@@ -91,6 +91,13 @@ def test_an_adapter_is_trained_and_resumed_exactly(tmp_path: Path, fields: dict[
     assert all(torch.equal(resumed[name], once[name]) for name in once)
 
 
+def test_one_module_may_be_named(tmp_path: Path, fields: dict[str, Any]) -> None:
+    short = {**fields, "max_steps": 1, "save_strategy": "no"}
+    short.pop("save_steps")
+    train(tmp_path / "run", short, *LORA, "--lora_target_modules", "q_proj")
+    assert {name.split(".")[-4] for name in adapter(tmp_path / "run", tmp_path / "model")} == {"q_proj"}
+
+
 def test_adapters_are_evaluated_beside_the_run(tmp_path: Path, fields: dict[str, Any]) -> None:
     evaluating = ["--eval_strategy", "steps", "--eval_steps", "3", "--dtype", "bfloat16"]
     train(tmp_path / "run", fields, *LORA, *evaluating)

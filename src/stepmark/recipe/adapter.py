@@ -39,5 +39,10 @@ def _lora(config: ModelArguments) -> LoraConfig:
         r=config.lora_r,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float will do
         lora_dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
+        target_modules=_modules(config.lora_target_modules),
     )
+
+
+def _modules(given: str | list | None) -> str | list | None:
+    """One name means the modules of that name; other text is a pattern of complete names, as in peft."""
+    return [given] if isinstance(given, str) and given.isidentifier() else given

@@ -28,9 +28,9 @@ def place_module(module: nn.Module, runtime: Runtime) -> None:
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Converts floating point parameters, and the buffers that are saved with them, in place.
+    """Converts floating point parameters and buffers in place, but for the frequencies of rotary embeddings.
 
-    Buffers that are not saved keep their type, as in `from_pretrained`. Of rotary embeddings they are the frequencies:
+    Those are buffers that are not saved, with `freq` in their name. They keep their type, as in `from_pretrained`:
     rounded to bfloat16 they turn a position of two thousand by a third of a radian. `module.to` converts them too.
     """
     for part in module.modules():
@@ -38,7 +38,8 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
             if parameter is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and name not in part._non_persistent_buffers_set:
+            frequencies = name in part._non_persistent_buffers_set and "freq" in name
+            if buffer is not None and buffer.is_floating_point() and not frequencies:
                 part._buffers[name] = buffer.to(dtype)
 
 
