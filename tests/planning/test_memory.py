@@ -108,8 +108,9 @@ def cases() -> list[Any]:
 
 
 def recipe_of(folder: Path, model: str, **fields: Any) -> Path:
-    """Some of the text is for validation, which runs between the steps where the fields ask for it."""
-    write_text(folder / "text.txt", lines=400)
+    """Some of the text is for validation, which runs between the steps where the fields ask for it: more batches than
+    go through a pipeline at a time."""
+    write_text(folder / "text.txt", lines=1200)
     return write_recipe(
         folder,
         config_name=model.split("-")[0],

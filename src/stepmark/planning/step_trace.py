@@ -104,9 +104,7 @@ def _trace(setup: StepSetup) -> StepTrace:
         parameters = list(model.parameters())
         _assign_state(model, optimizer, tracker)
         loss = _loss(setup, model, tracker)
-        if setup.staged:
-            watch_stage(setup, mesh, tracker)
-        _train(setup, model, WatchedOptimizer(optimizer, parameters, tracker), loss, mesh)
+        _train(setup, model, WatchedOptimizer(optimizer, parameters, tracker), loss, mesh, tracker)
         mesh.simulated.at_boundary = lambda: None
         if setup.args.eval_strategy != "no":
             tracker.enter("evaluation", ACTIVATIONS)
@@ -191,9 +189,15 @@ def _assign_state(model: nn.Module, optimizer: StepOptimizer, tracker: Allocatio
 
 
 def _train(
-    setup: StepSetup, model: nn.Module, optimizer: WatchedOptimizer, loss: MicroBatchLoss, mesh: SimulatedMesh
+    setup: StepSetup,
+    model: nn.Module,
+    optimizer: WatchedOptimizer,
+    loss: MicroBatchLoss,
+    mesh: SimulatedMesh,
+    tracker: AllocationTracker,
 ) -> None:
-    """One step, of which as many micro-batches run as it takes until they repeat."""
+    """One step, of which as many micro-batches run as it takes until they repeat. With sharded gradients the second
+    step: in the first one they learn in which order they can be sent during the backward pass."""
     args = setup.args
     step = TrainStep(
         model,
@@ -205,7 +209,12 @@ def _train(
         max_grad_norm=args.max_grad_norm,
         autocast=setup.autocast,
     )
-    step(0, StepBatch(setup.traced_micro_batches(), args.per_device_train_batch_size, 0.0, {}))
+    batch = StepBatch(setup.traced_micro_batches(), args.per_device_train_batch_size, 0.0, {})
+    for number in range(2 if args.zero_1 and not setup.device.lazy else 1):
+        tracker.forget()
+        if setup.staged:
+            watch_stage(setup, mesh, tracker)
+        step(number, batch)
 
 
 def _evaluate(setup: StepSetup, model: nn.Module, loss: MicroBatchLoss, mesh: SimulatedMesh) -> None:
