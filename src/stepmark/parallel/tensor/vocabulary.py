@@ -144,7 +144,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vo
     logits: (…, rows), this rank's; targets: (…), token ids. Two all-reduces, of (…) and (2, …) elements. One tensor of
     the logits' shape is kept for the backward pass, in float32.
     """
-    return _CrossEntropy.apply(logits, targets, vocabulary)  # type: ignore[no-untyped-call, no-any-return]
+    return _CrossEntropy.apply(logits, targets, vocabulary)
 
 
 class _CrossEntropy(Function):
