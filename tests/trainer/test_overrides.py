@@ -529,6 +529,53 @@ def test_a_signal_stops_an_overridden_evaluation(tmp_path: Path, batch: int) -> 
     assert logged(resumed, "eval_loss") == logged(complete, "eval_loss")
 
 
+class Judges(Trainer):
+    """Computes its metrics from the predictions by itself, as question answering does."""
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        batches, given, self.compute_metrics = self.get_eval_dataloader(eval_dataset), self.compute_metrics, None
+        try:
+            output = self.evaluation_loop(batches, description="Evaluation", metric_key_prefix=metric_key_prefix)
+        finally:
+            self.compute_metrics = given
+        assert len(output.predictions) == len(output.label_ids) == output.num_samples == 5
+        right = (output.predictions.argmax(-1) == output.label_ids).mean()
+        metrics = {f"{metric_key_prefix}_right": float(right), **output.metrics}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
+        batches = self.get_test_dataloader(test_dataset)
+        return self.evaluation_loop(batches, "Prediction", True, ignore_keys, metric_key_prefix)
+
+
+def test_a_subclass_evaluates_with_the_loop_of_evaluations(tmp_path: Path) -> None:
+    kept = {"load_best_model_at_end": True, "metric_for_best_model": "right", "greater_is_better": True}
+    trainer = make(Judges, tmp_path, eval=Points(5), **steps("eval", 2), **steps("save", 2), **kept)
+    trainer.train()
+    predictions, labels, _ = Trainer.predict(trainer, Points(5))
+    assert trainer.state.best_metric == (predictions.argmax(-1) == labels).mean()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(Trainer.evaluate(trainer)["eval_loss"], rel=1e-6)
+    found = trainer.predict(Points(3))
+    assert (found.predictions, found.num_samples) == (None, 3)
+    assert "test_loss" in found.metrics
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_signal_stops_the_loop_of_evaluations(tmp_path: Path, batch: int) -> None:
+    options = {"eval": Points(5), **steps("eval", 2), **steps("save", 2)}
+    complete = make(Judges, tmp_path / "complete", **options)
+    complete.train()
+    stopped = make(Judges, tmp_path / "stopped", SignalInEvaluation(batch), **options)
+    with pytest.raises(RunInterrupted) as caught:
+        stopped.train()
+    assert "stopped in the evaluation after step" in caught.value.reason
+    resumed = make(Judges, tmp_path / "stopped", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "eval_right") == logged(complete, "eval_right")
+
+
 def test_every_set_is_evaluated_by_a_call(tmp_path: Path) -> None:
     class Counts(Trainer):
         prefixes: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
+from stepmark.errors import UsageError
 from tests.support.programs import Blocks, tiny_model
 
 SAMPLES = 10  # 5 steps an epoch
@@ -212,3 +214,53 @@ def test_a_learning_rate_that_follows_the_metric(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rates = {line["step"]: line["learning_rate"] for line in lines if "loss" in line}
     assert [rates[step] for step in (3, 6, 7, 9, 10, 12)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
+
+
+class Rates(TrainerCallback):
+    """The rates that the optimizer uses, by step."""
+
+    def __init__(self) -> None:
+        self.used: dict[int, float] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        self.used[state.global_step + 1] = known["optimizer"].param_groups[0]["lr"]
+
+
+def test_a_log_has_the_rate_of_its_step(tmp_path: Path) -> None:
+    rates = Rates()
+    made, _ = trainer(tmp_path, rates, warmup_steps=3, lr_scheduler_type="cosine", **steps("logging", 1))
+    made.train()
+    logged = {log["step"]: log["learning_rate"] for log in made.state.log_history if "loss" in log}
+    assert logged == rates.used
+    assert len(set(logged.values())) > 10
+
+
+def test_a_log_after_a_resumption_has_the_rate_of_the_step_before(tmp_path: Path) -> None:
+    """The checkpoint was saved at the end of an epoch, before the epoch's log."""
+    options = {"logging_strategy": "epoch", **steps("save", 5)}
+    complete, _ = trainer(tmp_path / "complete", **options)
+    complete.train()
+    shutil.copytree(tmp_path / "complete" / "checkpoint-5", tmp_path / "resumed" / "checkpoint-5")
+    resumed, _ = trainer(tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=True)
+    found = [[log["learning_rate"] for log in each.state.log_history if "loss" in log] for each in (complete, resumed)]
+    assert found[0] == found[1]
+
+
+def test_samples_in_their_own_order(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Noted(Blocks):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    made, _ = trainer(tmp_path, max_steps=3, train_sampling_strategy="sequential")
+    made.train_dataset = Noted(SAMPLES)
+    made.train()
+    assert seen[:6] == list(range(6))
+
+
+def test_an_unknown_order_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="train_sampling_strategy: 'group_by_length' is unknown; choose one of random"):
+        trainer(tmp_path, train_sampling_strategy="group_by_length")

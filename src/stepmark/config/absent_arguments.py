@@ -42,7 +42,6 @@ INSTEAD = {
     "dataloader_multiprocessing_context": _LOADER,
     "dataloader_in_order": _LOADER,
     "dataloader_pin_memory": _LOADER,
-    "train_sampling_strategy": "override get_train_dataloader",
     "length_column_name": "override get_train_dataloader",
     "average_tokens_across_devices": "leave it out: a step's loss is the mean over its targets on all ranks",
     "use_cache": "leave it out: training needs no cache",

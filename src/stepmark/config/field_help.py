@@ -49,6 +49,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "remove_unused_columns": FieldHelp("of a Dataset in Python: leave out what the model does not take", "false"),
         "label_names": FieldHelp("which inputs are labels; unset: those that the model's class names", "[labels]"),
         "dataloader_drop_last": FieldHelp("leave out the last, smaller batch of an epoch", "true"),
+        "train_sampling_strategy": FieldHelp("order of the samples in an epoch: random or sequential", "sequential"),
     },
     "length and batch": {
         "max_steps": FieldHelp("optimizer steps of the run; -1: num_train_epochs", "1000"),
@@ -135,6 +136,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "device": ("auto", "xla", "cuda", "neuron", "cpu"),
     "log_format": ("text", "json"),
+    "train_sampling_strategy": ("random", "sequential"),
     "pipeline_schedule": ("gpipe", "1f1b", "interleaved"),
     "log_level": ("debug", "info", "warning", "error", "critical", "passive"),
 }

@@ -124,6 +124,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     run_name: str | None = None
     dataloader_num_workers: int = 0
     dataloader_drop_last: bool = False
+    train_sampling_strategy: str = "random"
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     disable_tqdm: bool | None = None
@@ -297,6 +298,7 @@ def _check_ranges(args: TrainingFields) -> None:
         "log_level": LOG_LEVELS,
         "log_format": ("text", "json"),
         "pipeline_schedule": PIPELINE_SCHEDULES,
+        "train_sampling_strategy": ("random", "sequential"),
     }
     for name, accepted in choices.items():
         if getattr(args, name) not in accepted:

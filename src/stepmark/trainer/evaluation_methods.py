@@ -17,7 +17,7 @@ from stepmark.evaluation.metrics import by_batch, summarize
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.trainer.evaluation_sets import evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
-from stepmark.trainer.results import PredictionOutput
+from stepmark.trainer.results import EvalLoopOutput, PredictionOutput
 from stepmark.training.pipelined_forward import PipelinedForward
 
 
@@ -207,16 +207,50 @@ class EvaluationMethods:
         given = dict(inputs) if isinstance(inputs, Mapping) else inputs
         return self.prediction_step(self.model, given, loss_only, ignore_keys)  # type: ignore[arg-type]
 
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str = "",
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluates batches and returns all that was found, for subclasses whose `evaluate` or `predict` works on the
+        predictions. A subclass may call it, not override it. Collective.
+
+        Args:
+            dataloader: What `get_eval_dataloader` or `get_test_dataloader` returned, or batches of one's own.
+            description: Not used: the progress bar shows evaluations in one way. transformers' signature has it.
+            prediction_loss_only: Compute the loss alone. Default: the argument of this name.
+            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
+                its configuration names.
+            metric_key_prefix: What the metrics' names begin with.
+
+        Returns:
+            Numpy arrays of all samples in order (None with `prediction_loss_only`), the metrics, those of
+            `compute_metrics` included, and the number of samples.
+        """
+        found = self.run_evaluation(
+            dataloader,
+            gather=True,
+            loss_only=prediction_loss_only,
+            ignore_keys=ignore_keys,
+            before_batch=(self._pausable or PausableEvaluation()).before_batch,
+        )
+        metrics = self._metrics(found, metric_key_prefix)
+        return EvalLoopOutput(found.predictions, found.labels, metrics, found.samples)
+
     def run_evaluation(
         self,
         batches: Any,
         *,
         gather: bool,
+        loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         before_batch: Callable[[], None] = lambda: None,
     ) -> Evaluation:
         """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. Collective."""
-        loss_only = self.args.prediction_loss_only
+        loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
         by_batches = self.compute_metrics if self.args.batch_eval_metrics and not loss_only else None
         return self.evaluator(
             self._loaders.steps_of(batches),

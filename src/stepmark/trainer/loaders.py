@@ -58,6 +58,7 @@ class LoaderFactory:
             self.args.per_device_train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
             seed=self.data_seed,
+            shuffle=self.args.train_sampling_strategy == "random",
             drop_last=self.args.dataloader_drop_last,
         )
 

@@ -22,6 +22,15 @@ class PredictionOutput(NamedTuple):
     metrics: dict[str, float]
 
 
+class EvalLoopOutput(NamedTuple):
+    """What `Trainer.evaluation_loop` returns, as transformers' does: numpy arrays of all samples, in their order."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+    num_samples: int
+
+
 def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
     """A heading with the name of the split, and a line for each metric in the order of their names."""
     width = max((len(name) for name in metrics), default=0)

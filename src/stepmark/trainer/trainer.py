@@ -233,6 +233,10 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         """The flags by which callbacks ask for logs, evaluations, saves and an early stop."""
         return self._callbacks.control
 
+    @control.setter
+    def control(self, control: TrainerControl) -> None:
+        self._callbacks.control = control
+
     @property
     def callback_handler(self) -> Any:
         """transformers' CallbackHandler with all callbacks."""

@@ -65,6 +65,7 @@ class TrainingLoop:
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
         self._preemption: PreemptionCoordinator | None = None
         self._saved_step = 0  # 0: there is nothing to save yet
+        self._learning_rate = 0.0  # of the last step
         self.stop_reason: str | None = None  # where the run was asked to stop from outside
 
     @property
@@ -87,6 +88,7 @@ class TrainingLoop:
             "loader": self._parts.loader.state_dict(),
             "unfinished": self._unfinished,
             "means": self._losses.state_dict(),
+            "learning_rate": self._learning_rate,
             "schedule": schedule_state(self._parts.schedule),
             "rates": [float(group["lr"]) for group in self._parts.optimizer.inner.param_groups],
             "loss_scaler": None if scaler is None else scaler.state_dict(),
@@ -105,6 +107,7 @@ class TrainingLoop:
         self._parts.loader.load_state_dict(loader)
         self._losses.load_state_dict(state["means"])
         restore_schedule(self._parts.schedule, state["schedule"], rates)
+        self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
         if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
             self._parts.step.scaler.load_state_dict(state["loss_scaler"])
 
@@ -195,7 +198,8 @@ class TrainingLoop:
             after_update=lambda: callbacks.event("on_optimizer_step"),
         )
         show_step(StepPlace.of(self._step + 1, batch.samples, batch.state))
-        self._monitor.step_begins(self._step + 1, batch, float(parts.schedule.get_last_lr()[0]))
+        self._learning_rate = float(parts.schedule.get_last_lr()[0])
+        self._monitor.step_begins(self._step + 1, batch, self._learning_rate)
         with self._monitor.within_step():
             statistics = parts.step(self._step, batch, hooks)
             self._losses.add(statistics)
@@ -252,8 +256,7 @@ class TrainingLoop:
         speed = self._tokens_per_second()
         self._losses.timed_tokens = 0
         machine = self._monitor.log_fields()
-        rate = float(self._parts.schedule.get_last_lr()[0])
-        log = {**values, "learning_rate": rate, "tokens_per_second": speed}
+        log = {**values, "learning_rate": self._learning_rate, "tokens_per_second": speed}
         counters = self._parts.context.runtime.counters()
         if counters is not None:
             log |= {"graph_compilations": counters.compilations, "graph_executions": counters.executions}
