@@ -122,11 +122,11 @@ class Transfers:
             )
 
     def settle(self, keep: int = 0) -> None:
-        """Ends a tick: waits for the exchanges of all ticks but the latest `keep`."""
+        """Ends a tick: waits for the exchanges of all ticks but the latest `keep`, and forgets those that are over."""
         for tick, exchange in self._running:
             if tick <= self._tick - keep:
                 exchange.left()
-        self._running = [each for each in self._running if each[0] > self._tick - keep]
+        self._running = [each for each in self._running if each[0] > self._tick - keep and not each[1].over]
         self._tick += 1
 
     def of_stage(self, hidden: Tensor) -> Activation:
