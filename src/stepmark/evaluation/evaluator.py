@@ -21,8 +21,8 @@ from stepmark.evaluation.predictions import (
     NO_ROWS,
     SampleRows,
     ignored_outputs,
-    predictions_of,
     labels_on_host,
+    predictions_of,
     rows_on_host,
     with_last,
 )
