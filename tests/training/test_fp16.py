@@ -89,7 +89,7 @@ class Order(Steep):
 
 
 def by_hand(batches: Batches) -> tuple[list[float], list[float], list[float], nn.Module]:
-    """Losses, rates and scales of a loop with torch's own scaler."""
+    """Losses, the rates that steps used and scales of a loop with torch's own scaler."""
     model = Steep()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (STEPS - step) / STEPS))
@@ -105,9 +105,9 @@ def by_hand(batches: Batches) -> tuple[list[float], list[float], list[float], nn
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
+        rates.append(optimizer.param_groups[0]["lr"])
         if scales[-1] >= scales[-2]:
             schedule.step()
-        rates.append(optimizer.param_groups[0]["lr"])
         optimizer.zero_grad()
     return losses, rates, scales, model
 
