@@ -15,7 +15,8 @@ from transformers.optimization import Adafactor
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.training.optimizer import MASTER, ParameterOptimizer, build_optimizer, decays_by_default
+from stepmark.training.optimizer import MASTER, ParameterOptimizer, build_optimizer
+from stepmark.training.parameter_kinds import decays_by_default
 from tests.support.models import build
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
@@ -242,12 +243,6 @@ def test_a_run_with_adafactor_is_resumed_exactly(tmp_path: Path) -> None:
     run(tmp_path / "parts", StopsAt(2))
     for one, other in zip(whole.parameters(), run(tmp_path / "parts").parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("field", [{"zero_1": True}, {"tensor_parallel_size": 2}])
-def test_adafactor_needs_complete_parameters(field: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"^optim and {next(iter(field))}: adafactor needs complete parameters"):
-        TrainingArguments(optim="adafactor", **field)
 
 
 class Counting(torch.optim.Optimizer):

@@ -44,6 +44,8 @@ def _is_elementwise(kind: type[torch.optim.Optimizer]) -> bool | None:
     declared = getattr(kind, "elementwise", None)
     if declared is not None:
         return bool(declared)
+    if any(base.__module__.startswith("bitsandbytes.") for base in kind.__mro__):
+        return False  # states of 8 bits are scaled in blocks of elements
     if {base.__name__ for base in kind.__mro__} & _NOT_ELEMENTWISE:
         return False
     known = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE

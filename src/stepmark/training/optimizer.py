@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
+from stepmark.optim.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
 from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
 from stepmark.optim.master_weights import WrittenParameters, follow
 from stepmark.optim.protocols import StepOptimizer
@@ -25,12 +27,7 @@ from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Shard, layout_of
-
-ADAMW = ("adamw_torch", "adamw_torch_fused")
-ADAFACTOR = "adafactor"
-OPTIMIZERS = (*ADAMW, "sgd", ADAFACTOR)
-# Patterns of the names, in lower case, of modules and parameters without weight decay.
-NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+from stepmark.training.parameter_kinds import ParameterKinds
 
 
 class ParameterOptimizer:
@@ -210,6 +207,7 @@ def build_optimizer(
     runtime: Runtime,
     *,
     decay: Callable[[str], bool] = lambda name: True,
+    kinds: ParameterKinds | None = None,
     learning_rate: float = 5e-5,
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -225,12 +223,14 @@ def build_optimizer(
         named_parameters: `list(model.named_parameters())`, on the device.
         runtime: The device.
         decay: Whether weight decay applies to the parameter of a name. Default: to all.
+        kinds: What the parameters are for, from `parameter_kinds(model)`. With `adamw_8bit`, embeddings have a state of
+            32 bits; None: all states of at least `min_8bit_size` elements have 8.
         learning_rate: Default 5e-5.
         weight_decay: Default 0.
         betas: Of AdamW.
         epsilon: Of AdamW.
         options: Further arguments of the optimizer: `momentum` and `nesterov` of SGD, `amsgrad` of AdamW,
-            `clip_threshold` and `beta1` of Adafactor.
+            `clip_threshold` and `beta1` of Adafactor, `min_8bit_size` of 8-bit AdamW.
         sharded_over: The mesh over whose data parallel ranks the state is sharded (ZeRO-1); None: not sharded.
         stages: All ranks, where they hold different parameters: then they agree on the groups, and a rank may have an
             empty one. None: all ranks have all groups.
@@ -239,19 +239,22 @@ def build_optimizer(
         The optimizer for `TrainStep` and `Checkpointer`.
 
     Raises:
-        UsageError: The name or an option is unknown, or the optimizer needs complete parameters and they are sharded.
+        UsageError: The name or an option is unknown, the optimizer's library is not installed, or it needs complete
+            parameters and they are sharded.
     """
     check_optimizer(name)
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
     groups = [
-        {"params": [item for item in trained if decay(item[0])], "weight_decay": weight_decay},
-        {"params": [item for item in trained if not decay(item[0])], "weight_decay": 0.0},
+        {"params": [item for item in items if decay(item[0]) == decays], "weight_decay": rate, **own}
+        for items, own in _by_kind(name, trained, kinds or ParameterKinds())
+        for decays, rate in ((True, weight_decay), (False, 0.0))
     ]
     keywords: dict[str, Any] = {"lr": learning_rate, **(options or {})}
     if name == ADAFACTOR:
         keywords = {"scale_parameter": False, "relative_step": False, **keywords}
-        _check_complete([parameter for _, parameter in trained], runtime)
-    if name in ADAMW:
+    if name in WHOLE_PARAMETERS:
+        _check_complete(name, [parameter for _, parameter in trained], runtime)
+    if name in (*ADAMW, *ADAMW_8BIT):
         keywords = {"betas": betas, "eps": epsilon, **keywords}
     kind = _class_of(name, runtime, keywords)
 
@@ -270,20 +273,28 @@ def build_optimizer(
     return ParameterOptimizer(used, make, runtime, order=[key for key, _ in named_parameters])
 
 
-def check_optimizer(name: str) -> None:
-    """Raises UsageError for a name that is not in OPTIMIZERS."""
-    if name not in OPTIMIZERS:
-        raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
+def _by_kind(
+    name: str, trained: Sequence[tuple[str, nn.Parameter]], kinds: ParameterKinds
+) -> list[tuple[list[tuple[str, nn.Parameter]], dict[str, Any]]]:
+    """The parameters that the optimizer treats alike, and what their groups say of that."""
+    if name not in ADAMW_8BIT:
+        return [(list(trained), {})]
+    return [
+        ([item for item in trained if item[0] not in kinds.embeddings], EIGHT_BITS),
+        ([item for item in trained if item[0] in kinds.embeddings], FULL_PRECISION),
+    ]
 
 
-def _check_complete(parameters: Sequence[nn.Parameter], runtime: Runtime) -> None:
-    """Raises UsageError where Adafactor would see parts of parameters, or would be compiled anew for every step."""
-    if runtime.lazy:
+def _check_complete(name: str, parameters: Sequence[nn.Parameter], runtime: Runtime) -> None:
+    """Raises UsageError where the optimizer would see parts of parameters, or cannot run on the device."""
+    if runtime.lazy and name == ADAFACTOR:
         raise UsageError(
             f"optim: adafactor changes its graph with every step, so {runtime.name} cannot use it; use AdamW"
         )
+    if runtime.lazy:
+        raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
     if any(layout_of(parameter) is not None for parameter in parameters):
-        raise UsageError("optim: adafactor needs complete parameters; set tensor_parallel_size to 1, or use AdamW")
+        raise UsageError(f"optim: {name} needs complete parameters; set tensor_parallel_size to 1, or use AdamW")
 
 
 def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:
@@ -291,17 +302,10 @@ def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[tor
         from transformers.optimization import Adafactor
 
         return Adafactor
+    if name in ADAMW_8BIT:
+        return adamw_8bit_class()
     if runtime.lazy:
         return LazyAdamW if name in ADAMW else LazySGD
     if name == "adamw_torch_fused":
         keywords["fused"] = True
     return torch.optim.AdamW if name in ADAMW else torch.optim.SGD
-
-
-def decays_by_default(model: nn.Module) -> Callable[[str], bool]:
-    """Returns whether weight decay applies to the parameter of a name, as in transformers' Trainer: to all but those
-    of `nn.LayerNorm`, and those whose name looks like a bias or a norm (NO_DECAY)."""
-    from transformers.trainer_pt_utils import get_parameter_names
-
-    decayed = frozenset(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
-    return lambda name: name in decayed

@@ -1,0 +1,30 @@
+"""The optimizers that `optim` can name, and the other fields that they agree with."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from stepmark.errors import UsageError
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+SGD = "sgd"
+ADAFACTOR = "adafactor"
+ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # transformers' two names for one optimizer
+OPTIMIZERS = (*ADAMW, SGD, ADAFACTOR, *ADAMW_8BIT)
+# They use more of a parameter than the element that they update: norms, rows and columns, blocks of its elements.
+WHOLE_PARAMETERS = frozenset({ADAFACTOR, *ADAMW_8BIT})
+
+
+def check_optimizer(name: str) -> None:
+    """Raises UsageError for a name that is not in OPTIMIZERS, or whose library is not installed."""
+    if name not in OPTIMIZERS:
+        raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
+    if name in ADAMW_8BIT and importlib.util.find_spec("bitsandbytes") is None:
+        raise UsageError(f"optim: {name} needs bitsandbytes, which is not installed; pip install bitsandbytes")
+
+
+def check_whole_parameters(name: str, *, zero_1: bool, tensor_parallel_size: int) -> None:
+    """Raises UsageError where an optimizer that uses whole parameters would see shards of them."""
+    if name in WHOLE_PARAMETERS and (zero_1 or tensor_parallel_size > 1):
+        field = "zero_1" if zero_1 else "tensor_parallel_size"
+        raise UsageError(f"optim and {field}: {name} needs complete parameters, and {field} shards them; use AdamW")

@@ -1,0 +1,28 @@
+"""The names of optimizers, and what they agree with."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from stepmark import TrainingArguments
+from stepmark.config.optimizers import check_optimizer
+from stepmark.errors import UsageError
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit"])
+def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda key: None if key == "bitsandbytes" else find(key))
+    with pytest.raises(UsageError, match=f"optim: {name} needs bitsandbytes, .* pip install bitsandbytes"):
+        check_optimizer(name)
+    check_optimizer("adafactor")
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_bnb_8bit"])
+@pytest.mark.parametrize("field", [{"zero_1": True}, {"tensor_parallel_size": 2}])
+def test_what_needs_complete_parameters_is_refused_where_they_are_sharded(name: str, field: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^optim and {next(iter(field))}: {name} needs complete parameters"):
+        TrainingArguments(optim=name, **field)
