@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepmark import Checkpointer, Trainer, TrainingArguments, ZeroRedundancyOptimizer
+from stepmark import Checkpointer, Trainer, TrainingArguments
 from stepmark.errors import UsageError
+from stepmark.optim.eight_bit import adamw_8bit_class
+from stepmark.optim.elementwise import sharding_unit
+from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.training.optimizer import ParameterOptimizer, build_optimizer
+from stepmark.training.optimizer import build_optimizer
 from stepmark.training.parameter_kinds import ParameterKinds, parameter_kinds
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
@@ -138,6 +141,8 @@ def test_a_lazy_device_is_refused() -> None:
         build_optimizer("adamw_8bit", list(nn.Linear(2, 2).named_parameters()), lazy)
 
 
-def test_flat_shards_are_refused() -> None:
-    with pytest.raises(UsageError, match="zero_1: AdamW8bit uses complete parameters"):
-        ZeroRedundancyOptimizer(nn.Linear(2, 2).named_parameters(), bitsandbytes.optim.AdamW8bit, lr=0.1)
+def test_it_never_sees_flat_shards() -> None:
+    assert sharding_unit(bitsandbytes.optim.AdamW8bit) == sharding_unit(adamw_8bit_class()) == "parameter"
+    derived = type("Derived", (bitsandbytes.optim.AdamW8bit,), {})
+    with pytest.raises(UsageError, match="zero_1: Derived uses complete parameters"):
+        sharding_unit(derived)

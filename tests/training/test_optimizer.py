@@ -14,8 +14,9 @@ from transformers.optimization import Adafactor
 
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
+from stepmark.parallel.parameter_optimizer import MASTER, ParameterOptimizer
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.training.optimizer import MASTER, ParameterOptimizer, build_optimizer
+from stepmark.training.optimizer import build_optimizer
 from stepmark.training.parameter_kinds import decays_by_default
 from tests.support.models import build
 from tests.support.programs import Blocks, tiny_model

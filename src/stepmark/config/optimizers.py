@@ -23,8 +23,10 @@ def check_optimizer(name: str) -> None:
         raise UsageError(f"optim: {name} needs bitsandbytes, which is not installed; pip install bitsandbytes")
 
 
-def check_whole_parameters(name: str, *, zero_1: bool, tensor_parallel_size: int) -> None:
+def check_whole_parameters(name: str, tensor_parallel_size: int) -> None:
     """Raises UsageError where an optimizer that uses whole parameters would see shards of them."""
-    if name in WHOLE_PARAMETERS and (zero_1 or tensor_parallel_size > 1):
-        field = "zero_1" if zero_1 else "tensor_parallel_size"
-        raise UsageError(f"optim and {field}: {name} needs complete parameters, and {field} shards them; use AdamW")
+    if name in WHOLE_PARAMETERS and tensor_parallel_size > 1:
+        raise UsageError(
+            f"optim and tensor_parallel_size: {name} needs complete parameters, and tensor_parallel_size shards them; "
+            "use AdamW"
+        )

@@ -322,7 +322,7 @@ def _check_agreement(args: TrainingFields) -> None:
             f"fp16 and {'bf16' if args.bf16 else 'dtype'}: matrix products are in float16 or in bfloat16; set one of "
             "them"
         )
-    check_whole_parameters(args.optim, zero_1=args.zero_1, tensor_parallel_size=args.tensor_parallel_size)
+    check_whole_parameters(args.optim, args.tensor_parallel_size)
     if args.save_on_signal and args.save_only_model:
         raise UsageError(
             "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "

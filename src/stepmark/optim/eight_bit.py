@@ -31,6 +31,8 @@ def adamw_8bit_class() -> type[torch.optim.Optimizer]:
         raise UsageError(f"optim: adamw_8bit needs bitsandbytes, which cannot be loaded: {error}") from error
 
     class GroupedAdamW8bit(AdamW8bit):  # type: ignore[misc]
+        per_parameter = True
+
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
             config: dict[str, Any] = super().get_config(gindex, pindex, group)
             return {**config, "optim_bits": group.get("optim_bits", config["optim_bits"])}
