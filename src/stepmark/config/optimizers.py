@@ -10,9 +10,10 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 SGD = "sgd"
 ADAFACTOR = "adafactor"
 ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # transformers' two names for one optimizer
-OPTIMIZERS = (*ADAMW, SGD, ADAFACTOR, *ADAMW_8BIT)
+MUON = "muon"
+OPTIMIZERS = (*ADAMW, SGD, ADAFACTOR, *ADAMW_8BIT, MUON)
 # They use more of a parameter than the element that they update: norms, rows and columns, blocks of its elements.
-WHOLE_PARAMETERS = frozenset({ADAFACTOR, *ADAMW_8BIT})
+WHOLE_PARAMETERS = frozenset({ADAFACTOR, *ADAMW_8BIT, MUON})
 
 
 def check_optimizer(name: str) -> None:

@@ -30,7 +30,7 @@ def adamw_8bit_class() -> type[torch.optim.Optimizer]:
     except (ImportError, OSError, RuntimeError) as error:
         raise UsageError(f"optim: adamw_8bit needs bitsandbytes, which cannot be loaded: {error}") from error
 
-    class GroupedAdamW8bit(AdamW8bit):  # type: ignore[misc]
+    class GroupedAdamW8bit(AdamW8bit):
         per_parameter = True
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, WHOLE_PARAMETERS, check_optimizer
+from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.optim.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
 from stepmark.optim.elementwise import sharding_unit
 from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.optim.muon import MUON as BY_MUON
+from stepmark.optim.muon import NOT_MUON, MuonAdamW
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -46,14 +48,15 @@ def build_optimizer(
         named_parameters: `list(model.named_parameters())`, on the device.
         runtime: The device.
         decay: Whether weight decay applies to the parameter of a name. Default: to all.
-        kinds: What the parameters are for, from `parameter_kinds(model)`. With `adamw_8bit`, embeddings have a state of
-            32 bits; None: all states of at least `min_8bit_size` elements have 8.
+        kinds: What the parameters are for, from `parameter_kinds(model)`. `muon` needs it. With
+            `adamw_8bit`, embeddings have a state of 32 bits; None: all of at least `min_8bit_size` elements have 8.
         learning_rate: Default 5e-5.
         weight_decay: Default 0.
         betas: Of AdamW.
         epsilon: Of AdamW.
         options: Further arguments of the optimizer: `momentum` and `nesterov` of SGD, `amsgrad` of AdamW,
-            `clip_threshold` and `beta1` of Adafactor, `min_8bit_size` of 8-bit AdamW.
+            `clip_threshold` and `beta1` of Adafactor, `min_8bit_size` of 8-bit AdamW, `momentum`,
+            `nesterov`, `ns_steps` and `adjust_lr_fn` of Muon.
         sharded_over: The mesh over whose data parallel ranks the state is sharded (ZeRO-1): by elements, or by whole
             parameters where the optimizer uses these. None: not sharded.
         stages: All ranks, where they hold different parameters: then they agree on the groups, and a rank may have an
@@ -70,7 +73,7 @@ def build_optimizer(
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {"params": [item for item in items if decay(item[0]) == decays], "weight_decay": rate, **own}
-        for items, own in _by_kind(name, trained, kinds or ParameterKinds())
+        for items, own in _by_kind(name, trained, kinds)
         for decays, rate in ((True, weight_decay), (False, 0.0))
     ]
     keywords: dict[str, Any] = {"lr": learning_rate, **(options or {})}
@@ -78,7 +81,7 @@ def build_optimizer(
         keywords = {"scale_parameter": False, "relative_step": False, **keywords}
     if name in WHOLE_PARAMETERS:
         _check_complete(name, [parameter for _, parameter in trained], runtime)
-    if name in (*ADAMW, *ADAMW_8BIT):
+    if name in (*ADAMW, *ADAMW_8BIT, MUON):
         keywords = {"betas": betas, "eps": epsilon, **keywords}
     kind = _class_of(name, runtime, keywords)
 
@@ -101,23 +104,29 @@ def build_optimizer(
 
 
 def _by_kind(
-    name: str, trained: Sequence[tuple[str, nn.Parameter]], kinds: ParameterKinds
+    name: str, trained: Sequence[tuple[str, nn.Parameter]], kinds: ParameterKinds | None
 ) -> list[tuple[list[tuple[str, nn.Parameter]], dict[str, Any]]]:
     """The parameters that the optimizer treats alike, and what their groups say of that."""
-    if name not in ADAMW_8BIT:
+    if name == MUON and kinds is None:
+        raise UsageError("kinds: muon is for the matrices of hidden layers; pass kinds=parameter_kinds(model)")
+    own: dict[str, Any]
+    others: dict[str, Any]
+    if name == MUON and kinds is not None:
+        own, others, special = BY_MUON, NOT_MUON, kinds.hidden_matrices
+    elif name in ADAMW_8BIT:
+        own, others, special = FULL_PRECISION, EIGHT_BITS, kinds.embeddings if kinds is not None else frozenset()
+    else:
         return [(list(trained), {})]
     return [
-        ([item for item in trained if item[0] not in kinds.embeddings], EIGHT_BITS),
-        ([item for item in trained if item[0] in kinds.embeddings], FULL_PRECISION),
+        ([item for item in trained if item[0] not in special], others),
+        ([item for item in trained if item[0] in special], own),
     ]
 
 
 def _check_complete(name: str, parameters: Sequence[nn.Parameter], runtime: Runtime) -> None:
     """Raises UsageError where the optimizer would see parts of parameters, or cannot run on the device."""
-    if runtime.lazy and name == ADAFACTOR:
-        raise UsageError(
-            f"optim: adafactor changes its graph with every step, so {runtime.name} cannot use it; use AdamW"
-        )
+    if runtime.lazy and name in (ADAFACTOR, MUON):
+        raise UsageError(f"optim: {name} changes its graph with every step, so {runtime.name} cannot use it; use AdamW")
     if runtime.lazy:
         raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
     if any(layout_of(parameter) is not None for parameter in parameters):
@@ -131,6 +140,8 @@ def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[tor
         return Adafactor
     if name in ADAMW_8BIT:
         return adamw_8bit_class()
+    if name == MUON:
+        return MuonAdamW
     if runtime.lazy:
         return LazyAdamW if name in ADAMW else LazySGD
     if name == "adamw_torch_fused":

@@ -67,7 +67,7 @@ def test_a_parameter_that_is_frozen_later_is_named(ranks: Ranks) -> None:
     assert message.startswith("zero_1: second was frozen")
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("optim", ["adafactor", pytest.param("muon", marks=pytest.mark.prove), "adamw_8bit"])
 def test_the_trainer_shards_and_resumes(ranks: Ranks, tmp_path: Path, optim: str) -> None:
     """A killed and resumed run is bit for bit the same, and close to one that does not shard."""
     if optim == "adamw_8bit":
@@ -85,3 +85,26 @@ def test_the_trainer_shards_and_resumes(ranks: Ranks, tmp_path: Path, optim: str
     run("killed", kill_at=5)
     assert run("killed", resume_from_checkpoint=True) == undisturbed
     assert len(undisturbed) == 8
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("optim", ["adafactor", "muon"])
+def test_pipeline_stages_divide_their_own_parameters(ranks: Ranks, tmp_path: Path, optim: str) -> None:
+    """Bit for bit what the same stages compute without ZeRO-1, also resumed; and on two ranks without stages, close."""
+    common = {"device": "cpu", "save_strategy": "steps", "save_steps": 2, "dropout": 0.0, "layers": 4, "optim": optim}
+    stages = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}
+
+    def run(name: str, nproc: int = 4, **more: Any) -> dict[str, Any]:
+        told = {**common, **more, "output_dir": str(tmp_path / name)}
+        ranks.run("tests.support.programs:train", told, nproc=nproc)
+        return logged(tmp_path / name)["losses"]
+
+    whole = run("whole", **stages)
+    assert len(whole) == 8
+    assert run("undisturbed", zero_1=True, **stages) == whole
+    run("killed", zero_1=True, kill_at=5, **stages)
+    assert run("killed", zero_1=True, resume_from_checkpoint=True, **stages) == whole
+    run("moved", zero_1=True, kill_at=5, **stages)
+    moved = run("moved", nproc=2, zero_1=True, resume_from_checkpoint=True, gradient_accumulation_steps=2)
+    for step, values in whole.items():
+        assert moved[step] == pytest.approx(values, rel=1e-4)
