@@ -1,13 +1,15 @@
 """Steps per second of Stepmark's Trainer beside a loop written by hand and transformers' Trainer.
 
-    .venv-newest/bin/python benchmarks/train_overhead.py --device cpu
-    .venv/bin/python benchmarks/train_overhead.py --device xla
+    .venv-newest/bin/python benchmarks/train_overhead.py --device cpu --models gpt2 llama bert t5
+    .venv/bin/python benchmarks/train_overhead.py --device xla --models gpt2 llama bert t5
 
 (transformers' Trainer does not train on a CPU where torch_xla is installed, so the CPU is measured without it.)
 
-The same GPT-2 (small, so that overhead shows), data, batch size, AdamW, schedule and clipping for all three, on one
-rank. They run in turn, round after round, in one process; each run is timed from its fourth step to its last, with the
-device drained at both ends. Printed are medians, and the median of the ratios within a round.
+The same model (small, so that overhead shows: a GPT-2, a Llama, a BERT that classifies sentences, a T5), data, batch
+size, AdamW, schedule and clipping for all three, on one rank. They run in turn, round after round, in one process; each
+run is timed from its fourth step to its last, with the device drained at both ends. Printed are medians: of the steps
+per second, of their ratios within a round, and of the ratios of the processor seconds that a step takes, which depend
+less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -30,7 +32,17 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+)
 
 import stepmark  # noqa: E402
 
@@ -39,51 +51,73 @@ VOCABULARY, LENGTH = 512, 128
 
 
 class Blocks(torch.utils.data.Dataset):
-    def __init__(self, samples: int) -> None:
-        self.tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=torch.Generator().manual_seed(0))
+    """Random tokens; their labels are the tokens themselves, or with `classes` one class of each sample."""
+
+    def __init__(self, samples: int, classes: int = 0) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(2, VOCABULARY, (samples, LENGTH), generator=generator)
+        self.labels = torch.randint(0, classes, (samples,), generator=generator) if classes else self.tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
-def make_model(size: dict[str, int]) -> GPT2LMHeadModel:
+def make_data(options: argparse.Namespace) -> Blocks:
+    return Blocks(options.batch * options.steps, classes=2 if options.model == "bert" else 0)
+
+
+def make_model(options: argparse.Namespace) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, bos_token_id=0, eos_token_id=0, **size)
-    return GPT2LMHeadModel(config)
+    layers, width, heads = options.layers, options.width, 4
+    special = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": 4 * width, "max_position_embeddings": LENGTH}
+    if options.model == "gpt2":
+        special.pop("pad_token_id")
+        return GPT2LMHeadModel(GPT2Config(n_positions=LENGTH, n_layer=layers, n_embd=width, n_head=heads, **special))
+    if options.model == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes, **special))
+    if options.model == "bert":
+        return BertForSequenceClassification(BertConfig(**sizes, **special))
+    layers = max(1, layers // 2)  # of the encoder and of the decoder
+    size = {"d_model": width, "d_kv": width // heads, "d_ff": 4 * width, "num_heads": heads, "num_layers": layers}
+    return T5ForConditionalGeneration(T5Config(**size, **special, decoder_start_token_id=0))
 
 
 class Clock(TrainerCallback):
-    """Steps per second between the end of the warm-up and the last step."""
+    """Steps per second, and processor seconds a step, between the end of the warm-up and the last step."""
 
     def __init__(self, steps: int, drain: Callable[[], None]) -> None:
         self.steps = steps
         self.drain = drain
         self.seen = 0
-        self.speed = 0.0
+        self.speed = self.processor = 0.0
 
     def tick(self) -> None:
         self.seen += 1
         if self.seen == WARM_UP:
             self.drain()
-            self.started = time.perf_counter()
+            self.started, self.used = time.perf_counter(), time.process_time()
         elif self.seen == self.steps:
             self.drain()
-            self.speed = (self.steps - WARM_UP) / (time.perf_counter() - self.started)
+            steps = self.steps - WARM_UP
+            self.speed = steps / (time.perf_counter() - self.started)
+            self.processor = (time.process_time() - self.used) / steps
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.tick()
 
 
 def by_hand(device: torch.device, options: argparse.Namespace, clock: Clock) -> None:
-    model = make_model(options.size).to(device)
+    model = make_model(options).to(device)
     model.tie_weights()
     fused = device.type in ("cpu", "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused or None)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (options.steps + 1))
-    loader: Any = torch.utils.data.DataLoader(Blocks(options.batch * options.steps), options.batch, shuffle=True)
+    loader: Any = torch.utils.data.DataLoader(make_data(options), options.batch, shuffle=True)
     if device.type == "xla":
         import torch_xla
         from torch_xla.distributed.parallel_loader import MpDeviceLoader
@@ -106,8 +140,8 @@ def by_hand(device: torch.device, options: argparse.Namespace, clock: Clock) -> 
 def with_stepmark(device: torch.device, options: argparse.Namespace, clock: Clock) -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = stepmark.TrainingArguments(device=device.type, disable_tqdm=True, **common(options, folder))
-        data = Blocks(options.batch * options.steps)
-        stepmark.Trainer(make_model(options.size), args, train_dataset=data, callbacks=[clock]).train()
+        data = make_data(options)
+        stepmark.Trainer(make_model(options), args, train_dataset=data, callbacks=[clock]).train()
 
 
 def with_transformers(device: torch.device, options: argparse.Namespace, clock: Clock) -> None:
@@ -119,8 +153,8 @@ def with_transformers(device: torch.device, options: argparse.Namespace, clock: 
             optim="adamw_torch" if device.type == "xla" else "adamw_torch_fused",  # it refuses fused on XLA
             **common(options, folder),
         )
-        data = Blocks(options.batch * options.steps)
-        trainer = transformers.Trainer(make_model(options.size), args, train_dataset=data, callbacks=[clock])
+        data = make_data(options)
+        trainer = transformers.Trainer(make_model(options), args, train_dataset=data, callbacks=[clock])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
 
@@ -147,10 +181,9 @@ def open_device(name: str) -> tuple[torch.device, Callable[[], None]]:
     return device, (lambda: None) if name == "cpu" else torch.cuda.synchronize
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    device, drain = open_device(options.device)
+def measure(options: argparse.Namespace, device: torch.device, drain: Callable[[], None]) -> dict[str, list[Clock]]:
     runners = {"by hand": by_hand, "stepmark": with_stepmark, "transformers": with_transformers}
-    speeds: dict[str, list[float]] = {name: [] for name in runners}
+    found: dict[str, list[Clock]] = {name: [] for name in runners}
     for index in range(options.rounds + 1):
         for name, runner in runners.items():
             clock = Clock(options.steps, drain)
@@ -159,31 +192,40 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
             except Exception as error:
                 print(f"{name} cannot train here: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
             if index and clock.speed:  # the first round compiles and warms caches
-                speeds[name].append(clock.speed)
-        print(f"round {index}: " + "  ".join(f"{name} {each[-1]:.2f}" for name, each in speeds.items() if each))
-    return speeds
+                found[name].append(clock)
+        shown = "  ".join(f"{name} {each[-1].speed:.2f}" for name, each in found.items() if each)
+        print(f"{options.model}, round {index}: {shown}", flush=True)
+    return found
 
 
-def report(options: argparse.Namespace, speeds: dict[str, list[float]]) -> str:
-    size = " ".join(f"{key}={value}" for key, value in options.size.items())
-    lines = [
+def heading(options: argparse.Namespace) -> list[str]:
+    return [
         f"device {options.device}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{os.cpu_count()} cores {platform.machine()}, {time.strftime('%Y-%m-%d')}",
-        f"GPT-2 {size}, batch {options.batch} x {LENGTH} tokens, {options.rounds} rounds of {options.steps} steps",
+        f"{options.layers} layers, width {options.width}, batch {options.batch} x {LENGTH} tokens, {options.rounds} "
+        f"rounds of {options.steps} steps",
         "",
-        "| | steps/s | beside a loop by hand |",
-        "| --- | --- | --- |",
+        "| | | steps/s | beside a loop by hand | its processor seconds a step by these |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for name, each in speeds.items():
+
+
+def rows(model: str, found: dict[str, list[Clock]]) -> list[str]:
+    lines = []
+    for name, each in found.items():
         if each:
-            ratios = [ours / theirs for ours, theirs in zip(each, speeds["by hand"], strict=True)]
-            lines.append(f"| {name} | {statistics.median(each):.2f} | {statistics.median(ratios):.3f} |")
-    return "\n".join(lines)
+            pairs = list(zip(each, found["by hand"], strict=True))
+            speed = statistics.median(clock.speed for clock in each)
+            ratio = statistics.median(clock.speed / hand.speed for clock, hand in pairs)
+            processor = statistics.median(hand.processor / clock.processor for clock, hand in pairs)
+            lines.append(f"| {model} | {name} | {speed:.2f} | {ratio:.3f} | {processor:.3f} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "xla", "cuda"])
+    parser.add_argument("--models", nargs="+", default=["gpt2"], choices=["gpt2", "llama", "bert", "t5"])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--batch", type=int, default=4)
@@ -191,8 +233,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--save", action="store_true", help="keep the table under benchmarks/results")
     options = parser.parse_args()
-    options.size = {"n_layer": options.layers, "n_embd": options.width, "n_head": 4}
-    table = report(options, measure(options))
+    device, drain = open_device(options.device)
+    lines = heading(options)
+    for model in options.models:
+        options.model = model
+        lines += rows(model, measure(options, device, drain))
+    table = "\n".join(lines)
     print(f"\n{table}")
     if options.save:
         target = Path(__file__).parent / "results" / f"train_overhead_{options.device}.md"

@@ -214,3 +214,24 @@ def test_code_that_comes_with_a_model_is_executed_where_it_is_trusted(
     assert plan.model_class == "TinyModel"
     with pytest.raises(UsageError, match="set trust_remote_code: true"):
         plan_recipe(recipe_in(tmp_path, block_size=16, **given), 1)
+
+
+def test_an_adapter_alone_has_gradients_and_is_saved(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config.save_pretrained(tmp_path / "base")
+    base = {"model_name_or_path": str(tmp_path / "base"), "config_name": None, "config_overrides": None}
+    complete = plan_recipe(recipe_in(tmp_path, **base), 1)
+    adapted = plan_recipe(recipe_in(tmp_path, **base, peft="lora", lora_r=4), 1)
+    assert adapted.model_class == complete.model_class
+    added = 2 * 4 * (4 * (32 + 32) + 3 * (32 + 64))  # layers, rank, inputs and outputs of all linear layers
+    assert adapted.parameters == complete.parameters + added
+    assert (adapted.checkpoint.model, complete.checkpoint.model) == (4 * added, 4 * complete.parameters)
+    assert adapted.checkpoint.optimizer == pytest.approx(8 * added, rel=0.05)
+    assert adapted.own.usage is not None
+    assert adapted.own.usage["optimizer"] == pytest.approx(8 * added, rel=0.05)
+    unknown = recipe_in(tmp_path, **base, peft="lora", lora_target_modules=["nothing"])
+    with pytest.raises(UsageError, match="lora_target_modules: "):
+        plan_recipe(unknown, 1)
+    staged = plan_recipe(recipe_in(tmp_path, **base, peft="lora"), 2)
+    (refused,) = [option for option in staged.options if option.args.pipeline_parallel_size > 1]
+    assert refused.impossible is not None

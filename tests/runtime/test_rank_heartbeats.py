@@ -90,8 +90,9 @@ def test_a_stopped_rank_0_is_named_by_the_others(ended: list[str]) -> None:
 
 
 def test_a_rank_that_never_starts_is_named(ended: list[str]) -> None:
-    with watch(dist.HashStore(), 0, size=2):
-        assert "rank 1 (has not started training)" in "".join(wait_for(ended, 1, 20))
+    with watch(dist.HashStore(), 0, size=2) as one:
+        one._place = "stage {} of 2".format
+        assert "rank 1 (stage 1 of 2, has not started training)" in "".join(wait_for(ended, 1, 20))
 
 
 def test_a_store_that_stops_answering_is_blamed_on_rank_0(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

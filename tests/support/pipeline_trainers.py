@@ -73,14 +73,22 @@ class OwnOptimizer(Trainer):
         return self.optimizer
 
 
+def dropped(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return nn.functional.dropout(output, 0.2, layer.training)
+
+
 def run(options: dict[str, Any]) -> dict[str, Any]:
     """One run. `options`: those of TrainingArguments, and model (see `models.build`), frozen (a pattern of names), data
-    ("uneven"), loss ("own"), optimizer ("given", "created"), patience, unlabelled (predict without labels), resume."""
+    ("uneven"), hooked (layers draw random numbers that neither they nor the configuration show), loss ("own"),
+    optimizer ("given", "created"), patience, unlabelled (predict without labels), resume."""
     options = dict(options)
     model = build(**options.pop("model"))
     frozen = options.pop("frozen", None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen is None or not re.search(frozen, name))
+    if options.pop("hooked", False):
+        for layer in model.model.layers:
+            layer.register_forward_hook(dropped)
     data = Uneven if options.pop("data", None) == "uneven" else Blocks
     patience, optimizer = options.pop("patience", None), options.pop("optimizer", None)
     loss, unlabelled = options.pop("loss", None), options.pop("unlabelled", False)

@@ -52,6 +52,16 @@ def stop_in_training() -> None:
     stop_before(TrainStep, "__call__", lambda self, step, *_: step == 2)
 
 
+def stop_between_stages() -> None:
+    """In the second step, in the middle of a pipeline's passes: before a transfer."""
+    from stepmark.parallel.pipeline.transfers import Transfers
+    from stepmark.training.step import TrainStep
+
+    steps: list[int] = []
+    stop_before(TrainStep, "__call__", lambda self, step, *_: bool(steps.append(step)))  # type: ignore[func-returns-value]
+    stop_before(Transfers, "settle", lambda *_: len(steps) == 2)
+
+
 def stop_in_evaluation() -> None:
     from stepmark.evaluation.evaluator import Evaluator
 
@@ -65,6 +75,7 @@ def stop_after_saving() -> None:
 
 PLACES: dict[str, Callable[[], None]] = {
     "training": stop_in_training,
+    "between stages": stop_between_stages,
     "evaluating": stop_in_evaluation,
     "saved": stop_after_saving,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -72,3 +73,34 @@ def test_hidden_states_that_the_next_stage_does_not_expect_are_an_error() -> Non
     transfers.begin(1, [(0, "other rows", Activation(torch.ones(2, 4)))], [], [], [])
     with pytest.raises(UsageError, match=r"after stage 0 were \[2, 3\] torch.float32 and are \[2, 4\]"):
         transfers.begin(1, [(0, "rows", Activation(torch.ones(2, 4)))], [], [], [])
+
+
+class FullLinks(SlowLinks):
+    """What comes is here at once; remembers what it was."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        self.received: list[weakref.ref[Tensor]] = []
+
+    def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        tensors = [torch.ones(form.shape, dtype=form.dtype) for form in incoming]
+        self.received += [weakref.ref(tensor) for tensor in tensors]
+        return Exchange((), outgoing, (), tensors)
+
+    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
+        return Exchange.done([self.form.encoded()] * count)
+
+
+def test_the_last_stage_holds_the_hidden_states_of_one_batch_at_a_time() -> None:
+    mesh: Any = pipeline_mesh(1, 2)
+    model = parallelize(build("llama", num_hidden_layers=2), mesh)
+    tokens = tokens_for(67)
+    mesh.links = links = FullLinks(Form((*tokens.shape, model.config.hidden_size), torch.float32))
+    forward = PipelinedForward(model, MicroBatchLoss(model), mesh)
+    batches = [MicroBatch({"input_ids": tokens}, 2, None) for _ in range(6)]
+    held = []
+    for _ in forward(batches, lambda batch: model(**batch.inputs).logits.sum()):
+        held.append(sum(reference() is not None for reference in links.received))
+    assert len(links.received) == 6
+    assert max(held) <= 1

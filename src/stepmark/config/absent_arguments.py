@@ -49,7 +49,6 @@ INSTEAD = {
     "ddp_broadcast_buffers": "leave it out",
     "ddp_backend": "leave it out: the backend is that of the device",
     "ddp_timeout": _DEADLINE,
-    "eval_do_concat_batches": "override evaluate",
     "logging_nan_inf_filter": "leave it out: losses are logged as they are, so a nan is seen",
     "log_on_each_node": "use log_level",
     "log_level_replica": "use log_level",
@@ -67,6 +66,7 @@ INSTEAD = {
     "hub_always_push": _IN_PYTHON,
     "hub_revision": _IN_PYTHON,
     "batch_eval_metrics": _IN_PYTHON,
+    "eval_do_concat_batches": _IN_PYTHON,
     "include_for_metrics": _IN_PYTHON,
     "prediction_loss_only": _IN_PYTHON,
 }

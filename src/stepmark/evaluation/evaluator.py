@@ -21,6 +21,7 @@ from stepmark.evaluation.predictions import (
     NO_ROWS,
     SampleRows,
     ignored_outputs,
+    labels_on_host,
     predictions_of,
     rows_on_host,
     with_last,
@@ -100,6 +101,7 @@ class Evaluator:
         loader: StepLoader,
         *,
         gather: bool = False,
+        joined: bool = True,
         include: Sequence[str] = (),
         batch_metrics: BatchMetrics | None = None,
         ignore_keys: Sequence[str] | None = None,
@@ -111,6 +113,7 @@ class Evaluator:
         Args:
             loader: the samples, on the host; iterated from its position to the end of the epoch.
             gather: also collect predictions and labels of all samples, in host memory.
+            joined: the rows of all batches are joined; otherwise they are lists with an item for each rank's batch.
             include: what to collect besides: `inputs`, the model's main input, and `loss`, that of each sample's batch.
             batch_metrics: called with each batch's rows of all ranks, and whether it is the last one.
             ignore_keys: outputs of the model that are not predictions, besides the loss; default None: those that its
@@ -149,7 +152,7 @@ class Evaluator:
             samples=int(totals[2]),
             batches=int(sums[3]),
             seconds=time.perf_counter() - started,
-            rows=self._gather(kept) if gather else NO_ROWS,
+            rows=self._gather(kept, joined) if gather else NO_ROWS,
             computed=computed,
         )
 
@@ -248,15 +251,18 @@ class Evaluator:
 
     def _rows(self, micro_batch: MicroBatch, result: BatchResult, include: Sequence[str]) -> SampleRows:
         """The batch's real rows, as numpy arrays on the host."""
-        loss, *trees = result
-        if "inputs" in include:
-            name = getattr(unwrapped(self.model), "main_input_name", "input_ids")
-            trees.append(micro_batch.inputs.get(name) if isinstance(micro_batch.inputs, Mapping) else None)
-        rows = SampleRows(*(rows_on_host(each, micro_batch.rows, self.runtime) for each in trees))
+        (loss, predictions, labels), inputs, count = result, None, micro_batch.rows
+        if "inputs" in include and isinstance(micro_batch.inputs, Mapping):
+            inputs = micro_batch.inputs.get(getattr(unwrapped(self.model), "main_input_name", "input_ids"))
+        rows = SampleRows(
+            rows_on_host(predictions, count, self.runtime),
+            labels_on_host(labels, count, self.runtime),
+            rows_on_host(inputs, count, self.runtime),
+        )
         if loss is None or "loss" not in include:
             return rows
         mean = self._fetch_losses([loss]) / max(self.loss.count(self.model, micro_batch), 1)
-        return rows._replace(losses=np.full(micro_batch.rows, mean, dtype=np.float32))
+        return rows._replace(losses=np.full(count, mean, dtype=np.float32))
 
     def _all_gather(self, value: Any) -> list[Any]:
         """The values of the reporting ranks."""
@@ -264,14 +270,16 @@ class Evaluator:
         values = self.host.all_gather(value if self.host.rank in reporting else None)
         return [values[rank] for rank in reporting]
 
-    def _gather(self, kept: list[SampleRows]) -> SampleRows:
+    def _gather(self, kept: list[SampleRows], joined: bool) -> SampleRows:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. Only a few batches
         are gathered at a time, to limit memory."""
         in_order: list[SampleRows] = []
         for first in range(0, len(kept), HELD_BATCHES):
             by_rank = self._all_gather(kept[first : first + HELD_BATCHES])
             in_order += [rows for batch in zip(*by_rank, strict=True) for rows in batch]
-        return SampleRows.joined(in_order) if in_order else NO_ROWS
+        if not in_order:
+            return NO_ROWS
+        return SampleRows.joined(in_order) if joined else SampleRows.listed(in_order)
 
 
 def perplexity(loss: float) -> float:

@@ -19,7 +19,8 @@ Item = TypeVar("Item")
 
 
 class SampleRows(NamedTuple):
-    """What `compute_metrics` gets of some samples: nests of arrays with a row for each; None where there is none."""
+    """What `compute_metrics` gets of some samples: nests of arrays with a row for each, or lists with an item for each;
+    None where there is none."""
 
     predictions: Any = None
     labels: Any = None
@@ -30,6 +31,12 @@ class SampleRows(NamedTuple):
     def joined(cls, parts: Sequence[Sequence[Any]]) -> SampleRows:
         """The rows of several batches, or of one batch on all ranks, in order."""
         return cls(*(concatenate(list(column)) for column in zip(*parts, strict=True)))
+
+    @classmethod
+    def listed(cls, parts: Sequence[Sequence[Any]]) -> SampleRows:
+        """The rows of several batches, as lists with an item for each batch."""
+        columns = ([each for each in column if each is not None] for column in zip(*parts, strict=True))
+        return cls(*(column or None for column in columns))
 
     def as_tensors(self) -> SampleRows:
         """The same in torch tensors, on the host."""
@@ -42,8 +49,8 @@ NO_ROWS = SampleRows()
 def _as_tensors(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {name: _as_tensors(value) for name, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(_as_tensors(value) for value in tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_as_tensors(value) for value in tree)
     return torch.from_numpy(tree) if isinstance(tree, np.ndarray) else tree
 
 
@@ -96,12 +103,32 @@ def rows_on_host(tree: Any, rows: int, runtime: Runtime) -> Any:
     return np.atleast_1d(on_host.numpy())[:rows]
 
 
+def labels_on_host(labels: Any, rows: int, runtime: Runtime) -> Any:
+    """As `rows_on_host`. A list, of several labels too, has an item for each sample, of any shape: the boxes of an
+    image, for example. The first `rows` items are returned whole."""
+    if isinstance(labels, list):
+        return [_whole(item, runtime) for item in labels[:rows]]
+    if isinstance(labels, tuple):
+        return tuple(labels_on_host(each, rows, runtime) for each in labels)
+    return rows_on_host(labels, rows, runtime)
+
+
+def _whole(tree: Any, runtime: Runtime) -> Any:
+    if isinstance(tree, Mapping):
+        return {name: _whole(value, runtime) for name, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_whole(value, runtime) for value in tree)
+    return runtime.to_host([tree.detach()])[0].numpy() if isinstance(tree, Tensor) else tree
+
+
 def concatenate(arrays: list[Any]) -> Any:
     """Joins arrays, or nests of arrays, along the first dim; where other dims differ, shorter ones are padded with
-    -100."""
+    -100. Lists of samples are joined to one."""
     present = [array for array in arrays if array is not None]
     if not present:
         return None
+    if isinstance(present[0], list):
+        return [sample for each in present for sample in each]
     if isinstance(present[0], tuple):
         return tuple(concatenate([array[index] for array in present]) for index in range(len(present[0])))
     if isinstance(present[0], dict):

@@ -29,6 +29,13 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, MASTER_WEIGHTS, COMMUNICATION, A
 
 Usage = Mapping[str, int]  # bytes by category
 
+ACCUMULATING = (
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.scatter_add.default,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten.index_put.default,
+)
+
 
 class AllocationTracker(TorchDispatchMode):
     """Active while a program runs under FakeTensorMode.
@@ -45,15 +52,19 @@ class AllocationTracker(TorchDispatchMode):
         self._categories: list[str] = []
         self._numbers: dict[int, int] = {}  # of the storages that are allocated, by address
         self._log: dict[str, list[int]] = {}  # by window: a storage's number, or ~number when it is released
+        self._summed: int | None = None  # the storage to which autograd has just added another gradient
         self._at_start: dict[str, list[int]] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         result = function(*arguments, **(keywords or {}))
+        self._summed = None
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf.untyped_storage())
+        if _accumulates(function):
+            self._summed = self._numbers.get(arguments[0].untyped_storage()._cdata)
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -70,6 +81,9 @@ class AllocationTracker(TorchDispatchMode):
         if self._numbers.get(address) == number:
             del self._numbers[address]
         self._record(~number)
+        if number == self._summed and self._window is not None:
+            log = self._log[self._window]
+            log[-2:] = reversed(log[-2:])  # nobody else held it, so autograd adds real gradients in place
 
     def _record(self, event: int) -> None:
         if self._window is not None:
@@ -98,6 +112,15 @@ class AllocationTracker(TorchDispatchMode):
                 number = self._numbers.get(tensor.untyped_storage()._cdata)
                 if number is not None:
                     self._categories[number] = category
+
+    def count(self, kind: str) -> int:
+        """How many windows there have been whose names begin with `kind`."""
+        return sum(window.startswith(kind) for window in self._log)
+
+    def forget(self) -> None:
+        """Drops the windows, not what is allocated: a later step is to be seen instead of this one."""
+        self._window, self._summed = None, None
+        self._log, self._at_start = {}, {}
 
     def allocated(self) -> dict[str, int]:
         """What is allocated now, by category."""
@@ -134,6 +157,14 @@ class AllocationTracker(TorchDispatchMode):
         for number in numbers:
             usage[self._categories[number]] += self._sizes[number]
         return {category: usage[category] for category in CATEGORIES}
+
+
+def _accumulates(function: Any) -> bool:
+    """Whether autograd adds gradients up: those that a tensor gets from its several uses, or the parts of one. It does
+    so in place where nobody else holds the sum, but never with fake tensors. Checkpointed forward passes, which run
+    within a backward pass, record gradients."""
+    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return in_backward and function in ACCUMULATING
 
 
 def _advance(live: dict[int, None], events: list[int]) -> None:

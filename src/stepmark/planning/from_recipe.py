@@ -26,8 +26,6 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     """
     quiet_libraries()
     check_optimizer(recipe.training.optim)
-    if recipe.model.peft is not None:
-        raise UsageError("peft: plan does not know adapters; plan without it, which is an upper bound")
     check_mesh(recipe.training, ranks)
     notes: list[str] = []
     tokenizer = _tokenizer(recipe, notes)

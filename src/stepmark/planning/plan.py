@@ -21,6 +21,7 @@ from stepmark.planning.simulated_mesh import DEVICES, PlannedDevice
 from stepmark.planning.stages import StageTrace, trace_stages
 from stepmark.planning.step_setup import StepSetup
 from stepmark.planning.step_trace import meta_model
+from stepmark.trainer.adapters import adapter_of
 
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
 
@@ -157,8 +158,9 @@ def make_plan(
     args = recipe.training
     check_mesh(args, ranks)
     trust = recipe.model.trust_remote_code
-    model_class, parameters, elements = _count(config, trust)
-    setup = StepSetup(config, args, ranks, length.block_size, DEVICES[device], trust)
+    adapter = None if recipe.model.peft is None else recipe.model
+    setup = StepSetup(config, args, ranks, length.block_size, DEVICES[device], trust, adapter)
+    model_class, parameters, trained, elements = _count(setup)
     measured = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
     if measured[0].impossible is not None:
         raise UsageError(measured[0].impossible)
@@ -166,7 +168,7 @@ def make_plan(
         others = [each for each in smaller(args, ranks) if each not in [one.args for one in measured]]
         measured += _until_one_fits(setup, others, device_memory)
     size = torch.finfo(getattr(torch, args.dtype)).bits // 8
-    optimizer = 0 if args.save_only_model else round(parameters * measured[0].checkpointed)
+    optimizer = 0 if args.save_only_model else round(trained * measured[0].checkpointed)
     total = elements * size + optimizer
     return Plan(
         model_class,
@@ -199,13 +201,17 @@ def check_mesh(args: TrainingFields, ranks: int) -> None:
         )
 
 
-def _count(config: Any, trust_remote_code: bool) -> tuple[str, int, int]:
-    """The model's class, its parameters, and these with the buffers that are saved."""
+def _count(setup: StepSetup) -> tuple[str, int, int, int]:
+    """The model's class, its parameters, those that are trained, and elements of what checkpoints hold: the model with
+    its buffers, or its adapter."""
     with FakeTensorMode():
-        model = meta_model(config, trust_remote_code)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        saved = {id(value): value.numel() for value in model.state_dict(keep_vars=True).values()}
-        return type(model).__name__, parameters, sum(saved.values())
+        model = meta_model(setup)
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        parameters, trained = sum(size for size, _ in sizes), sum(size for size, needed in sizes if needed)
+        state = (adapter_of(model) or model).state_dict(keep_vars=True)
+        saved = {id(value): value.numel() for value in state.values()}
+        inner = getattr(model, "base_model", None) if setup.adapter is not None else None
+        return type(model if inner is None else inner.model).__name__, parameters, trained, sum(saved.values())
 
 
 def _until_one_fits(setup: StepSetup, tried: Sequence[TrainingFields], device_memory: int) -> list[RankMemory]:

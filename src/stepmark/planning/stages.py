@@ -73,7 +73,7 @@ def _sizes(setup: StepSetup) -> list[int]:
     """The layers of each stage."""
     args = setup.args
     with FakeTensorMode():
-        model = train_like(meta_model(setup.config, setup.trust_remote_code), args)
+        model = train_like(meta_model(setup), args)
         plan = plan_stages(model, args.pipeline_parallel_size * args.pipeline_chunks, args.pipeline_layers)
     return [end - begin for begin, end in plan.bounds]
 

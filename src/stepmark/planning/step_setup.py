@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepmark.config.recipe import ModelArguments
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.batch import MicroBatch
 from stepmark.parallel.pipeline.schedules import GPIPE, INTERLEAVED
@@ -27,6 +28,7 @@ class StepSetup:
         length: Tokens in a sequence.
         device: What is planned for.
         trust_remote_code: Whether to execute Python code that comes with the model.
+        adapter: The model's fields of the recipe, where they ask for an adapter; None: the model is trained itself.
         stage: The rank's coordinate on the pipeline's axis.
         micro_batches: How many of the step's micro-batches are traced; None: as many as it takes until they repeat.
     """
@@ -37,6 +39,7 @@ class StepSetup:
     length: int
     device: PlannedDevice
     trust_remote_code: bool = False
+    adapter: ModelArguments | None = None
     stage: int = 0
     micro_batches: int | None = None
 

@@ -25,6 +25,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.data.batch import StepBatch
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.tensor.adapted_layers import check_adapters
 from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.planning.allocations import (
     ACTIVATIONS,
@@ -38,6 +39,7 @@ from stepmark.planning.simulated_mesh import PlannedDevice, SimulatedMesh
 from stepmark.planning.stage_trace import evaluate_stages, stage_inputs, watch_stage
 from stepmark.planning.step_setup import StepSetup
 from stepmark.planning.step_windows import WatchedLoss, WatchedOptimizer
+from stepmark.recipe.adapter import with_adapter
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.setup import sharding_options, step_optimizer
 from stepmark.training.loss import MicroBatchLoss, Weight
@@ -104,9 +106,7 @@ def _trace(setup: StepSetup) -> StepTrace:
         parameters = list(model.parameters())
         _assign_state(model, optimizer, tracker)
         loss = _loss(setup, model, tracker)
-        if setup.staged:
-            watch_stage(setup, mesh, tracker)
-        _train(setup, model, WatchedOptimizer(optimizer, parameters, tracker), loss, mesh)
+        _train(setup, model, WatchedOptimizer(optimizer, parameters, tracker), loss, mesh, tracker)
         mesh.simulated.at_boundary = lambda: None
         if setup.args.eval_strategy != "no":
             tracker.enter("evaluation", ACTIVATIONS)
@@ -114,7 +114,8 @@ def _trace(setup: StepSetup) -> StepTrace:
             evaluation(setup, model, loss, mesh)
         usage = tracker.allocated()
         updated = sum(tensor.numel() for group in optimizer.inner.param_groups for tensor in group["params"])
-        largest = max(parameter.numel() for parameter in parameters) * torch.float32.itemsize
+        saved = [parameter for parameter in parameters if setup.adapter is None or parameter.requires_grad]
+        largest = max(parameter.numel() for parameter in saved) * torch.float32.itemsize
     masters = 0 if setup.args.dtype == "float32" else torch.float32.itemsize
     return StepTrace(tracker.peaks(), usage[OPTIMIZER] / max(updated, 1) + masters, largest)
 
@@ -137,15 +138,15 @@ def _attention(device: PlannedDevice) -> Iterator[None]:
         yield
 
 
-def meta_model(config: Any, trust_remote_code: bool = False) -> nn.Module:
-    """The causal language model without memory; under FakeTensorMode only.
+def meta_model(setup: StepSetup) -> nn.Module:
+    """The causal language model, with its adapter, without memory; under FakeTensorMode only.
 
-    Raises UsageError if the configuration does not describe one.
+    Raises UsageError if the configuration does not describe one, or it cannot have the adapter.
     """
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model: nn.Module = AutoModelForCausalLM.from_config(setup.config, trust_remote_code=setup.trust_remote_code)
     except Exception as error:  # every model class checks its sizes differently
         line = (str(error).strip() or type(error).__name__).split("\n")[0]
         if "Couldn't swap" in line:
@@ -154,12 +155,13 @@ def meta_model(config: Any, trust_remote_code: bool = False) -> nn.Module:
                 "torch 2.9"
             ) from error
         raise UsageError(f"config_name and config_overrides: they do not describe a valid model: {line}") from error
-    return model
+    return model if setup.adapter is None else with_adapter(model, setup.adapter)
 
 
 def _make_model(setup: StepSetup, tracker: AllocationTracker) -> tuple[nn.Module, SimulatedMesh]:
     args = setup.args
-    model = meta_model(setup.config, setup.trust_remote_code)
+    model = meta_model(setup)
+    check_adapters(model, args.tensor_parallel_size, args.pipeline_parallel_size)
     cast_module(model, getattr(torch, args.dtype))
     arriving = stage_inputs(setup, model) if setup.staged else ()
     mesh = SimulatedMesh(setup.axes, setup.device, tracker, setup.stage, arriving)
@@ -191,9 +193,15 @@ def _assign_state(model: nn.Module, optimizer: StepOptimizer, tracker: Allocatio
 
 
 def _train(
-    setup: StepSetup, model: nn.Module, optimizer: WatchedOptimizer, loss: MicroBatchLoss, mesh: SimulatedMesh
+    setup: StepSetup,
+    model: nn.Module,
+    optimizer: WatchedOptimizer,
+    loss: MicroBatchLoss,
+    mesh: SimulatedMesh,
+    tracker: AllocationTracker,
 ) -> None:
-    """One step, of which as many micro-batches run as it takes until they repeat."""
+    """One step, of which as many micro-batches run as it takes until they repeat. With sharded gradients the second
+    step: in the first one they learn in which order they can be sent during the backward pass."""
     args = setup.args
     step = TrainStep(
         model,
@@ -205,7 +213,12 @@ def _train(
         max_grad_norm=args.max_grad_norm,
         autocast=setup.autocast,
     )
-    step(0, StepBatch(setup.traced_micro_batches(), args.per_device_train_batch_size, 0.0, {}))
+    batch = StepBatch(setup.traced_micro_batches(), args.per_device_train_batch_size, 0.0, {})
+    for number in range(2 if args.zero_1 and not setup.device.lazy else 1):
+        tracker.forget()
+        if setup.staged:
+            watch_stage(setup, mesh, tracker)
+        step(number, batch)
 
 
 def _evaluate(setup: StepSetup, model: nn.Module, loss: MicroBatchLoss, mesh: SimulatedMesh) -> None:

@@ -20,13 +20,12 @@ class WatchedLoss(MicroBatchLoss):
     def __init__(self, model: nn.Module, tracker: AllocationTracker, *, label_smoothing: float) -> None:
         super().__init__(model, label_smoothing=label_smoothing, lazy=True)  # reads no values
         self._tracker = tracker
-        self._calls = 0
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        self._tracker.enter(f"forward pass {self._calls}", ACTIVATIONS)
+        number = self._tracker.count("forward pass")
+        self._tracker.enter(f"forward pass {number}", ACTIVATIONS)
         result = super().__call__(model, inputs, weight)
-        self._tracker.enter(f"backward pass {self._calls}", ACTIVATIONS)
-        self._calls += 1
+        self._tracker.enter(f"backward pass {number}", ACTIVATIONS)
         return result
 
 

@@ -119,6 +119,8 @@ def _conclusion(plan: Plan) -> Iterator[str]:
         yield "`largest`, `bubble`: the pipeline rank that needs this memory; the share of a step in which ranks wait."
     if plan.device.lazy:
         yield "On xla the compiler decides: it is planned as if operations ran one by one, without fused attention."
+    if plan.device.name == "cpu":
+        yield "On the CPU these are the tensors. glibc's heap can keep several times that (see MALLOC_MMAP_THRESHOLD_)."
     yield from plan.notes
     if plan.device_memory is None:
         return

@@ -66,6 +66,11 @@ class Exchange:
         """An exchange with nothing to wait for."""
         return cls((), (), (), received)
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is on its way any more, as far as this side has waited."""
+        return not (self._sending or self._sent or self._receiving)
+
     def arrived(self) -> list[Tensor]:
         """What the other rank has sent, when it is here; an accelerator's stream waits instead of the host."""
         for work in self._receiving:

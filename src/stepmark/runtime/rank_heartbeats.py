@@ -74,7 +74,8 @@ class PeerWatch:
     """A context in which all ranks exit, with code 1, when one of them has no heartbeat for `limit` seconds.
 
     `progress` describes how far the run is, and `ending(reason)` is called before the process exits; both are called in
-    another thread. `setting` is the name of the user's setting for the limit. A single rank is not watched.
+    another thread. `place` describes what a rank has of the model, or is empty. `setting` is the name of the user's
+    setting for the limit. A single rank is not watched.
     """
 
     def __init__(
@@ -87,11 +88,12 @@ class PeerWatch:
         setting: str,
         progress: Callable[[], str],
         ending: Callable[[str], None],
+        place: Callable[[int], str] = lambda rank: "",
     ) -> None:
         global _watches
         _watches += 1
         self._rank, self._size, self._limit = rank, size, limit
-        self._setting, self._progress, self._ending = setting, progress, ending
+        self._setting, self._progress, self._ending, self._place = setting, progress, ending, place
         self._beat = min(LONGEST_BEAT, limit / BEATS)
         self._closed = threading.Event()
         self._verdict_lock = threading.Lock()
@@ -215,10 +217,12 @@ class PeerWatch:
         return f"{self._progress()}, in {_innermost(frame)}"
 
     def _describe(self, rank: int) -> str:
-        if not self._latest.get(rank):
-            return f"rank {rank} (has not started training)"
-        _, host, where = json.loads(self._latest[rank])
-        return f"rank {rank} on {host} (last seen {where})"
+        place = f"{self._place(rank)}, " if self._place(rank) else ""
+        beat = self._latest.get(rank)
+        if not beat:
+            return f"rank {rank} ({place}{'no heartbeat seen yet' if beat is None else 'has not started training'})"
+        _, host, where = json.loads(beat)
+        return f"rank {rank} on {host} ({place}last seen {where})"
 
     def _reason(self, overdue: list[str]) -> str:
         more = f" and {len(overdue) - _NAMED} more" if len(overdue) > _NAMED else ""

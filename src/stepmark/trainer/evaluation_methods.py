@@ -255,6 +255,7 @@ class EvaluationMethods:
         return self.evaluator(
             self._loaders.steps_of(batches),
             gather=gather and not loss_only,
+            joined=self.args.eval_do_concat_batches,
             include=self.args.include_for_metrics or (),
             batch_metrics=None if by_batches is None else by_batch(by_batches),
             ignore_keys=ignore_keys,

@@ -571,7 +571,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     def _train(
         self, loop: TrainingLoop, parts: RunParts, checkpointer: Checkpointer, restored: Path | None
     ) -> TrainOutput:
-        callbacks, first = self._callbacks, self.state.global_step
+        callbacks, first, evaluating = self._callbacks, self.state.global_step, loop.is_evaluating
         loop.begin(restored)
         began = time.perf_counter()
         callbacks.event("on_train_begin")
@@ -590,7 +590,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             "train_samples_per_second": samples / seconds,
             "train_steps_per_second": steps / seconds,
         }
-        if steps:  # a process that found the run finished has trained nothing
+        if steps or evaluating:  # a process that found the run finished has trained nothing
             callbacks.log({name: value for name, value in metrics.items() if name != "epoch"})
         callbacks.event("on_train_end")
         if self._repository is not None:

@@ -41,6 +41,8 @@ class TrainingArguments(TrainingFields):
         batch_eval_metrics: `compute_metrics(prediction, compute_result=…)` is called for each batch, with tensors of
             all ranks, and returns metrics where `compute_result` is true, for the last one. Nothing is collected.
             Default: false.
+        eval_do_concat_batches: Predictions and labels of all samples are joined. Otherwise they are lists with an item
+            for each batch of each rank, in order. Default: true.
         push_to_hub: Upload the model to the Hugging Face hub: by `push_to_hub`, and during training as `hub_strategy`
             says. Default: false.
         hub_model_id: The repository; default: the name of `output_dir`.
@@ -66,6 +68,7 @@ class TrainingArguments(TrainingFields):
     prediction_loss_only: bool = False
     include_for_metrics: list[str] | None = None
     batch_eval_metrics: bool = False
+    eval_do_concat_batches: bool = True
     push_to_hub: bool = False
     hub_model_id: str | None = None
     hub_strategy: str = "every_save"

@@ -122,6 +122,11 @@ class TrainingLoop:
             self._monitor.restored(path, self._step, self._checkpointer.quarantined)
         return path
 
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the run was stopped in an evaluation, which it has to continue first."""
+        return self._unfinished is not None
+
     def mean_loss(self) -> float:
         """Mean over all tokens since the run began, resumptions included."""
         return self._losses.mean_loss()

@@ -133,6 +133,7 @@ class PipelinedForward:
             for index, batch in enumerate(batches):
                 with torch.no_grad(), autocast(self._runtime, self._autocast):
                     results[index] = self._pass(stage, batch, compute)
+                self._transfers.settle(keep=2 * self._ranks)
         yield from zip(batches, results, strict=True)
 
     def _pass(self, stage: int, batch: MicroBatch, compute: Callable[[MicroBatch], Result]) -> Result | None:
@@ -147,5 +148,4 @@ class PipelinedForward:
             return self._stages.final(received, lambda: compute(batch))
         hidden = self._call(stage, received, batch)
         self._transfers.begin((stage + 1) % self._ranks, [(stage, shapes, Activation(hidden))], [], [], [])
-        self._transfers.settle(keep=2 * self._ranks)
         return None

@@ -36,6 +36,7 @@ class PipelinedSchedule:
     """Runs the micro-batches of a step as a schedule says. See `MicroBatchSchedule`.
 
     Random numbers are seeded as in `SequentialSchedule`, and each stage continues where the one before has stopped.
+    Where neither the modules nor the configuration show that the model draws any, the first step does.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class PipelinedSchedule:
         self.loss = loss
         self.gradients = gradients
         self.mesh = mesh
-        self.transfers = Transfers(mesh, draws=stages.plan.draws)
+        self.transfers = Transfers(mesh, draws=True)
+        self.seeks_draws = not stages.plan.draws
         self.call = StageCalls(stages, loss)
         self.autocast = autocast
         self.scaler = scaler
@@ -74,6 +76,9 @@ class PipelinedSchedule:
         for number in range(len(schedule.ticks)):
             running.tick(number, lambda index: derive_seed(self._seed, step, index, self.mesh.data_parallel.rank))
         self.transfers.settle()
+        if self.seeks_draws:
+            self.transfers.draws = any(self.mesh.context.host.all_gather(running.drew))
+            self.seeks_draws = False
         return running.loss.reshape(()), counts.total.reshape(())
 
 
@@ -110,6 +115,8 @@ class _Step:
         self._to_send: dict[Task, Activation] = {}
         self._backward_left = len(parts.stages.own) * len(micro_batches)
         self._checkpointing = checkpoints_gradients(parts.stages.model)
+        self._random_numbers: Tensor | None = None  # the generator's state before this rank draws any, if it is sought
+        self.drew = False
         self.loss = counts.zero
 
     def tick(self, number: int, seed: Callable[[int], int]) -> None:
@@ -120,8 +127,9 @@ class _Step:
                 continue  # it ran with its forward pass, in one graph
             if task.kind == FORWARD:
                 self._runtime.seed(seed(task.micro_batch))
+                self._watch_generator()
                 self._forward(task)
-            elif self._parts.stages.plan.draws:
+            elif self._parts.transfers.draws or self._checkpointing:
                 self._runtime.seed(seed(task.micro_batch))
                 begin_regions(self._parts.stages.model)  # those that are computed again
             if both or task.kind == BACKWARD:
@@ -143,6 +151,14 @@ class _Step:
         else:
             self.loss = self.loss + output.detach()
         self._kept[task.stage, task.micro_batch] = _Forward(activation, None if again else output, Form.of(output))
+        before_drawing, self._random_numbers = self._random_numbers, None
+        if before_drawing is not None:
+            self.drew |= not torch.equal(before_drawing, self._runtime.generator_state())
+
+    def _watch_generator(self) -> None:
+        """Notes where the generator is, to see whether a forward pass draws from it."""
+        if self._parts.seeks_draws:
+            self._random_numbers = self._runtime.generator_state()
 
     def _computed_again(self, task: Task) -> bool:
         """Whether the backward pass computes everything again: with gradient checkpointing a stage keeps what it starts
@@ -165,6 +181,8 @@ class _Step:
     def _received(self, activation: Activation) -> Tensor:
         hidden = activation.arrived().requires_grad_()
         self._parts.transfers.resume_generator(activation)
+        if self._random_numbers is not None:
+            self._watch_generator()
         return hidden
 
     def _weight(self, index: int) -> Weight:

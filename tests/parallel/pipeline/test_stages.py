@@ -37,6 +37,17 @@ def test_loss_and_gradients_are_those_of_the_whole_model(kind: str, ranks: int, 
     assert difference(build(kind, **FOUR), ranks, chunks) == ""
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_embeddings_of_another_type_than_the_layers(kind: str) -> None:
+    """Rotary angles and masks have the type of the embeddings on every stage, also where these are not."""
+    model = build(kind, tie_word_embeddings=False, **FOUR).to(torch.bfloat16)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) or name.endswith(("norm", "ln_1", "ln_2", "ln_f")):
+            module.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert difference(model, 2) == ""
+
+
 def test_each_rank_keeps_its_stages_under_global_names() -> None:
     model = build("gpt2", **FOUR)
     names = {name for name, _ in model.named_parameters()}
@@ -178,6 +189,7 @@ def test_a_part_is_not_saved_as_a_model(tmp_path: Path) -> None:
     part = Pipeline(build("llama", **FOUR), 2).parts[0]
     with pytest.raises(UsageError, match="save_pretrained: this rank has a part"):
         part.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_part_is_evaluated_on_its_own_mesh_only() -> None:

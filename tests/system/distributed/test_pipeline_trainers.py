@@ -40,6 +40,10 @@ CASES: dict[str, Case] = {
         GPIPE,
     ),
     "an optimizer of the user's": ({"model": model("gpt2"), "optimizer": "given", "max_grad_norm": 0}, TWO),
+    "random numbers that nothing shows, recomputed": (
+        {"model": model("llama"), "hooked": True, "gradient_checkpointing": True},
+        TWO,
+    ),
     "smoothing, predictions without labels": (
         {"model": model("gemma2"), "label_smoothing_factor": 0.1, "data": "uneven", "unlabelled": True},
         TWO,

@@ -122,7 +122,8 @@ class EndingLayer(_Placeholder):
 
 
 class SkippedEmbedding(_Placeholder):
-    """Zeros in place of embeddings. `like` is a parameter of the stage, whose dtype and device they have."""
+    """Zeros in place of embeddings. `like` is a parameter of the stage, whose device they have; and whose dtype, unless
+    the table was kept in another one than the layers."""
 
     def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
         super().__init__(module)
@@ -130,15 +131,19 @@ class SkippedEmbedding(_Placeholder):
         assert isinstance(weight, Tensor)
         self.width = weight.shape[1]
         self._like = lambda: like  # as an attribute it would be a parameter of this module
+        self._own_dtype = None if weight.dtype == like.dtype else weight.dtype
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._own_dtype or self._like().dtype
 
     @property
     def weight(self) -> Tensor:
         """Without elements, for models that ask for the dtype or the device."""
-        return self._like().new_empty((0, self.width))
+        return self._like().new_empty((0, self.width), dtype=self._dtype)
 
     def forward(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        like = self._like()
-        return torch.zeros((*indices.shape, self.width), dtype=like.dtype, device=indices.device)
+        return torch.zeros((*indices.shape, self.width), dtype=self._dtype, device=indices.device)
 
 
 class SkippedLinear(_Placeholder):

@@ -42,11 +42,11 @@ class Transfers:
     """
 
     def __init__(self, mesh: Mesh, *, draws: bool) -> None:
-        """`draws`: the model draws random numbers."""
+        """`draws`: the model draws random numbers, or may; it can be set when that is known."""
         assert mesh.links is not None
         self._links = mesh.links
         self._runtime = mesh.runtime
-        self._draws = draws
+        self.draws = draws
         self._forms: dict[Hashable, Form] = {}
         self._running: list[tuple[int, Exchange]] = []  # with the tick that they began in
         self._tick = 0
@@ -85,7 +85,7 @@ class Transfers:
     ) -> list[Callable[[], Tensor] | None]:
         """Sends the states that go with activations; what gives those of `count` incoming ones, once they are here."""
         states = [each.generator() for _, _, each in outgoing if each.generator is not None]
-        if not self._draws or not (states or count):
+        if not self.draws or not (states or count):
             return [None] * count
         form = Form.of(self._runtime.generator_state())
         exchange = self._links.exchange_on_host(other, states, [form] * count)
@@ -122,16 +122,16 @@ class Transfers:
             )
 
     def settle(self, keep: int = 0) -> None:
-        """Ends a tick: waits for the exchanges of all ticks but the latest `keep`."""
+        """Ends a tick: waits for the exchanges of all ticks but the latest `keep`, and forgets those that are over."""
         for tick, exchange in self._running:
             if tick <= self._tick - keep:
                 exchange.left()
-        self._running = [each for each in self._running if each[0] > self._tick - keep]
+        self._running = [each for each in self._running if each[0] > self._tick - keep and not each[1].over]
         self._tick += 1
 
     def of_stage(self, hidden: Tensor) -> Activation:
         """An activation to send, with the generator's state where it matters."""
-        if not self._draws:
+        if not self.draws:
             return Activation(hidden)
         state = self._runtime.generator_state()
         return Activation(hidden, lambda: state)

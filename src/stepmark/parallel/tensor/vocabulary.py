@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stepmark.errors import UsageError
@@ -139,16 +141,36 @@ class VocabParallelLoss:
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Cross entropy of each target, in float32, without gathering the logits.
 
-    logits: (…, rows), this rank's; targets: (…), token ids. Two all-reduces, of (…) and (2, …) elements.
+    logits: (…, rows), this rank's; targets: (…), token ids. Two all-reduces, of (…) and (2, …) elements. One tensor of
+    the logits' shape is kept for the backward pass, in float32.
     """
-    axis = vocabulary.axis
-    logits = vocabulary.mask_padding(logits.float())
-    (highest,) = axis.all_reduce([logits.detach().amax(-1)], "max")
-    shifted = logits - highest.unsqueeze(-1)
-    rows, elsewhere = vocabulary.local(targets)
-    own = shifted.gather(-1, rows.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-    total, target = reduce_from(torch.stack([shifted.exp().sum(-1), own]), axis).unbind(0)
-    return total.log() - target
+    return _CrossEntropy.apply(logits, targets, vocabulary)
+
+
+class _CrossEntropy(Function):
+    """Autograd's own formulas would keep three tensors of the logits' shape, and make as many in the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        axis = vocabulary.axis
+        masked = vocabulary.mask_padding(logits.detach().float())
+        (highest,) = axis.all_reduce([masked.amax(-1)], "max")
+        rows, elsewhere = vocabulary.local(targets)
+        own = (masked.gather(-1, rows.unsqueeze(-1)).squeeze(-1) - highest).masked_fill(elsewhere, 0)
+        exponentials = (masked - highest.unsqueeze(-1)).exp_()
+        total, target = axis.all_reduce([torch.stack([exponentials.sum(-1), own])])[0].unbind(0)
+        context.save_for_backward(exponentials, total, rows, elsewhere)
+        context.dtype = logits.dtype
+        return total.log() - target
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        exponentials, total, rows, elsewhere = context.saved_tensors
+        own = -gradient.masked_fill(elsewhere, 0)
+        result = exponentials * (gradient / total).unsqueeze(-1)
+        result.scatter_add_(-1, rows.unsqueeze(-1), own.unsqueeze(-1))
+        return result.to(context.dtype), None, None
 
 
 def use_vocab_parallel_loss(model: Any, head: VocabParallelHead, called: Sequence[nn.Module]) -> None:
