@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError
@@ -89,6 +95,17 @@ def test_the_matrices_of_hidden_layers(name: str) -> None:
         assert {id(each) for key, each in model.named_parameters() if key in matrices} == expected
 
 
+def test_a_head_beside_the_layers_is_no_hidden_matrix() -> None:
+    """T5 has no base model of its own."""
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1, "vocab_size": 32}
+    model = T5ForConditionalGeneration(T5Config(**sizes, tie_word_embeddings=False))
+    matrices = parameter_kinds(model).hidden_matrices
+    assert "lm_head.weight" in dict(model.named_parameters())
+    assert "lm_head.weight" not in matrices
+    assert "shared.weight" not in matrices
+    assert "decoder.block.0.layer.0.SelfAttention.q.weight" in matrices
+
+
 def test_a_state_dict_is_loaded() -> None:
     def make() -> tuple[nn.Linear, MuonAdamW]:
         torch.manual_seed(0)
@@ -107,6 +124,8 @@ def test_a_state_dict_is_loaded() -> None:
     other, resumed = make()
     other.load_state_dict(module.state_dict())
     resumed.load_state_dict(deepcopy(optimizer.state_dict()))  # torch keeps the tensors
+    for group in (*optimizer.param_groups, *resumed.param_groups):
+        group["lr"] = 0.01
     train(module, optimizer)
     train(other, resumed)
     assert torch.equal(module.weight, other.weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def own_state(name: str) -> tuple[bool, str]:
     mesh = Mesh.create(device="cpu")
     net, optimizer = make(name, mesh, True, "bfloat16")
     go_on(net, optimizer, mesh, range(3))
-    saved = {key: value.clone() for key, value in net.state_dict().items()}, torch_copy(optimizer.state_dict())
+    saved = {key: value.clone() for key, value in net.state_dict().items()}, deepcopy(optimizer.state_dict())
     expected = go_on(net, optimizer, mesh, range(3, 6))
     other, resumed = make(name, mesh, True, "bfloat16")
     other.load_state_dict(saved[0])
@@ -145,12 +146,6 @@ def own_state(name: str) -> tuple[bool, str]:
     return same, ""
 
 
-def torch_copy(value: Any) -> Any:
-    from copy import deepcopy
-
-    return deepcopy(value)
-
-
 def frozen_later() -> str:
     mesh = Mesh.create(device="cpu")
     net, optimizer = make("Lamb", mesh, True, "float32")
@@ -160,3 +155,14 @@ def frozen_later() -> str:
     except UsageError as error:
         return str(error)
     return ""
+
+
+def accumulated(hook: bool) -> float:
+    """The norm of the mean of a gradient of 1 and 999 of 1/256 in bfloat16, whose sum in that type would be 1."""
+    mesh = Mesh.create(device="cpu")
+    parameter = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    optimizer = ZeroRedundancyOptimizer([("one", parameter)], Lamb, mesh=mesh, use_grad_acc_hook=hook)
+    for count in range(1000):
+        (parameter * (1.0 if count == 0 else 1 / 256)).backward()
+    optimizer.step()
+    return float(optimizer.grad_norm or 0)

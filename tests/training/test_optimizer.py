@@ -16,6 +16,7 @@ from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedunda
 from stepmark.errors import UsageError
 from stepmark.parallel.parameter_optimizer import MASTER, ParameterOptimizer
 from stepmark.runtime.eager import EagerRuntime
+from stepmark.sharding.layout import Layout, annotate
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.parameter_kinds import decays_by_default
 from tests.support.models import build
@@ -173,6 +174,25 @@ def test_around_an_optimizer_of_the_users() -> None:
     assert set(optimizer.named_state()["weight"]) == {"step", "square_avg"}
     with pytest.raises(UsageError, match="a parameter that is not in the model"):
         ParameterOptimizer.around(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), names, CPU)
+
+
+def test_an_optimizer_that_uses_complete_parameters_is_refused_where_they_are_shards(tmp_path: Path) -> None:
+    module = nn.Linear(4, 2)
+    annotate(module.weight, Layout.box((4, 4), (0, 0), (2, 4)))
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    ParameterOptimizer.around(torch.optim.AdamW(module.parameters()), names, CPU)
+    words = "Adafactor uses complete parameters, and tensor parallelism shards weight"
+    with pytest.raises(UsageError, match=f"optimizers: {words}"):
+        ParameterOptimizer.around(Adafactor(module.parameters()), names, CPU)
+    with pytest.raises(UsageError, match=f"zero_1: {words}"):
+        ZeroRedundancyOptimizer(module.named_parameters(), Adafactor, mesh=Mesh.create(device="cpu"))
+
+
+def test_lazy_devices_divide_no_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh.create(device="cpu")
+    monkeypatch.setattr(type(mesh.runtime), "lazy", True)
+    with pytest.raises(UsageError, match="zero_1: Adafactor uses complete parameters, .* and the ranks of cpu run one"):
+        ZeroRedundancyOptimizer(nn.Linear(4, 2).named_parameters(), Adafactor, mesh=mesh)
 
 
 # State

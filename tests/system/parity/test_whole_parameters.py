@@ -41,6 +41,7 @@ MESHES = [(2, True), (3, True), (1, True), (1, False)]
 @pytest.mark.parametrize("name", ["Adafactor", "Lamb", pytest.param("Muon", marks=pytest.mark.prove)])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.prove)])
 def test_a_checkpoint_of_any_mesh_restores_on_any_other(ranks: Ranks, tmp_path: Path, name: str, dtype: str) -> None:
+    close = {"rel": 1e-4, "abs": 1e-5} if dtype == "float32" else {"rel": 3e-2, "abs": 3e-2}
     for nproc, sharded in SAVED:
         folder = tmp_path / f"{nproc}"
         expected = ranks.run(f"{PROGRAMS}:save", name, str(folder), sharded, dtype, nproc=nproc).check()[0]
@@ -53,7 +54,7 @@ def test_a_checkpoint_of_any_mesh_restores_on_any_other(ranks: Ranks, tmp_path: 
             if (other, other_sharded) == (nproc, sharded):
                 assert found[0]["weights"] == expected
             for parameter, values in expected.items():
-                assert found[0]["weights"][parameter] == pytest.approx(values, rel=1e-4, abs=1e-5)
+                assert found[0]["weights"][parameter] == pytest.approx(values, **close)
 
 
 def test_a_state_dict_continues_on_its_own_rank(ranks: Ranks) -> None:
@@ -65,6 +66,11 @@ def test_a_state_dict_continues_on_its_own_rank(ranks: Ranks) -> None:
 def test_a_parameter_that_is_frozen_later_is_named(ranks: Ranks) -> None:
     (message,) = ranks.run(f"{PROGRAMS}:frozen_later").check()
     assert message.startswith("zero_1: second was frozen")
+
+
+def test_gradients_are_accumulated_in_fp32_with_the_hook(ranks: Ranks) -> None:
+    found = [ranks.run(f"{PROGRAMS}:accumulated", hook).check() for hook in (False, True)]
+    assert found == [[1.0], [pytest.approx(1 + 999 / 256)]]
 
 
 @pytest.mark.parametrize("optim", ["adafactor", pytest.param("muon", marks=pytest.mark.prove), "adamw_8bit"])

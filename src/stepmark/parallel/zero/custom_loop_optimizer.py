@@ -55,8 +55,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             groups of `mesh`, over which it is summed anyway. Default None.
         lazy_init: Leave the parameters unchanged until `init_zero` is called. Default False.
         bucket_cap_mb_all_gather: Size limit of a bucket, in MiB of float32; a larger parameter gets a separate bucket.
-            Gradients and parameters have the same buckets, so the smaller limit applies to both. Default 0: chosen by
-            the device.
+            Gradients and parameters have the same buckets, so the smaller limit applies to both; where whole parameters
+            are divided, it limits what a rank sends of them at a time. Default 0: chosen by the device.
         bucket_cap_mb_reduce_scatter: See `bucket_cap_mb_all_gather`. Default 0.
         coalesce_cc: Accepted for compatibility with earlier versions: tensors are always sent in buckets. Default
             False.
