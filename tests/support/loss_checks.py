@@ -11,9 +11,9 @@ from torch import nn
 
 from stepmark.data.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator
+from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.step import TrainStep
 from tests.support.label_models import Case, NotMade, make, mean_by_hand, sample_losses, task_of
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from stepmark.data.loader import DataLoader
 from stepmark.errors import UsageError
+from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight, smoothed_cross_entropy
-from stepmark.training.optimizer import ParameterOptimizer
 from stepmark.training.step import TrainStep
 from tests.support.label_models import batch_of, make, mean_by_hand
 from tests.support.programs import VOCABULARY, tiny_model

@@ -14,8 +14,11 @@ from transformers.optimization import Adafactor
 
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
+from stepmark.parallel.parameter_optimizer import MASTER, ParameterOptimizer
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.training.optimizer import MASTER, ParameterOptimizer, build_optimizer, decays_by_default
+from stepmark.sharding.layout import Layout, annotate
+from stepmark.training.optimizer import build_optimizer
+from stepmark.training.parameter_kinds import decays_by_default
 from tests.support.models import build
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
@@ -173,6 +176,25 @@ def test_around_an_optimizer_of_the_users() -> None:
         ParameterOptimizer.around(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), names, CPU)
 
 
+def test_an_optimizer_that_uses_complete_parameters_is_refused_where_they_are_shards(tmp_path: Path) -> None:
+    module = nn.Linear(4, 2)
+    annotate(module.weight, Layout.box((4, 4), (0, 0), (2, 4)))
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    ParameterOptimizer.around(torch.optim.AdamW(module.parameters()), names, CPU)
+    words = "Adafactor uses complete parameters, and tensor parallelism shards weight"
+    with pytest.raises(UsageError, match=f"optimizers: {words}"):
+        ParameterOptimizer.around(Adafactor(module.parameters()), names, CPU)
+    with pytest.raises(UsageError, match=f"zero_1: {words}"):
+        ZeroRedundancyOptimizer(module.named_parameters(), Adafactor, mesh=Mesh.create(device="cpu"))
+
+
+def test_lazy_devices_divide_no_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh.create(device="cpu")
+    monkeypatch.setattr(type(mesh.runtime), "lazy", True)
+    with pytest.raises(UsageError, match="zero_1: Adafactor uses complete parameters, .* and the ranks of cpu run one"):
+        ZeroRedundancyOptimizer(nn.Linear(4, 2).named_parameters(), Adafactor, mesh=mesh)
+
+
 # State
 
 
@@ -242,12 +264,6 @@ def test_a_run_with_adafactor_is_resumed_exactly(tmp_path: Path) -> None:
     run(tmp_path / "parts", StopsAt(2))
     for one, other in zip(whole.parameters(), run(tmp_path / "parts").parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("field", [{"zero_1": True}, {"tensor_parallel_size": 2}])
-def test_adafactor_needs_complete_parameters(field: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"^optim and {next(iter(field))}: adafactor needs complete parameters"):
-        TrainingArguments(optim="adafactor", **field)
 
 
 class Counting(torch.optim.Optimizer):

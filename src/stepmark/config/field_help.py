@@ -64,7 +64,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "lr_scheduler_kwargs": FieldHelp("options of that schedule", "{num_cycles: 2}"),
         "warmup_steps": FieldHelp("steps until it is reached, or a fraction of the run below 1", "100"),
         "warmup_ratio": FieldHelp("the same as a fraction of the run", "0.1"),
-        "optim": FieldHelp("the optimizer: adamw_torch, adamw_torch_fused, adafactor or sgd", "adamw_torch"),
+        "optim": FieldHelp("adamw_torch, adamw_torch_fused, adamw_8bit, adafactor, muon or sgd", "adamw_torch"),
         "optim_args": FieldHelp("options of the optimizer", '"momentum=0.9"'),
         "weight_decay": FieldHelp("decoupled weight decay", "0.1"),
         "adam_beta1": FieldHelp("AdamW's decay of the first moment", "0.9"),

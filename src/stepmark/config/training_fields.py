@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
+from stepmark.config.optimizers import check_whole_parameters
 from stepmark.config.transformers_defaults import AcceptingDefaults
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
@@ -321,9 +322,7 @@ def _check_agreement(args: TrainingFields) -> None:
             f"fp16 and {'bf16' if args.bf16 else 'dtype'}: matrix products are in float16 or in bfloat16; set one of "
             "them"
         )
-    if args.optim == "adafactor" and (args.zero_1 or args.tensor_parallel_size > 1):
-        field = "zero_1" if args.zero_1 else "tensor_parallel_size"
-        raise UsageError(f"optim and {field}: adafactor needs complete parameters, and {field} shards them; use AdamW")
+    check_whole_parameters(args.optim, args.tensor_parallel_size)
     if args.save_on_signal and args.save_only_model:
         raise UsageError(
             "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "

@@ -1,13 +1,18 @@
-"""Which optimizers update every element of a parameter independently of the others.
+"""How much of the model an optimizer needs to update one element, which says how ZeRO-1 may divide its work.
 
-Only these may work on flat shards of parameters, as ZeRO-1 gives them.
+An elementwise optimizer works on flat shards of parameters. One that needs complete parameters, but each independently
+of the others, works on some of the parameters, each of them whole. Any other needs all of them at once.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from stepmark.errors import UsageError
+
+Unit = Literal["element", "parameter"]
 
 _ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
@@ -15,36 +20,75 @@ _ELEMENTWISE = frozenset(
 _NOT_ELEMENTWISE = frozenset(
     {"Adafactor", "LBFGS", "Lamb", "Lars", "LAMB", "LARS", "Muon", "Shampoo", "SOAP", "SparseAdam"}
 )
+# Full names: classes of these names elsewhere may clip by the norm of all gradients, as LAMB of timm does.
+_PER_PARAMETER = frozenset(
+    {
+        "torch.optim.Adafactor",
+        "torch.optim.Muon",
+        "torch.optim._adafactor.Adafactor",
+        "torch.optim._muon.Muon",
+        "transformers.optimization.Adafactor",
+    }
+)
+_BITSANDBYTES = "bitsandbytes."
 
 
 def check_elementwise(kind: type[torch.optim.Optimizer]) -> None:
     """Checks that an optimizer may work on flat shards of parameters.
 
-    The optimizers of `torch.optim` are known. Any other class says so itself, with a class attribute `elementwise`.
-
     Raises:
         UsageError: The optimizer uses complete parameters (their norm or shape), or it is unknown whether it does.
     """
-    elementwise = _is_elementwise(kind)
-    if elementwise:
-        return
-    if elementwise is None:
-        raise UsageError(
-            f"zero_1: it is unknown whether {kind.__name__} updates every element independently, as ZeRO-1 needs; set "
-            "the attribute `elementwise = True` in the class if it does, otherwise switch zero_1 off"
-        )
-    raise UsageError(
-        f"zero_1: {kind.__name__} uses complete parameters, which ZeRO-1 shards; choose an elementwise optimizer such "
-        "as AdamW, or switch zero_1 off"
+    if sharding_unit(kind) != "element":
+        raise UsageError(f"zero_1: {kind.__name__} uses complete parameters, and would see flat shards of them")
+
+
+def sharding_unit(kind: type[torch.optim.Optimizer]) -> Unit:
+    """By what ZeRO-1 divides this optimizer's work: elements, or whole parameters.
+
+    The optimizers of `torch.optim` and bitsandbytes are known. Any other class says so itself, with a class attribute
+    `elementwise` or `per_parameter`.
+
+    Raises:
+        UsageError: The optimizer needs all parameters at once, or it is unknown what it needs.
+    """
+    if _is_elementwise(kind):
+        return "element"
+    if _is_per_parameter(kind):
+        return "parameter"
+    remedy = (
+        "set `per_parameter = True` in the class if it updates every parameter from its own gradient and state alone, "
+        "or `elementwise = True` if it does so for every element; otherwise switch zero_1 off"
     )
+    if uses_complete_parameters(kind):
+        raise UsageError(f"zero_1: {kind.__name__} uses complete parameters, perhaps all of them at once; {remedy}")
+    raise UsageError(f"zero_1: it is unknown what {kind.__name__} needs to update an element; {remedy}")
 
 
-def _is_elementwise(kind: type[torch.optim.Optimizer]) -> bool | None:
-    """None where that is unknown."""
+def uses_complete_parameters(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether the optimizer is known to need more of a parameter than the element that it updates, so that it must not
+    see shards."""
+    if _is_elementwise(kind):
+        return False
+    names = {base.__name__ for base in kind.__mro__}
+    declared = getattr(kind, "elementwise", None) is not None
+    return declared or _is_per_parameter(kind) or bool(names & _NOT_ELEMENTWISE) or _in_bitsandbytes(kind)
+
+
+def _is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
     declared = getattr(kind, "elementwise", None)
     if declared is not None:
         return bool(declared)
-    if {base.__name__ for base in kind.__mro__} & _NOT_ELEMENTWISE:
-        return False
-    known = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
-    return True if known else None
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
+
+
+def _is_per_parameter(kind: type[torch.optim.Optimizer]) -> bool:
+    declared = getattr(kind, "per_parameter", None)
+    if declared is not None:
+        return bool(declared)
+    return f"{kind.__module__}.{kind.__name__}" in _PER_PARAMETER or kind.__module__.startswith(_BITSANDBYTES)
+
+
+def _in_bitsandbytes(kind: type[torch.optim.Optimizer]) -> bool:
+    """Derived classes included: states of 8 bits are scaled in blocks of elements."""
+    return any(base.__module__.startswith(_BITSANDBYTES) for base in kind.__mro__)

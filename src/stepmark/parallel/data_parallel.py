@@ -31,6 +31,7 @@ class DataParallelGradients:
         runtime = mesh.runtime
         in_fp32 = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         self._sums: list[Tensor] | None = None
+        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         if not in_fp32 or (runtime.lazy and accumulation > 1):
             zeros = [torch.zeros(parameter.shape, dtype=torch.float32) for parameter in self._parameters]
             self._sums = list(runtime.place(zeros))
@@ -38,12 +39,16 @@ class DataParallelGradients:
     @torch.no_grad()
     def collect(self) -> None:
         """Adds what a backward pass left in `parameter.grad` to the sums."""
-        if self._sums is None:
-            return
-        for parameter, total in zip(self._parameters, self._sums, strict=True):
-            if parameter.grad is not None:
-                total.add_(parameter.grad)
-                parameter.grad = None
+        if self._sums is not None:
+            for parameter in self._parameters:
+                self.collect_one(parameter)
+
+    @torch.no_grad()
+    def collect_one(self, parameter: Tensor) -> None:
+        """Does the same for one parameter whose gradient is complete."""
+        if self._sums is not None and parameter.grad is not None:
+            self._sums[self._index[id(parameter)]].add_(parameter.grad)
+            parameter.grad = None
 
     def last_backward(self, tokens: Tensor) -> None:
         """Does nothing: complete gradients are sent in a few large buckets, after the last backward pass."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from stepmark.config.optimizers import check_optimizer
 from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.data.tokenizer import check_own_code
@@ -13,7 +14,6 @@ from stepmark.planning.plan import Plan, check_mesh, make_plan
 from stepmark.planning.run_length import run_length
 from stepmark.recipe.model import build_config, build_tokenizer
 from stepmark.runtime.device import choose_device
-from stepmark.training.optimizer import check_optimizer
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import Recipe
 from stepmark.data.source_files import find_files
 from stepmark.data.text_files import READERS
@@ -17,6 +18,7 @@ def check_early(recipe: Recipe) -> None:
     """Raises StepmarkError for files and folders that are missing, or in the way of the run."""
     args, data = recipe.training, recipe.data
     check_device_name(args.device_name)
+    check_optimizer(args.optim)
     resume = args.resume_from_checkpoint
     check_no_earlier_run(Path(args.output_dir), args, resumes=bool(resume))
     if isinstance(resume, str):

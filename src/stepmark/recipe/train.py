@@ -163,8 +163,8 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
 
 def _check_names(args: TrainingFields) -> None:
     """Raises UsageError for an optimizer or schedule that does not exist, before anything is built."""
+    from stepmark.config.optimizers import check_optimizer
     from stepmark.training.learning_rate_schedule import check_schedule
-    from stepmark.training.optimizer import check_optimizer
 
     check_optimizer(args.optim)
     check_schedule(args.lr_scheduler_type)

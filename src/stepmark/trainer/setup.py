@@ -18,6 +18,7 @@ from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.adapted_layers import check_adapters
 from stepmark.parallel.tensor.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
@@ -35,8 +36,9 @@ from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
-from stepmark.training.optimizer import ParameterOptimizer, build_optimizer, decays_by_default
+from stepmark.training.optimizer import build_optimizer
 from stepmark.training.packed_samples import check_packing
+from stepmark.training.parameter_kinds import decays_by_default, parameter_kinds
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -181,6 +183,7 @@ def step_optimizer(
         list(model.named_parameters()),
         mesh.runtime,
         decay=decays_by_default(model),
+        kinds=parameter_kinds(model),
         learning_rate=args.learning_rate,
         weight_decay=args.weight_decay,
         betas=(args.adam_beta1, args.adam_beta2),

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.optim.elementwise import check_elementwise
+from stepmark.optim.elementwise import sharding_unit
 from stepmark.optim.lazy_optimizers import lazy_class
+from stepmark.parallel.data_parallel import DataParallelGradients
 from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.zero.sharded_gradients import ShardedGradients
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
+from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
 from stepmark.runtime.device_names import DEVICES
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
@@ -21,20 +23,27 @@ DEFAULT_MAX_NORM = 1.0
 _MIB = 2**20
 _FLOAT32_BYTES = 4
 
+Divided = ShardedOptimizer | WholeParameterOptimizer
+Gradients = ShardedGradients | DataParallelGradients
+
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
-    """Shards the state of an elementwise optimizer over the data parallel ranks (ZeRO-1).
+    """Shards the state of an optimizer over the data parallel ranks (ZeRO-1): by elements, or by whole parameters.
 
     A replacement for torch_xla's class of the same name: it accepts the same arguments, all after `optimizer_class` by
     name only. `step` reduces the gradients to their mean over the ranks, clips, updates this rank's shard, gathers the
     new parameters on all ranks, and ends the step on a lazy device. `param_groups` are the groups that learning rate
-    schedules change; their "params" are the flat shards that this rank updates. The gradient of a parameter that took
-    no part in the loss is zero, so that weight decay and momentum still apply to it.
+    schedules change; their "params" are the flat shards, or the parameters, that this rank updates. The gradient of a
+    parameter that took no part in the loss is zero, so that weight decay and momentum still apply to it (not on a
+    single rank where whole parameters are divided).
 
     Args:
         params: Parameters on their device, (name, parameter) pairs, or groups of either. Pass pairs
             (`model.named_parameters()`) to restore checkpoints by name.
-        optimizer_class: A class of `torch.optim`, or any other with the class attribute `elementwise = True`.
+        optimizer_class: A class of `torch.optim` or `bitsandbytes.optim`, Adafactor of transformers, or any other that
+            says what it needs by a class attribute: `elementwise = True` where every element is updated independently
+            (its flat shards are divided), or `per_parameter = True` where every parameter is, such as by its norm
+            (whole parameters are divided; eager devices only).
         optimizer_dtype: dtype of the state, and of the master weights of parameters of another dtype: `torch.float32`,
             which is the default, is the only one.
         grad_clipping: Clip the 2-norm of the gradient over all ranks to `max_norm`. Default True.
@@ -46,8 +55,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             groups of `mesh`, over which it is summed anyway. Default None.
         lazy_init: Leave the parameters unchanged until `init_zero` is called. Default False.
         bucket_cap_mb_all_gather: Size limit of a bucket, in MiB of float32; a larger parameter gets a separate bucket.
-            Gradients and parameters have the same buckets, so the smaller limit applies to both. Default 0: chosen by
-            the device.
+            Gradients and parameters have the same buckets, so the smaller limit applies to both; where whole parameters
+            are divided, it limits what a rank sends of them at a time. Default 0: chosen by the device.
         bucket_cap_mb_reduce_scatter: See `bucket_cap_mb_all_gather`. Default 0.
         coalesce_cc: Accepted for compatibility with earlier versions: tensors are always sent in buckets. Default
             False.
@@ -63,8 +72,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             first step.
 
     Raises:
-        UsageError: The optimizer is not elementwise, an argument is not supported, or the parameters are not on the
-            mesh's device.
+        UsageError: The optimizer needs all parameters at once, or it is unknown what it needs; an argument is not
+            supported; or the parameters are not on the mesh's device.
     """
 
     def __init__(
@@ -96,7 +105,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         max_norm = DEFAULT_MAX_NORM if max_norm is None else max_norm
         if grad_clipping and not max_norm > 0:
             raise UsageError(f"max_norm: {max_norm!r} is not above 0; pass a positive norm, or grad_clipping=False")
-        check_elementwise(optimizer_class)
+        self._unit = sharding_unit(optimizer_class)
         self._optimizer_class = optimizer_class
         self._arguments = dict(defaults)
         self._mesh = mesh
@@ -105,7 +114,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._max_norm = float(max_norm) if grad_clipping else 0.0
         self._accumulate_in_fp32 = use_grad_acc_hook
         self._reduce_in_fp32 = higher_cc_precision or use_grad_acc_hook
-        self._live: tuple[ShardedOptimizer, ShardedGradients, Mesh] | None = None
+        self._live: tuple[Divided, Gradients, Mesh] | None = None
         self.grad_norm: Tensor | None = None
         try:
             super().__init__(_groups(params), defaults)
@@ -132,16 +141,26 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         _check_groups("grad_norm_groups", self._grad_norm_groups, mesh.grid.groups(TENSOR), "tensor parallel")
         kind: Callable[..., torch.optim.Optimizer]
         kind = lazy_class(self._optimizer_class) if mesh.runtime.lazy else self._optimizer_class
-        sharded = ShardedOptimizer(groups, self._maker(kind), mesh, bucket_elements=self._bucket_elements)
-        gradients = sharded.gradients(
-            mesh, accumulation=2 if self._accumulate_in_fp32 else 1, reduce_in_fp32=self._reduce_in_fp32
-        )
+        sharded, gradients = self._divide(groups, self._maker(kind), mesh)
         if self._accumulate_in_fp32:
             for parameter in sharded.parameters:
                 parameter.register_post_accumulate_grad_hook(gradients.collect_one)
         self.defaults = dict(sharded.inner.defaults)
         self.param_groups = sharded.inner.param_groups
         self._live = sharded, gradients, mesh
+
+    def _divide(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        mesh: Mesh,
+    ) -> tuple[Divided, Gradients]:
+        accumulation = 2 if self._accumulate_in_fp32 else 1
+        if self._unit == "parameter":
+            divided = WholeParameterOptimizer(groups, make, mesh, round_elements=self._bucket_elements)
+            return divided, divided.gradients(mesh, accumulation=accumulation)
+        sharded = ShardedOptimizer(groups, make, mesh, bucket_elements=self._bucket_elements)
+        return sharded, sharded.gradients(mesh, accumulation=accumulation, reduce_in_fp32=self._reduce_in_fp32)
 
     def _maker(
         self, kind: Callable[..., torch.optim.Optimizer]
@@ -172,14 +191,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @property
-    def _sharded(self) -> ShardedOptimizer:
+    def _sharded(self) -> Divided:
         return self._initialized()[0]
 
     @property
-    def _gradients(self) -> ShardedGradients:
+    def _gradients(self) -> Gradients:
         return self._initialized()[1]
 
-    def _initialized(self) -> tuple[ShardedOptimizer, ShardedGradients, Mesh]:
+    def _initialized(self) -> tuple[Divided, Gradients, Mesh]:
         if self._live is None:
             raise UsageError("ZeroRedundancyOptimizer: lazy_init=True was given; call init_zero() first")
         return self._live

@@ -1,0 +1,33 @@
+"""The optimizers that `optim` can name, and the other fields that they agree with."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from stepmark.errors import UsageError
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+SGD = "sgd"
+ADAFACTOR = "adafactor"
+ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # transformers' two names for one optimizer
+MUON = "muon"
+OPTIMIZERS = (*ADAMW, SGD, ADAFACTOR, *ADAMW_8BIT, MUON)
+# They use more of a parameter than the element that they update: norms, rows and columns, blocks of its elements.
+WHOLE_PARAMETERS = frozenset({ADAFACTOR, *ADAMW_8BIT, MUON})
+
+
+def check_optimizer(name: str) -> None:
+    """Raises UsageError for a name that is not in OPTIMIZERS, or whose library is not installed."""
+    if name not in OPTIMIZERS:
+        raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
+    if name in ADAMW_8BIT and importlib.util.find_spec("bitsandbytes") is None:
+        raise UsageError(f"optim: {name} needs bitsandbytes, which is not installed; pip install bitsandbytes")
+
+
+def check_whole_parameters(name: str, tensor_parallel_size: int) -> None:
+    """Raises UsageError where an optimizer that uses whole parameters would see shards of them."""
+    if name in WHOLE_PARAMETERS and tensor_parallel_size > 1:
+        raise UsageError(
+            f"optim and tensor_parallel_size: {name} needs complete parameters, and tensor_parallel_size shards them; "
+            "use AdamW"
+        )

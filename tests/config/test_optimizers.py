@@ -1,0 +1,26 @@
+"""The names of optimizers, and what they agree with."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from stepmark import TrainingArguments
+from stepmark.config.optimizers import check_optimizer
+from stepmark.errors import UsageError
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit"])
+def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda key: None if key == "bitsandbytes" else find(key))
+    with pytest.raises(UsageError, match=f"optim: {name} needs bitsandbytes, .* pip install bitsandbytes"):
+        check_optimizer(name)
+    check_optimizer("adafactor")
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_bnb_8bit"])
+def test_what_needs_complete_parameters_is_refused_where_they_are_sharded(name: str) -> None:
+    with pytest.raises(UsageError, match=f"^optim and tensor_parallel_size: {name} needs complete parameters"):
+        TrainingArguments(optim=name, tensor_parallel_size=2)
