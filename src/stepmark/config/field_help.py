@@ -30,6 +30,10 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
     },
     "data": {
         "train_file": FieldHelp("texts to train on: a file, a folder, a pattern, or a list of them", '"data/*.jsonl"'),
+        "dataset_mixture": FieldHelp(
+            "several sources, each with its share of the samples",
+            "[{train_file: a.txt, weight: 3}, {train_file: b/, weight: 1}]",
+        ),
         "validation_file": FieldHelp("texts to evaluate on, in the same forms", "held_out.txt"),
         "dataset_name": FieldHelp("python-stdlib (built in), a folder of save_to_disk, or a hub name", "python-stdlib"),
         "dataset_config_name": FieldHelp("the dataset's configuration", "wikitext-2-raw-v1"),
