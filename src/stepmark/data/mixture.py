@@ -119,9 +119,11 @@ class JoinedSamples(Dataset[Any]):
     @property
     def tokens(self) -> int | None:
         """Tokens in the blocks of all parts, padding apart; None for conversations, and where only some are taken."""
-        counts = [getattr(part, "tokens", None) for part in self.parts]
-        complete = all(len(part) == size for part, size in zip(self.parts, self.sizes, strict=True))
-        return sum(counts) if complete and None not in counts else None
+        if any(
+            len(part) != size or not hasattr(part, "tokens") for part, size in zip(self.parts, self.sizes, strict=True)
+        ):
+            return None
+        return sum(part.tokens for part in self.parts)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
