@@ -12,6 +12,8 @@ import pytest
 from stepmark.cli.main import run as call
 from stepmark.config.recipe import read_recipe
 from stepmark.config.recipe_schema import recipe_schema
+from stepmark.errors import UsageError
+from stepmark.recipe.early_checks import check_early
 from stepmark.recipe.used_recipe import read_used_recipe
 from tests.support.recipes import write_recipe, write_text
 
@@ -76,6 +78,8 @@ def test_a_plan_counts_the_samples_of_all_sources(recipe: str, capsys: pytest.Ca
 
 def test_what_a_source_names_is_looked_for_first(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     other = "[{train_file: a.txt, weight: 1}, {train_file: none.txt, weight: 2}]"
+    with pytest.raises(UsageError, match=r"^train_file: file none\.txt does not exist"):
+        check_early(read_recipe(recipe, {"dataset_mixture": other}))
     assert call(["train", recipe, "--dataset_mixture", other]) == 2
     assert "train_file: file none.txt does not exist" in capsys.readouterr().err
     assert call(["train", recipe, "--dataset_mixture", "[{train_file: a.txt, weight: 1}, {weight: 2}]"]) == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepmark.cli.main import run as call
@@ -15,8 +17,10 @@ from stepmark.errors import UsageError
 from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.filesystem.json_files import read_lines
 from stepmark.report.write import write_report
+from stepmark.runtime.eager import EagerRuntime
 from tests.support.recipes import write_recipe
 
+TOKENIZER = byte_tokenizer()
 PROMPTS = ["the cat", "a"]
 FIELDS: dict[str, Any] = {
     "sample_prompts": PROMPTS,
@@ -78,6 +82,25 @@ def test_what_cannot_be_sampled_is_said_at_once(fields: dict[str, Any], message:
 
 def test_prompts_have_to_fit_into_the_model() -> None:
     with pytest.raises(UsageError, match="are 40 tokens, and the model has 32 positions; shorten the prompt, or lower"):
-        PromptSampler(byte_tokenizer(), ["a", "12345678"], 32, 32)
+        PromptSampler(TOKENIZER, ["a", "12345678"], 32, 32)
     with pytest.raises(UsageError, match="pass processing_class"):
         PromptSampler(None, ["a"], 4, None)
+
+
+class Alphabet(torch.nn.Module):
+    """Writes the letter that follows the one at each position, the end after d, and then goes on with q; nonsense while
+    it is trained."""
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        following = torch.where(input_ids == ord("d"), TOKENIZER.eos_token_id, input_ids + 1)
+        following = torch.where(input_ids == TOKENIZER.eos_token_id, ord("q"), following).clamp(max=len(TOKENIZER) - 1)
+        logits = torch.nn.functional.one_hot(following, len(TOKENIZER)).float()
+        return SimpleNamespace(logits=-logits if self.training else logits)
+
+
+def test_texts_end_where_the_model_ends_them_and_training_goes_on_as_before() -> None:
+    model, drawn = Alphabet(), torch.random.get_rng_state()
+    sampler = PromptSampler(TOKENIZER, ["xa", "b", "x"], 5, None)
+    assert sampler.texts(model, EagerRuntime(torch.device("cpu")), None) == ["bcd", "cd", "yz{|}"]
+    assert model.training
+    assert torch.equal(drawn, torch.random.get_rng_state())

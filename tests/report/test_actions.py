@@ -40,7 +40,7 @@ def make_run(folder: Path, rate: float, steps: int = STEPS) -> Path:
     ]
     write(folder / "metrics.jsonl", [*logs, {"step": steps, "eval_loss": 1 + rate, "time": began + steps}])
     started = {"event": "started", "step": 0, "time": began, "total_steps": steps, "ranks": 2, "parameters": 1_234_567}
-    sample = {"event": "sample", "step": steps, "prompt": "def ", "text": "<main>(self):", "time": began + steps}
+    sample = {"event": "sample", "step": steps, "prompt": "<i>def ", "text": "<main>(self):", "time": began + steps}
     write(folder / "events.jsonl", [{**started, "trained_parameters": 1_234_567}, sample])
     recipe = {"output_dir": str(folder), "learning_rate": rate, "max_steps": steps, "config_name": "gpt2"}
     (folder / "used_recipe.yaml").write_text(format_yaml(recipe))
@@ -166,7 +166,7 @@ def test_sorting_copying_and_saving(compared: Path, runs: list[Path]) -> None:
     rows = list(csv.DictReader(io.StringIO(seen["csv"])))
     assert len(rows) == 3 * (STEPS + 1)
     assert rows[0] == {"run": "slow", "series": "training", "step": "1", "seconds": "1", "value": rows[0]["value"]}
-    assert "def <main>(self):" in seen["samples"]
+    assert "<i>def <main>(self):" in seen["samples"]
     assert {"processor", "rank_memory", "disk"} <= set(seen["figures"])
 
 
