@@ -6,11 +6,11 @@
 --save writes the table in benchmarks/results/.
 
 Contestants, all with fused AdamW and clipping of the global norm: Stepmark's ZeroRedundancyOptimizer;
-torch.distributed's ZeroRedundancyOptimizer under DistributedDataParallel; FSDP2 (`fully_shard` on each block and the model, parameters kept
-after the forward pass); and, without sharding, DistributedDataParallel with AdamW. All train the same GPT-2 on the same
-data. Every rank holds all of them and runs them in turn, round after round; a round is timed from barrier to barrier.
-Sent bytes are those of the loopback interface for all ranks in a step, so nothing else should use it meanwhile. State
-bytes are those of the tensors in the optimizer's state, on the rank with the most.
+torch.distributed's ZeroRedundancyOptimizer under DistributedDataParallel; FSDP2 (`fully_shard` on each block and the
+model, parameters kept after the forward pass); and, without sharding, DistributedDataParallel with AdamW. All train the
+same GPT-2 on the same data. Every rank holds all of them and runs them in turn, round after round; a round is timed
+from barrier to barrier. Sent bytes are those of the loopback interface for all ranks in a step, so nothing else should
+use it meanwhile. State bytes are those of the tensors in the optimizer's state, on the rank with the most.
 """
 
 from __future__ import annotations
