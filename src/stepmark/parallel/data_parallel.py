@@ -41,7 +41,9 @@ class OverlappedGradients:
     """Gradients of `named` parameters on an eager device with several data parallel ranks. See `GradientReducer`."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh) -> None:
+        assert isinstance(mesh.data_parallel, GroupCollectives)
         self._mesh = mesh
+        self._axis = mesh.data_parallel
         self._buckets = make_buckets(
             [named], mesh.data_parallel, mesh.tensor_parallel.size, mesh.runtime, reordered=False
         )
@@ -82,7 +84,7 @@ class OverlappedGradients:
         """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
         that has used all of them need not wait for the device to know."""
         own = self._bucketed.sums.got()
-        anywhere = own if all(own) else [number > 0 for number in used.tolist()]
+        anywhere = own if all(own) else [number > 0 for number in self._axis.read(used)]
         pairs = zip(self._buckets, flat, strict=True)
         found = [place for bucket, each in pairs for member in bucket.members for place in member.places_in(each)]
         ordered: list[Tensor | None] = [None] * len(found)
