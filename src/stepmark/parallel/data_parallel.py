@@ -41,7 +41,9 @@ class OverlappedGradients:
     """Gradients of `named` parameters on an eager device with several data parallel ranks. See `GradientReducer`."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh) -> None:
+        assert isinstance(mesh.data_parallel, GroupCollectives)
         self._mesh = mesh
+        self._axis = mesh.data_parallel
         self._buckets = make_buckets(
             [named], mesh.data_parallel, mesh.tensor_parallel.size, mesh.runtime, reordered=False
         )
@@ -68,21 +70,26 @@ class OverlappedGradients:
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
-        """The mean gradients (fp32), loss and token count over all ranks. `loss` (0-dim) is this rank's mean over its
+        """The mean gradients (fp32, None where a parameter took no part on any rank), loss and token count over all
+        ranks. `loss` (0-dim) is this rank's mean over its
         `tokens` (0-dim float32)."""
         means, total = self._bucketed.reduce(tokens)
         flat = add_ends_of_buckets(means, self._buckets, self._mesh)
         shards = [self._mesh.data_parallel.own_shard(each) for each in flat]  # of which each rank computes the norm
-        loss, square, _ = totals(shards, self._buckets, loss, tokens, self._mesh)
-        return ReducedGradients(self._members_of(flat), loss / total, total, square.sqrt())
+        used = self._mesh.runtime.place([torch.tensor(self._bucketed.sums.got(), dtype=torch.float32)])[0]
+        loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh, used)
+        return ReducedGradients(self._members_of(flat, head[1:]), loss / total, total, square.sqrt())
 
-    def _members_of(self, flat: Sequence[Tensor]) -> list[Tensor | None]:
-        """Views of each parameter's mean gradient, in the parameters' order."""
+    def _members_of(self, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
+        """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
+        that has used all of them need not wait for the device to know."""
+        own = self._bucketed.sums.got()
+        anywhere = own if all(own) else [number > 0 for number in self._axis.read(used)]
         pairs = zip(self._buckets, flat, strict=True)
         found = [place for bucket, each in pairs for member in bucket.members for place in member.places_in(each)]
         ordered: list[Tensor | None] = [None] * len(found)
-        for index, place in zip(self._order, found, strict=True):
-            ordered[index] = place
+        for index, place, there in zip(self._order, found, anywhere, strict=True):
+            ordered[index] = place if there else None
         return ordered
 
     @torch.no_grad()

@@ -40,6 +40,7 @@ class GradientSums:
             for b, places in zip(self._buckets, self._places, strict=True)
         ]
         self._present = [[False for _ in bucket.members] for bucket in self._buckets]
+        self._got = [[False for _ in bucket.members] for bucket in self._buckets]
         self._arrived = arrived
         self._watch()
 
@@ -54,7 +55,8 @@ class GradientSums:
                 sums._arrived(sums._index[id(parameter)][0])
 
         parameters: list[nn.Parameter] = [member.parameter for bucket in self._buckets for member in bucket.members]
-        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in trained]
         weakref.finalize(self, _remove, handles)
 
     @torch.no_grad()
@@ -65,7 +67,7 @@ class GradientSums:
         gradient, view = parameter.grad, self._views[number][position]
         if gradient is None:
             if view is not None:  # nothing has arrived, or the user has cleared it
-                self._present[number][position] = False
+                self._present[number][position] = self._got[number][position] = False
             return
         if gradient is view:
             return
@@ -74,7 +76,7 @@ class GradientSums:
         boxes = self._buckets[number].members[position].boxes_of(dense)
         for place, box in zip(self._places[number][position], boxes, strict=True):
             place.add_(box) if present else place.copy_(box)
-        self._present[number][position] = True
+        self._present[number][position] = self._got[number][position] = True
         parameter.grad = view
 
     def collect_all(self) -> None:
@@ -93,14 +95,14 @@ class GradientSums:
             present[position] = True
         return self.flat[number]
 
-    def places_of(self, number: int) -> list[Tensor]:
-        """The sums of a bucket's members, each in the shape of its parameter; all of them must be in order."""
-        return [places[0] for places in self._places[number]]
+    def got(self) -> list[bool]:
+        """Whether each parameter has got a gradient in this step, bucket by bucket."""
+        return [each for bucket in self._got for each in bucket]
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""
-        for bucket, present in zip(self._buckets, self._present, strict=True):
-            present[:] = [False] * len(present)
+        for bucket, present, got in zip(self._buckets, self._present, self._got, strict=True):
+            present[:] = got[:] = [False] * len(present)
             for member in bucket.members:
                 member.parameter.grad = None
 

@@ -219,7 +219,11 @@ class GroupCollectives:
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """The sum of each number over the ranks; `device` is the group's. Waits for the device."""
         (total,) = self.all_reduce([torch.tensor(numbers, device=device)])
-        return [float(number) for number in total.tolist()]
+        return self.read(total)
+
+    def read(self, vector: Tensor) -> list[float]:
+        """The numbers of a result; waits for the device."""
+        return [float(number) for number in vector.tolist()]
 
     def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         length = tensor.shape[dim] // self.size

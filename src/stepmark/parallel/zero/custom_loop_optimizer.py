@@ -33,8 +33,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     name only. `step` reduces the gradients to their mean over the ranks, clips, updates this rank's shard, gathers the
     new parameters on all ranks, and ends the step on a lazy device. `param_groups` are the groups that learning rate
     schedules change; their "params" are the flat shards, or the parameters, that this rank updates. The gradient of a
-    parameter that took no part in the loss is zero, so that weight decay and momentum still apply to it (not on a
-    single rank where whole parameters are divided).
+    parameter that took no part in the loss is zero, so that weight decay and momentum still apply to it, but not where
+    whole parameters are divided.
 
     Args:
         params: Parameters on their device, (name, parameter) pairs, or groups of either. Pass pairs

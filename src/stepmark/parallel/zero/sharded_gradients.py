@@ -103,7 +103,8 @@ class LazyShardedGradients:
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         shards = [shard.float() for shard in self._axis.reduce_scatter(self._weighted(tokens))]
         shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
-        loss, square, total = totals(shards, self._buckets, loss, tokens, self._mesh)
+        loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh)
+        total = head[0]
         means: list[Tensor | None] = [shard.div_(total) for shard in shards]
         return ReducedGradients(means, loss / total, total, square.sqrt() / total)
 
