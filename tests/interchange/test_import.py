@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -20,6 +21,7 @@ from stepmark.interchange.import_checkpoint import ImportListener, write_checkpo
 from stepmark.interchange.recognition import open_foreign
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import WRITERS, Truth, truth
+from tests.support.ranks import Ranks
 
 SILENT = ImportListener(lambda size: None, lambda size: None)
 
@@ -55,6 +57,33 @@ def test_any_mesh_of_neuronx_distributed(tp: int, dp: int, xser: bool, tmp_path:
     expected = truth()
     source = foreign_checkpoints.nxd_folder(tmp_path / "source", expected, tp=tp, dp=dp, xser=xser)
     check(take(source, tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "keys", "form"),
+    [
+        ((2,), 2, "nested"),
+        ((3,), 1, "numbered"),  # the last rank has no rows of the keys and values
+        *(
+            pytest.param(mesh, keys, form, marks=pytest.mark.prove)
+            for mesh, keys in (((2,), 2), ((3,), 1), ((2, 2), 2))
+            for form in ("nested", "flattened", "numbered")
+            if (mesh, form) not in (((2,), "nested"), ((3,), "numbered"))
+        ),
+    ],
+)
+def test_store_of_sharded_ranks(
+    mesh: tuple[int, ...], keys: int, form: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ranks under FSDP2 save with torch's own code; with two dims, tensor parallel as well."""
+    program = "tests.support.exported_programs:sharded_save"
+    ranks.run(program, str(tmp_path / "source"), form, keys, mesh, nproc=math.prod(mesh)).check()
+    monkeypatch.setattr(foreign_checkpoints, "KEYS", keys)
+    monkeypatch.setattr(foreign_checkpoints, "CONFIG", {**foreign_checkpoints.CONFIG, "num_key_value_heads": keys})
+    foreign_checkpoints.write_config(tmp_path / "source")
+    found = open_foreign(tmp_path / "source", ImportOptions())
+    assert found.step == foreign_checkpoints.STEP
+    check(take(tmp_path / "source", tmp_path / "out"), truth())
 
 
 def test_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,7 +153,7 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
         elif MASTER not in state and parameter.dtype in _FLOATS:
             state[MASTER] = _exact(parameter, "F32")
     if found.step is None:
-        found.step = _steps(optimizer)
+        found.step = steps_of(optimizer)
 
 
 def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) -> None:
@@ -165,7 +165,7 @@ def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) ->
             )
 
 
-def _steps(optimizer: ForeignOptimizer) -> int | None:
+def steps_of(optimizer: ForeignOptimizer) -> int | None:
     """The step that an optimizer counts, None where it does not."""
     for state in optimizer.states.values():
         step = state.get(STEP)
