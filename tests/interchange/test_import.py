@@ -86,6 +86,29 @@ def test_store_of_sharded_ranks(
     check(take(tmp_path / "source", tmp_path / "out"), truth())
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_qwen3_of_optimum_neuron(tp: int, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its norms decay there, but for those with layernorm in their names, so that parameters have other numbers."""
+    config = {**foreign_checkpoints.CONFIG, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    monkeypatch.setattr(foreign_checkpoints, "CONFIG", config)
+    plain = foreign_checkpoints.rank_tensors
+
+    def cut(*arguments: Any) -> dict[str, torch.Tensor]:
+        return foreign_checkpoints.with_fused_heads(plain(*arguments)) if fused else plain(*arguments)
+
+    def grouped(names: list[str]) -> list[list[str]]:
+        return [[n for n in names if "layernorm" not in n], [n for n in names if "layernorm" in n]]
+
+    monkeypatch.setattr(foreign_checkpoints, "rank_tensors", cut)
+    monkeypatch.setattr(foreign_checkpoints, "grouped", grouped)
+    expected = truth(head_norms=True)
+    source = foreign_checkpoints.optimum_folder(tmp_path / "source", expected, tp=tp, xser=False)
+    check(take(source, tmp_path / "out"), expected)
+    members = json.loads((tmp_path / "out" / "state.json").read_text())["sections"]["optimizer"]["members"]
+    assert members == {name: int("layernorm" in name) for name in expected.model}
+
+
 def test_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = foreign_checkpoints.trainer_folder(tmp_path / "checkpoint-3", truth())
     assert run(["import", str(source), str(tmp_path / "out"), "--json"]) == 0

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.export_checkpoint import export_checkpoint
 from stepmark.interchange.exported import ExportOptions
+from stepmark.interchange.exports import dcp as exported_dcp
 from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.recognition import open_foreign
 from tests.interchange.test_import import check, refused, take
@@ -130,6 +134,46 @@ def test_optimizer_without_states(tmp_path: Path) -> None:
         assert sections["run"]["value"]["step"] == 3
 
 
+def test_last_rows_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metadata states the shape; without a config nothing else does."""
+    own = take(trainer_folder(tmp_path / "source", truth()), tmp_path / "own")
+    monkeypatch.setattr(exported_dcp, "CHUNK", 600)
+    export_checkpoint(own, tmp_path / "out", "dcp", ExportOptions())
+    (tmp_path / "out" / "config.json").unlink()
+    assert opened(tmp_path / "out", model_only=True).model
+    metadata = dcp.FileSystemReader(tmp_path / "out").read_metadata()
+    records = [index for index in metadata.storage_data if index.fqn == "model.lm_head.weight"]
+    del metadata.storage_data[max(records, key=lambda index: index.offset)]
+    (tmp_path / "out" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointDamaged, match=r"'model\.lm_head\.weight' is incomplete"):
+        opened(tmp_path / "out", model_only=True)
+
+
+@pytest.mark.parametrize("change", ["path", "description"])
+def test_metadata_that_contradicts_itself(change: str, tmp_path: Path) -> None:
+    """A name of a state that is another by one letter would be a state that no optimizer asks for."""
+    save_dcp({"model": truth().model, "optimizer": named_optimizer()}, tmp_path / "source")
+    metadata = dcp.FileSystemReader(tmp_path / "source").read_metadata()
+    old = "optimizer.state.model.norm.weight.exp_avg_sq"
+    new = old.replace("avg_sq", "avc_sq")
+    changed = {replace(i, fqn=new) if i.fqn == old else i: where for i, where in metadata.storage_data.items()}
+    assert metadata.planner_data is not None
+    if change == "path":
+        metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop(old)
+        metadata.planner_data[new] = metadata.planner_data.pop(old)
+    else:
+        del metadata.state_dict_metadata[old]
+    (tmp_path / "source" / ".metadata").write_bytes(pickle.dumps(replace(metadata, storage_data=changed)))
+    with pytest.raises(CheckpointDamaged, match=r"avc_sq' (has a path|, and does not)|avc_sq', and does not"):
+        opened(tmp_path / "source")
+
+
+def test_what_else_a_store_has(tmp_path: Path) -> None:
+    state = {"model": truth().model, "optimizer": named_optimizer(), "loader": {"epoch": 3}, "seed": 5}
+    save_dcp(state, tmp_path / "source")
+    assert "loader, seed: other values of the store" in opened(tmp_path / "source").lost
+
+
 # torch.save
 
 
@@ -188,6 +232,19 @@ def test_part_of_a_megatron_model(key: str, tmp_path: Path) -> None:
 
 
 # transformers and accelerate
+
+
+def test_names_of_a_tied_tensor_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config says that they are one tensor; the file has two."""
+    monkeypatch.setattr(foreign_checkpoints, "CONFIG", {**foreign_checkpoints.CONFIG, "tie_word_embeddings": True})
+    drawn = truth()
+    config = foreign_checkpoints.write_config(tmp_path / "config")
+    torch.save(drawn.model, tmp_path / "source")
+    with pytest.raises(CheckpointDamaged, match="embed_tokens.* differs from its replica"):
+        take(tmp_path / "source", tmp_path / "out", config=config)
+    torch.save({**drawn.model, "lm_head.weight": drawn.model["model.embed_tokens.weight"]}, tmp_path / "source")
+    model = load_file(take(tmp_path / "source", tmp_path / "out", config=config) / "model.safetensors")
+    assert model.keys() == drawn.model.keys() - {"lm_head.weight"}
 
 
 def accelerate_folder(folder: Path, ranks: int, steps: int) -> Path:

@@ -52,6 +52,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         found.optimizer = optimizer_of(store, found, outline, changed)
         if found.optimizer is None:
             found.lost.append("optimizer: the store has none")
+    found.lost += _others(store)
     if torchtitan.recognize(found) and not options.names:
         torchtitan.convert(found, outline)
     found.schedule = _schedule(store)
@@ -80,6 +81,15 @@ def model_of(store: DcpStore, outline: ModelOutline | None, lost: list[str]) -> 
     lost += [f"{key}: other tensors of the store, beside {chosen}" for key in groups if key != chosen and chosen]
     counters = {name for name in _STEPS if outline is None or name not in outline.state} if not chosen else set()
     return {name: tensor for name, tensor in without_prefix(groups[chosen]).items() if name not in counters}
+
+
+def _others(store: DcpStore) -> list[str]:
+    """What is neither the model's nor the optimizer's, a schedule's or a step, in a sentence."""
+    values = [name for name in store.values if name not in _STEPS and not _of_optimizer(name, store.paths[name])]
+    outer = [store.paths[name][:-1] for name in values if _LAST.search(name)]
+    rest = [name for name in values if not any(store.paths[name][: len(keys)] == keys for keys in outer)]
+    keys = sorted({store.paths[name][0] for name in rest})
+    return [f"{', '.join(keys)[:200]}: other values of the store"] if keys else []
 
 
 def _of_optimizer(name: str, path: tuple[str, ...]) -> re.Match[str] | None:
