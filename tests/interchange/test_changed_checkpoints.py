@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from stepmark.errors import StepmarkError
@@ -27,6 +28,8 @@ from tests.support.foreign_checkpoints import WRITERS, truth
 SILENT = ImportListener(lambda size: None, lambda size: None)
 SLOW = 60.0  # seconds after which a change counts as a hang; an import takes a fraction of one
 MEMORY = 256 << 10  # KiB that an import of a folder of a few hundred KiB may add to the most that was ever in use
+
+assert transformers  # imported, a config that leaves something open takes no process of its own
 
 Change = Callable[[bytes, random.Random], bytes]
 

@@ -275,7 +275,9 @@ def test_tensor_in_two_files_of_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "v_proj"], ["v_proj"], ["q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]]
+)
 def test_adapter_that_was_gathered(targets: list[str], gathered: bool, tmp_path: Path) -> None:
     """With merge_sharded_lora every rank's file has all of it; otherwise its own part."""
     source, rank, ranks = tmp_path / "source", 4, 2
@@ -311,7 +313,10 @@ def test_adapter_that_was_gathered(targets: list[str], gathered: bool, tmp_path:
     (source / "adapter_config.json").write_text(
         json.dumps({"lora_rank": 4, "lora_alpha": 8, "target_modules": targets})
     )
-    assert run(["import", str(source), str(tmp_path / "out")]) == 0
+    config = (source / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(CheckpointMismatch, match=r"tp_rank_00.*lora_[AB].*merge_sharded_lora.*--config"):
+        open_foreign(source, ImportOptions())
+    assert run(["import", str(source), str(tmp_path / "out"), "--config", str(config)]) == 0
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
