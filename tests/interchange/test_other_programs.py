@@ -168,6 +168,32 @@ def test_metadata_that_contradicts_itself(change: str, tmp_path: Path) -> None:
         opened(tmp_path / "source")
 
 
+@pytest.mark.parametrize("change", [{"exp_avc_sq": "exp_avg_sq"}, {"exp_avg_sq": None}])
+def test_state_with_a_name_of_its_own(change: dict[str, str | None], tmp_path: Path) -> None:
+    """One letter that was changed, in a store whose names are nowhere else."""
+    drawn = truth()
+    moments = {name: dict(one) for name, one in drawn.moments.items()}
+    for new, old in change.items():
+        moved = moments["model.norm.weight"].pop(old or new)
+        moments["model.norm.weight"] |= {new: moved} if old else {}
+    save_dcp({"model": drawn.model, "optimizer": named_optimizer() | {"state": moments}}, tmp_path / "source")
+    with pytest.raises(
+        CheckpointDamaged, match=r"state of 'model\.norm\.weight' has exp_av.*and others have exp_avg, exp"
+    ):
+        opened(tmp_path / "source")
+
+
+def test_one_parameter_with_another_optimizer(tmp_path: Path) -> None:
+    """Such as tied embeddings beside matrices that Muon trains."""
+    drawn = truth()
+    embedding = "model.embed_tokens.weight"
+    moments = {n: one if n == embedding else {"momentum_buffer": one["exp_avg"]} for n, one in drawn.moments.items()}
+    save_dcp({"model": drawn.model, "optimizer": named_optimizer() | {"state": moments}}, tmp_path / "source")
+    found = opened(tmp_path / "source").optimizer
+    assert found is not None
+    assert {name: set(state) for name, state in found.states.items()} == {n: set(one) for n, one in moments.items()}
+
+
 def test_what_else_a_store_has(tmp_path: Path) -> None:
     state = {"model": truth().model, "optimizer": named_optimizer(), "loader": {"epoch": 3}, "seed": 5}
     save_dcp(state, tmp_path / "source")
