@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.export_checkpoint import export_checkpoint
@@ -198,6 +198,25 @@ def test_what_else_a_store_has(tmp_path: Path) -> None:
     state = {"model": truth().model, "optimizer": named_optimizer(), "loader": {"epoch": 3}, "seed": 5}
     save_dcp(state, tmp_path / "source")
     assert "loader, seed: other values of the store" in opened(tmp_path / "source").lost
+
+
+def test_shards_of_which_a_file_is_missing(tmp_path: Path) -> None:
+    """Neither the tensors in a file nor their number say that others are missing; its name does."""
+    drawn, names = truth().model, list(truth().model)
+    source = tmp_path / "source"
+    source.mkdir()
+    files = [f"shard-0000{rank}-model-0000{part}-of-00002.safetensors" for rank in (1, 2) for part in (1, 2)]
+    for number, file in enumerate(files):
+        save_file({name: drawn[name] for name in names[number::4]}, source / file)
+    assert opened(source).model.keys() == drawn.keys()
+    (source / files[3]).unlink()
+    with pytest.raises(CheckpointDamaged, match="shard-00002-model-00002-of-00002 is missing"):
+        opened(source)
+    for file in files[:2]:
+        (source / file).unlink()
+    save_file({name: drawn[name] for name in names[3::4]}, source / files[3])
+    with pytest.raises(CheckpointDamaged, match="rank 1"):
+        opened(source)
 
 
 # torch.save
