@@ -5,12 +5,12 @@
 
 --save writes the table in benchmarks/results/.
 
-Contestants, all with AdamW and clipping of the global norm: Stepmark's ZeroRedundancyOptimizer; torch.distributed's
-ZeroRedundancyOptimizer under DistributedDataParallel; FSDP2 (`fully_shard` on each block and the model, parameters kept
-after the forward pass); and, without sharding, DistributedDataParallel with AdamW. All train the same GPT-2 on the same
-data. Every rank holds all of them and runs them in turn, round after round; a round is timed from barrier to barrier.
-Sent bytes are those of the loopback interface for all ranks in a step, so nothing else should use it meanwhile. State
-bytes are those of the tensors in the optimizer's state, on the rank with the most.
+Contestants, all with fused AdamW and clipping of the global norm: Stepmark's ZeroRedundancyOptimizer;
+torch.distributed's ZeroRedundancyOptimizer under DistributedDataParallel; FSDP2 (`fully_shard` on each block and the
+model, parameters kept after the forward pass); and, without sharding, DistributedDataParallel with AdamW. All train the
+same GPT-2 on the same data. Every rank holds all of them and runs them in turn, round after round; a round is timed
+from barrier to barrier. Sent bytes are those of the loopback interface for all ranks in a step, so nothing else should
+use it meanwhile. State bytes are those of the tensors in the optimizer's state, on the rank with the most.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def stepmark_zero(size: dict[str, int], mesh: Mesh) -> Contestant:
 
 def torch_zero(size: dict[str, int], mesh: Mesh) -> Contestant:
     model = DistributedDataParallel(make_model(size), gradient_as_bucket_view=True)
-    optimizer = TorchZero(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, parameters_as_bucket_view=True)
+    optimizer = TorchZero(
+        model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True, parameters_as_bucket_view=True
+    )
     return Contestant(model, optimizer, clip=True)
 
 
@@ -102,12 +104,12 @@ def fsdp2(size: dict[str, int], mesh: Mesh) -> Contestant:
     for block in model.transformer.h:
         fully_shard(block, reshard_after_forward=False)
     fully_shard(model, reshard_after_forward=False)
-    return Contestant(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), clip=True)
+    return Contestant(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True), clip=True)
 
 
 def unsharded(size: dict[str, int], mesh: Mesh) -> Contestant:
     model = DistributedDataParallel(make_model(size), gradient_as_bucket_view=True)
-    return Contestant(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), clip=True)
+    return Contestant(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True), clip=True)
 
 
 CONTESTANTS: dict[str, Callable[[dict[str, int], Mesh], Contestant]] = {

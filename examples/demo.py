@@ -23,7 +23,7 @@ from demo_history import History, read_history
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "demo"
-RUN, UNDISTURBED, CURVE = DEMO / "run", DEMO / "undisturbed", DEMO / "loss.png"
+RUN, UNDISTURBED, CURVE, REPORT = DEMO / "run", DEMO / "undisturbed", DEMO / "loss.png", DEMO / "report.html"
 COMMAND = ("stepmark", "train", "examples/demo.yaml", "--nproc", "2")
 
 STEPS = 240
@@ -53,7 +53,9 @@ def main() -> int:
     equal = compare(run, undisturbed)
     show_evaluation(run)
     show_samples(RUN / f"checkpoint-{STEPS}")
+    write_report()
     print(f"\nThe loss curve is {CURVE.relative_to(ROOT)}. The demo took {minutes(time.monotonic() - began)}.")
+    print(f"The report of both runs, to be opened in a browser, is {REPORT.relative_to(ROOT)}")
     return 0 if equal else 1
 
 
@@ -162,6 +164,22 @@ def show_samples(checkpoint: Path) -> None:
         written = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.5)
         for line in str(tokenizer.decode(written[0], skip_special_tokens=True)).splitlines():
             print(f"  | {line}")
+
+
+def write_report() -> None:
+    """Writes one page about the run, with the uninterrupted one over it."""
+    command = (
+        sys.executable,
+        "-m",
+        "stepmark",
+        "report",
+        str(RUN),
+        "--compare",
+        str(UNDISTURBED),
+        "--out",
+        str(REPORT),
+    )
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def say(text: str) -> None:

@@ -1,10 +1,10 @@
-"""Makes docs/report.png: the report of a real run that is killed, finds its newest checkpoint corrupted, and
-resumes.
+"""Makes docs/report.png, the report of a real run that is killed, finds its newest checkpoint corrupted, and resumes;
+and docs/screenshots/, the same run compared with another one, at three widths, light and dark.
 
     python scripts/report_picture.py [FOLDER]
 
-Trains a small GPT-2 on the standard library's source on two CPU ranks, into FOLDER (default: runs/first). Needs
-Chromium. Takes a few minutes.
+Trains a small GPT-2 on the standard library's source on two CPU ranks, into FOLDER (default: runs/first in the current
+folder), and with a lower learning rate into FOLDER-slow. Needs Chromium. Takes a few minutes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import sys
 import time
 from pathlib import Path
 
+from PIL import Image
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from stepmark.trainer.telemetry.run_log import read_metrics  # noqa: E402
 from tests.support.browser import screenshot  # noqa: E402
 
+WIDTHS, HEIGHT, COLORS = {"wide": 1280, "tablet": 768, "phone": 390}, 1600, 128
+SLOW = "1e-3"
 STEPS, SAVE_EVERY, KILL_AFTER, DAMAGED = 300, 30, 205, 180
 FIELDS = {
     "device": "cpu",
@@ -38,6 +42,8 @@ FIELDS = {
     "logging_steps": 1,
     "eval_strategy": "steps",
     "eval_steps": SAVE_EVERY,
+    "sample_prompts": '["def ", "class ", "import "]',
+    "sample_tokens": 24,
     "max_eval_samples": 64,
     "save_steps": SAVE_EVERY,
     "save_total_limit": 4,
@@ -47,7 +53,7 @@ FIELDS = {
 
 
 def main() -> int:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "runs" / "first").absolute()
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/first")  # as it stands in the pictures
     shutil.rmtree(folder, ignore_errors=True)
     flags = [part for name, value in FIELDS.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "stepmark", "train", "--nproc", "2", "--output_dir", str(folder), *flags]
@@ -61,10 +67,29 @@ def main() -> int:
     time.sleep(5)
     damage(folder / f"checkpoint-{DAMAGED}" / "model.safetensors")
     subprocess.run(command, check=True)
-    page = folder / "report.html"
-    subprocess.run([sys.executable, "-m", "stepmark", "report", str(folder)], check=True)
-    screenshot(page, ROOT / "docs" / "report.png", (1120, 1376))
+    slow = folder.with_name(f"{folder.name}-slow")
+    shutil.rmtree(slow, ignore_errors=True)
+    subprocess.run([*command, "--output_dir", str(slow), "--learning_rate", SLOW], check=True)
+    picture(ROOT / "docs" / "report.png", report(folder), (1120, 1376))
+    compared = report(folder, "--compare", str(slow), "--out", str(folder / "compared.html"))
+    for name, width in WIDTHS.items():
+        for scheme in ("light", "dark"):
+            path = ROOT / "docs" / "screenshots" / f"report-{name}-{scheme}.png"
+            path.parent.mkdir(exist_ok=True)
+            picture(path, compared, (width, HEIGHT), dark=scheme == "dark")
     return 0
+
+
+def report(folder: Path, *options: str) -> Path:
+    """Writes the report of a run; its path."""
+    command = [sys.executable, "-m", "stepmark", "report", str(folder), *options]
+    return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+
+
+def picture(path: Path, page: Path, size: tuple[int, int], *, dark: bool = False) -> None:
+    """A small PNG of the page."""
+    screenshot(page, path, size, dark=dark)
+    Image.open(path).convert("RGB").quantize(COLORS).save(path, optimize=True)
 
 
 def damage(path: Path) -> None:

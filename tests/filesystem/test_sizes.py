@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.checkpoint.coordination.messages import describe_error
+from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.sizes import distinct_sizes, size
 from stepmark.launch.failure_report import FailureReport
@@ -45,6 +46,11 @@ def test_a_full_disk_is_named_with_its_file_and_what_to_do() -> None:
     assert describe_error(full()) == said
     message = FailureReport.of(full(), 0).message
     assert message.startswith("OSError: [Errno 28] No space left on device: '/dev/full'; free some space there")
+
+
+def test_advice_is_given_once() -> None:
+    error = StepmarkError("/x: No space left on device (os error 28); free some space there, or use another folder")
+    assert FailureReport.of(error, 0).message == str(error)
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EROFS, errno.EDQUOT])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stepmark.cli.restarted_run import describe_samples
 from stepmark.errors import CheckpointError, CheckpointMismatch, DataError, LaunchError, StepmarkError, UsageError
 from stepmark.launch.failure_report import REPORTS, FailureReport
 from stepmark.launch.restarts import LONGEST_DELAY, Restarts, check_restarts
@@ -93,6 +94,11 @@ def test_where_a_steps_samples_are(samples: int, after: dict[str, Any], first: t
     after = {"dataset_size": 16, "seed": 42, "order": "shuffled-1", **after}
     place = StepPlace.of(5, samples, after)
     assert (place.epoch, place.first, place.samples, place.size, place.shuffled) == (*first, samples, 16, 1)
+
+
+def test_samples_of_a_mixture_are_named_by_their_place() -> None:
+    after = {"dataset_size": 16, "seed": 42, "order": "mixture-1-shuffled-abc", "epoch": 1, "samples": 12}
+    assert describe_samples(StepPlace.of(5, 4, after)) == "samples 9 to 12 of the mixture's epoch 1"
 
 
 def test_a_loader_of_the_users_gives_the_step_alone() -> None:

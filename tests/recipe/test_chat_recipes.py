@@ -151,3 +151,18 @@ def test_what_does_not_fit_is_said(
     flags = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     assert call(["train", *flags, "--output_dir", str(tmp_path / "run"), *more]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_conversations_of_several_sources_are_mixed(
+    tmp_path: Path, fields: dict[str, Any], packing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [{"prompt": f"say {number}", "completion": f"{number} it is"} for number in range(40)]
+    (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, more)))
+    mixture = [{"train_file": str(fields.pop("train_file")), "weight": 3}]
+    mixture.append({"train_file": str(tmp_path / "more.jsonl"), "weight": 1})
+    losses = train(tmp_path / "run", fields, "--packing", packing, "--dataset_mixture", json.dumps(mixture))
+    assert losses[-1] < losses[0]
+    shown = capsys.readouterr().err
+    assert "source 2: tokenized train: 38 conversations" in shown
+    assert "mixture, source 1: 7" in shown

@@ -12,7 +12,7 @@ import pytest
 from stepmark.report.colors import color
 from stepmark.report.write import write_report
 from tests.report.test_history import log, write
-from tests.support.browser import dump_dom
+from tests.support.browser import act, dump_dom
 
 
 @pytest.fixture
@@ -48,13 +48,53 @@ def test_a_speed_has_one_value_on_the_page(tmp_path: Path) -> None:
         write(folder / "metrics.jsonl", [log(step, tokens_per_second=2000.0 + 100 * step) for step in (3, 1, 2)])
     text = write_report(folders[0], folders[1:]).read_text()
     assert '<div class="value">2,200</div>' in text
-    assert text.count('data-label="Tokens per second">2,200</td>') == 2
+    assert text.count('data-label="Tokens per second" data-value="2200.0">2,200</td>') == 2
+
+
+def test_one_run_shows_its_configuration_size_and_time_left(run: Path) -> None:
+    write(run / "metrics.jsonl", [log(1, target_tokens=2_500_000)])
+    started = {"event": "started", "step": 0, "parameters": 124_000_000, "trained_parameters": 900_000, "ranks": 1}
+    write(run / "events.jsonl", [started])
+    (run / "used_recipe.yaml").write_text("learning_rate: 0.01\ndataset_name: <python>\n")
+    status = {"state": "running", "step": 1, "time": 1e9, "eta_seconds": 7200}
+    (run / "status.json").write_text(json.dumps(status))
+    text = write_report(run).read_text()
+    tiles = re.findall(r'class="name">(.*?)</div><div class="value">(.*?)</div><div class="note">(.*?)</div>', text)
+    assert ("Parameters", "124 M", "900 k of them trained") in tiles
+    assert ("Tokens seen", "2.5 M", "targets of the loss") in tiles
+    assert ("Time left", "2.0 h") in [tile[:2] for tile in tiles]
+    assert "Configuration: 2 fields of its recipe" in text
+    assert "<code>&lt;python&gt;</code>" in text
+    assert "stepmark train" not in text.partition("<footer>")[0]  # it runs: there is nothing to resume
+    assert f"stepmark evaluate {run} --watch" in text
+
+
+def test_what_is_the_same_in_all_runs_is_not_listed(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, rate, ranks in zip(folders, (0.01, 5e-05), (1, 2), strict=True):
+        folder.mkdir()
+        write(folder / "metrics.jsonl", [log(1)])
+        write(folder / "events.jsonl", [{"event": "started", "step": 0, "ranks": ranks, "software": {"torch": "2.9"}}])
+        given = "" if rate == 5e-05 else f"learning_rate: {rate}\n"  # the default is not in the file
+        (folder / "used_recipe.yaml").write_text(f"output_dir: {folder}\nseed: 3\n{given}")
+    rows = re.search(r'id="differences">.*?<tbody>(.*?)</tbody>', write_report(folders[0], folders[1:]).read_text())
+    assert rows is not None
+    cells = [re.sub(r"<.*?>", " ", row).split() for row in rows[1].split("</tr>") if row]
+    assert cells == [["ranks", "1", "2"], ["learning_rate", "0.01", "5e-05"]]
 
 
 def test_a_curve_of_one_point_is_drawn(run: Path) -> None:
     write(run / "metrics.jsonl", [log(5)])
-    dom = dump_dom(write_report(run))
-    assert re.search(r'class="series line" data-name="training"><circle class="single"', dom)
+    seen = act(
+        write_report(run),
+        """
+    const canvas = document.querySelector("#figure-loss canvas");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    results.blue = 0;
+    for (let i = 0; i < data.length; i += 4) results.blue += data[i] < 40 && data[i + 1] < 40 && data[i + 2] > 230;
+    """,
+    )
+    assert 8 < seen["blue"] < 100
 
 
 NARROW = """<iframe id="page" width="390" height="4000" srcdoc="{page}"></iframe><ul id="cut"></ul><script>
@@ -63,16 +103,19 @@ window.onload = () => setTimeout(() => {{
   const add = (text) => {{
     document.getElementById("cut").append(Object.assign(document.createElement("li"), {{ textContent: text }}));
   }};
-  add(`${{inner.querySelectorAll("svg text").length}} labels`);
+  const charts = inner.defaultView.eval("charts"), FONT = inner.defaultView.eval("FONT");
+  add(`${{charts.length}} charts`);
   for (const each of inner.querySelectorAll("main *")) {{
+    if (each.matches(".sr") || each.closest(".layer")) continue;
     const overflows = each.matches(".table, td, .value") && each.scrollWidth > each.clientWidth + 1;
     if (overflows || each.getBoundingClientRect().right > 390) add(`cut off: ${{each.textContent}}`);
   }}
-  for (const label of inner.querySelectorAll("svg text")) {{
-    const room = label.closest("svg").getBoundingClientRect();
-    if (label.getBoundingClientRect().left < room.left) add(`cut off: ${{label.textContent}}`);
-  }}
-}}, 500);
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = FONT;
+  for (const {{ plot }} of charts)
+    for (const label of plot.axes[1]._values)
+      if (pen.measureText(label).width > plot.over.offsetLeft - 4) add(`cut off: ${{label}}`);
+}}, 1500);
 </script>"""
 
 
@@ -85,5 +128,5 @@ def test_nothing_is_cut_off_on_a_phone(run: Path, tmp_path: Path) -> None:
     page = write_report(run, [run]).read_text()
     wrapper.write_text(NARROW.format(page=html.escape(page, quote=True)))
     found = re.findall(r"<li>(.*?)</li>", dump_dom(wrapper).rpartition('id="cut"')[2])
-    assert re.match(r"[1-9]\d* labels", found[0])
+    assert re.match(r"[1-9]\d* charts", found[0])
     assert found[1:] == []

@@ -74,10 +74,10 @@ def train(name: str, options: dict[str, Any], sharded: bool) -> dict[str, list[f
 def announced(bad: bool) -> dict[str, Any]:
     """Weights after steps of two backward passes, the last of which is announced or not, in buckets of a parameter or
     two; a parameter takes no part. With `bad`, what a third pass after the announced one says."""
-    from stepmark.parallel.zero import sharded_buckets
+    from stepmark.parallel import buckets
 
     mesh = Mesh.create(device="cpu")
-    sharded_buckets.HOST_BUCKET_ELEMENTS = 16
+    buckets.HOST_BUCKET_ELEMENTS = 16
     found = {}
     for announce in (False, True):
         net, axis = Net(), mesh.data_parallel
@@ -216,9 +216,9 @@ def sent_dtypes(options: dict[str, Any]) -> list[str]:
     optimizer = ZeroRedundancyOptimizer(net.named_parameters(), torch.optim.AdamW, mesh=mesh, lr=0.1, **options)
     send = GroupCollectives.start_reduce_scatter
 
-    def record(self: GroupCollectives, tensor: Tensor) -> Any:
-        found.add(str(tensor.dtype))
-        return send(self, tensor)
+    def record(self: GroupCollectives, tensor: Tensor, shares: Any, dtype: torch.dtype | None) -> Any:
+        found.add(str(dtype or tensor.dtype))
+        return send(self, tensor, shares, dtype)
 
     with mock.patch.object(GroupCollectives, "start_reduce_scatter", record):
         net(data(0, 0, 1).to(torch.bfloat16)).backward()

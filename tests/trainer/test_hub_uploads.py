@@ -95,13 +95,16 @@ def trainer(folder: Path, **options: Any) -> Trainer:
 def test_a_model_is_uploaded_with_its_card(tmp_path: Path, hub: type[Hub]) -> None:
     made = trainer(tmp_path, hub_revision="tried", hub_private_repo=True)
     made.train()
+    for folder in ("system", "earlier-run-1"):
+        (tmp_path / "run" / folder).mkdir(exist_ok=True)
+        (tmp_path / "run" / folder / "rank-0.jsonl").write_text("{}")
     made.push_to_hub("Done", tags=["small"])
     assert hub.created[0]["name"] == "run"
     assert "private" in (each for each in (*hub.created[0], hub.created[0].get("visibility")))
     (commit,) = hub.commits
     assert (commit["message"], commit["branch"], made.hub_model_id) == ("Done", "tried", "me/run")
     assert {"model.safetensors", "config.json", "README.md"} <= set(commit["files"])
-    assert not any(path.startswith((".", "checkpoint-")) or path == "metrics.jsonl" for path in commit["files"])
+    assert not any(path.startswith((".", "checkpoint-")) or path.endswith(".jsonl") for path in commit["files"])
     weights = base64.b64decode(commit["files"]["model.safetensors"]["content"])
     assert weights == (tmp_path / "run" / "model.safetensors").read_bytes()
     assert "- small" in base64.b64decode(commit["files"]["README.md"]["content"]).decode()

@@ -264,12 +264,15 @@ def test_a_process_may_train_again_where_it_has_finished_a_run(tmp_path: Path) -
         return made
 
     first = train_again()
+    (tmp_path / "system").mkdir(exist_ok=True)
+    (tmp_path / "system" / "rank-0.jsonl").write_text("first\n")
     losses = [line["loss"] for line in read_metrics(tmp_path) if "loss" in line]
     first.args.max_steps = 3
     first.train()  # the same Trainer, and then another one
     train_again()
     assert [line["step"] for line in read_metrics(tmp_path) if "loss" in line] == [1, 2]
     moved = tmp_path / "earlier-run-1"
+    assert (moved / "system" / "rank-0.jsonl").read_text() == "first\n"
     assert (moved / "checkpoint-2" / "model.safetensors").is_file()
     assert [line["loss"] for line in read_metrics(moved) if "loss" in line] == losses
     assert json.loads((moved / "status.json").read_text())["state"] == "done"

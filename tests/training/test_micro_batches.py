@@ -27,9 +27,15 @@ class Recorder:
     def collect(self) -> None:
         self.calls.append("collect")
 
-    def last_backward(self, tokens: Tensor) -> None:
-        self.calls.append("last backward")
+    def collect_one(self, parameter: Tensor) -> None:
+        self.calls.append("collect one")
+
+    def begin(self, tokens: Tensor) -> None:
+        self.calls.append("begin")
         self.tokens.append(float(tokens))
+
+    def last_backward(self) -> None:
+        self.calls.append("last backward")
 
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         self.calls.append("reduce")
@@ -62,7 +68,7 @@ def test_the_reducer_is_called_after_each_backward_pass_and_the_last_is_announce
     batch = step_batch(rows)
     loss, tokens = schedule(model, gradients).run(0, batch, lambda: gradients.calls.append("hook"))
     between = ["collect", "hook"] * (len(rows) - 1)
-    assert gradients.calls == [*between, "last backward", "collect"]
+    assert gradients.calls == ["begin", *between, "last backward", "collect"]
     expected = sum(micro_batch.targets or 0 for micro_batch in batch.micro_batches)
     assert (tokens.shape, loss.shape) == ((), ())
     assert float(tokens) == gradients.tokens[0] == expected

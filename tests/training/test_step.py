@@ -56,7 +56,7 @@ def test_a_step_works_with_any_optimizer_and_reducer(max_norm: float) -> None:
     )
     found = step(0, step_batch([[0, 1], [2, 3]]), hooks)
     assert calls == [
-        *("collect", "after micro-step", "last backward", "collect", "reduce"),
+        *("begin", "collect", "after micro-step", "last backward", "collect", "reduce"),
         *("set gradients", "before update", "step", "after update", "set gradients", "reset"),
     ]
     loss, tokens, norm = found.values.tolist()

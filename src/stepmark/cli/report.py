@@ -1,10 +1,13 @@
-"""`stepmark report RUN [--compare RUN2 …]`"""
+"""`stepmark report RUN [--compare RUN2 …] [--serve]`"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from stepmark.errors import UsageError
+
+PORT = 8719
 HELP = "write one HTML page about a run: curves, evaluations, checkpoints, timings"
 
 
@@ -14,11 +17,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare", metavar="RUN", type=Path, nargs="+", default=[], help="draw the curves of these runs over its own"
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="where to write the page (default: RUN/report.html)")
+    parser.add_argument("--csv", metavar="FOLDER", type=Path, help="also write every figure, complete, as a CSV file")
+    parser.add_argument(
+        "--serve", action="store_true", help="show it to browsers on this machine, up to date while the run goes on"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help=f"of --serve (default: {PORT}; 0: any that is free)")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Writes the page, prints its path, and returns 0. Raises UsageError if a folder is not a run's output_dir."""
+    """Writes the page, prints its path, and returns 0; or serves it until Ctrl-C.
+
+    Raises UsageError if a folder is not a run's output_dir, or options contradict each other.
+    """
+    if parsed.port is not None and not parsed.serve:
+        raise UsageError("--port: is for --serve; give both, or leave it out")
+    if parsed.serve and (parsed.out or parsed.csv):
+        raise UsageError("--serve: writes no files; leave out --out and --csv, or call the command twice")
+    if parsed.serve:
+        from stepmark.report.serve import serve
+
+        serve(parsed.run, parsed.compare, PORT if parsed.port is None else parsed.port)
+        return 0
     from stepmark.report.write import write_report
 
-    print(write_report(parsed.run, parsed.compare, parsed.out))
+    print(write_report(parsed.run, parsed.compare, parsed.out, parsed.csv))
     return 0

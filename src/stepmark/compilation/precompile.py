@@ -90,6 +90,7 @@ def record_graphs(trainer: Trainer) -> GraphRecorder:
         if trainer.args.eval_strategy != "no":
             recorder.part = "evaluation"
             trainer.run_evaluation(trainer.get_eval_dataloader(), gather=trainer.compute_metrics is not None)
+            trainer.sample_texts()
         runtime.step_boundary(wait=True)
     return recorder
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, get_type_hints
 
+from stepmark.config.dataset_mixture import SHARED_FIELDS, SOURCE_FIELDS, WEIGHT, check_entries, name_of
 from stepmark.errors import UsageError
 
 STDLIB = "python-stdlib"
@@ -31,6 +33,9 @@ class DataArguments:
     `validation_split_percentage` percent of the training texts (0: there is no validation). `max_train_samples` and
     `max_eval_samples` count blocks of `block_size` tokens. `text_column` is `text`, else the only column of strings.
 
+    `dataset_mixture` is a list of sources in place of these: each has a `weight`, its share of the samples, and the
+    fields of `SOURCE_FIELDS`.
+
     With `messages_column` the rows are conversations, or instructions, by the tokenizer's chat template, and
     `block_size` is the length at most of one, or with `packing` of a block of several. `assistant_only_loss`: what the
     assistant says is all that is trained on.
@@ -45,6 +50,7 @@ class DataArguments:
     assistant_only_loss: bool = False
     packing: bool = False
     train_file: str | list | None = None
+    dataset_mixture: list | None = None
     validation_file: str | list | None = None
     block_size: int | None = None
     validation_split_percentage: int = 5
@@ -54,8 +60,46 @@ class DataArguments:
     overwrite_cache: bool = False
 
     def __post_init__(self) -> None:
-        self._check_sources()
+        if self.dataset_mixture is None:
+            self._check_sources()
+        else:
+            self._check_mixture()
         self._check_ranges()
+
+    @property
+    def sources(self) -> tuple[DataArguments, ...]:
+        """The data arguments of each source of a mixture alone; without one, these."""
+        if self.dataset_mixture is None:
+            return (self,)
+        entries = ({**entry} for entry in self.dataset_mixture)
+        return tuple(replace(self, dataset_mixture=None, **_without_weight(entry)) for entry in entries)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each source."""
+        return tuple(float(entry[WEIGHT]) for entry in self.dataset_mixture or ({WEIGHT: 1.0},))
+
+    def _check_mixture(self) -> None:
+        assert self.dataset_mixture is not None
+        for field in fields(self):
+            given = getattr(self, field.name) != field.default
+            if field.name in SOURCE_FIELDS and field.name not in SHARED_FIELDS and given:
+                raise UsageError(
+                    f"{field.name} and dataset_mixture: each source has its own; move {field.name} into the sources"
+                )
+        entries = check_entries(self.dataset_mixture, get_type_hints(DataArguments))
+        object.__setattr__(self, "dataset_mixture", entries)
+        of_conversations = []
+        for index, entry in enumerate(entries):
+            try:
+                source = replace(self, dataset_mixture=None, **_without_weight(entry))
+            except UsageError as error:
+                raise UsageError(f"{name_of(index)}: {error}") from error
+            of_conversations.append(source.messages_column is not None)
+            if of_conversations[0] != of_conversations[-1]:
+                raise UsageError(
+                    f"{name_of(index)}: samples are texts or conversations; give messages_column to all sources or none"
+                )
 
     def _check_sources(self) -> None:
         for field in ("train_file", "validation_file"):
@@ -65,7 +109,7 @@ class DataArguments:
         if self.dataset_name and self.train_file:
             raise UsageError("dataset_name and train_file are both given; training data has one source: remove one")
         if not self.dataset_name and not self.train_file:
-            raise UsageError("there is no training data: give dataset_name or train_file")
+            raise UsageError("there is no training data: give dataset_name, train_file or dataset_mixture")
         if self.dataset_config_name and self.dataset_name in (None, STDLIB):
             raise UsageError("dataset_config_name needs a dataset_name that has configurations; remove it")
         for field in ("text_column", "assistant_only_loss", "packing"):
@@ -92,6 +136,10 @@ class DataArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}; leave it out for no limit")
+
+
+def _without_weight(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != WEIGHT}
 
 
 def _conversation_fields(field: str) -> str:

@@ -30,6 +30,10 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
     },
     "data": {
         "train_file": FieldHelp("texts to train on: a file, a folder, a pattern, or a list of them", '"data/*.jsonl"'),
+        "dataset_mixture": FieldHelp(
+            "several sources, each with its share of the samples",
+            "[{train_file: a.txt, weight: 3}, {train_file: b/, weight: 1}]",
+        ),
         "validation_file": FieldHelp("texts to evaluate on, in the same forms", "held_out.txt"),
         "dataset_name": FieldHelp("python-stdlib (built in), a folder of save_to_disk, or a hub name", "python-stdlib"),
         "dataset_config_name": FieldHelp("the dataset's configuration", "wikitext-2-raw-v1"),
@@ -110,6 +114,8 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "eval_steps": FieldHelp("steps between evaluations, or a fraction; unset: logging_steps", "100"),
         "eval_on_start": FieldHelp("evaluate before the first step", "true"),
         "eval_delay": FieldHelp("no evaluations before so many steps, or epochs with eval_strategy epoch", "1000"),
+        "sample_prompts": FieldHelp("texts that the model continues at each evaluation", '["def ", "class "]'),
+        "sample_tokens": FieldHelp("by so many tokens", "32"),
         "metric_for_best_model": FieldHelp("which metric tells the best model", "loss"),
         "greater_is_better": FieldHelp("whether a greater value of it is better", "false"),
         "load_best_model_at_end": FieldHelp("end with the best model instead of the last", "true"),

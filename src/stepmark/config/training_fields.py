@@ -66,6 +66,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
             variable STEPMARK_JOIN_TIMEOUT, or 600.
         max_restarts: Under `--nproc`: ranks that die are started again, from the newest complete checkpoint, until so
             many restarts in a row did not get past the step that failed. Default: 0.
+        sample_prompts: Texts that the model continues at each evaluation, greedily: events of the run, which the report
+            shows. Needs a causal model that every rank holds completely. Default: None.
+        sample_tokens: By how many tokens. Default: 64.
         compile_cache: On lazy devices, the folder that keeps compiled graphs (for Neuron also an `s3://` URL), true for
             the one beside the token cache, false for none. Default (None): true, but false on XLA's CPU client, which
             cannot read compiled graphs back.
@@ -115,6 +118,8 @@ class TrainingFields(metaclass=AcceptingDefaults):
     eval_steps: float | None = None
     eval_on_start: bool = False
     eval_delay: float = 0
+    sample_prompts: list | str | None = None  # text second: HfArgumentParser reads that
+    sample_tokens: int = 64
     load_best_model_at_end: bool = False
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
@@ -336,6 +341,7 @@ def _check_agreement(args: TrainingFields) -> None:
             )
     _check_pipeline(args)
     _check_sharded(args)
+    _check_samples(args)
     if args.warmup_steps and args.warmup_ratio:
         raise UsageError("warmup_steps and warmup_ratio: both give the length of the warm-up; set one of them")
     if args.eval_strategy == "no":
@@ -361,6 +367,25 @@ def _check_sharded(args: TrainingFields) -> None:
             raise UsageError(
                 f"neftune_noise_alpha and {name}: ranks that hold the model together would add different noise; leave "
                 "one of them out"
+            )
+
+
+def _check_samples(args: TrainingFields) -> None:
+    prompts = args.sample_prompts
+    if args.sample_tokens < 1:
+        raise UsageError(f"sample_tokens: should be at least 1, and is {args.sample_tokens}")
+    if prompts is None:
+        return
+    listed = [prompts] if isinstance(prompts, str) else prompts
+    if not listed or not all(isinstance(prompt, str) and prompt for prompt in listed):
+        raise UsageError(f"sample_prompts: should be one or more texts, and is {prompts!r}")
+    if args.eval_strategy == "no":
+        raise UsageError("sample_prompts and eval_strategy: they are continued at evaluations; set eval_strategy")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(args, name) > 1:
+            raise UsageError(
+                f"sample_prompts and {name}: the model that continues them has to be complete on a rank; leave one of "
+                "them out"
             )
 
 

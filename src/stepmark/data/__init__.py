@@ -9,6 +9,7 @@
     token_cache.py cache entries that are complete or not used
     packing.py     a token stream as blocks of one length
     prepared_data.py all of the above: a config → training and validation blocks
+    mixture.py     samples of several sources, each with its share
     order.py       which sample comes when, on which rank
     batch.py       a loader's output
     labels.py      which inputs are labels, and which labels are targets

@@ -19,6 +19,7 @@ from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.data.collate import FIXED_SHAPES, Padding, sample_length
 from stepmark.data.fetcher import CollateFn, Fetcher, MicroTask, WorkerFailure
 from stepmark.data.labels import LabelRule
+from stepmark.data.mixture import MixtureOrder
 from stepmark.data.order import BatchLayout, Epoch, Position, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signal_handlers import STOPPING
@@ -89,6 +90,7 @@ class DataLoader:
         self._epoch = Epoch(_checked_size(dataset), self.layout.global_batch, drop_last)
         self._check()
         self._fetcher = Fetcher(dataset, collate_fn, self._padding, labels or LabelRule())
+        self._mixture: MixtureOrder | None = getattr(dataset, "mixture_order", None)
         self._position = Position(0, 0)
         self._shapes: dict[str, torch.Size] | None = None
         self._lengths: np.ndarray | None = None
@@ -166,13 +168,19 @@ class DataLoader:
             "samples": position.samples,
             "dataset_size": self._epoch.size,
             "seed": self.seed,
-            "order": ORDERS[self.shuffle],
+            "order": ORDERS[self.shuffle] if self._mixture is None else self._mixture.name(self.shuffle),
         }
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """The samples of an epoch in their order, by index."""
+        if self._mixture is not None:
+            return self._mixture.indices(self.seed, epoch, self.shuffle)
+        return sample_order(self._epoch.size, self.seed, epoch, self.shuffle)
 
     def _tasks(self, start: Position) -> Iterator[MicroTask]:
         """This rank's tasks from a position to the end of its epoch, in order."""
         begin = self._epoch.begin(start)
-        order = sample_order(self._epoch.size, self.seed, begin.epoch, self.shuffle)
+        order = self._order(begin.epoch)
         lengths = self._measured_lengths()
         rows = self.layout.batch_size
         for position, samples, _ in self._epoch.walk(begin):

@@ -21,6 +21,8 @@ class Stream(IntEnum):
 
     ORDER = 1
     DRAWS = 2
+    MIXTURE = 3
+    SOURCE = 4
 
 
 @dataclass(frozen=True)

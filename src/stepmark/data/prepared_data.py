@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import xxhash
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.conversations import Conversations
 from stepmark.data.encoding import TextEncoder, encode_texts
+from stepmark.data.mixture import JoinedSamples, Mixture, limited
 from stepmark.data.packing import PackedBlocks
 from stepmark.data.prepared_conversations import prepare_conversations
 from stepmark.data.segments import Tally
@@ -37,11 +38,11 @@ class Prepared:
 
     `fingerprint` identifies the training data: the tokens, the block size and the number of blocks. A resumed run must
     have the same one. `cached`: the tokens were already in the cache. With `messages_column` the samples are
-    conversations.
+    conversations, with `dataset_mixture` those of all sources.
     """
 
-    train: PackedBlocks | Conversations
-    validation: PackedBlocks | Conversations | None
+    train: PackedBlocks | Conversations | Mixture
+    validation: PackedBlocks | Conversations | JoinedSamples | None
     fingerprint: str
     cached: bool
 
@@ -59,22 +60,47 @@ def prepare(
     The key of the cache is the content of the texts and of the tokenizer, not names or times, and neither block size
     nor numbers of samples: those cost nothing to change. With `overwrite_cache` the texts are always
     tokenized again; only one rank should set it, and the others call this function after it. `progress` is called with
-    a line of text: what is read, how far tokenizing is, and what was left out.
+    a line of text: what is read, how far tokenizing is, and what was left out. Each source of a mixture has an entry of
+    its own in the cache.
     `may_be_short`: accept less than one block, for data that is not trained on.
 
     Raises DataError for missing or empty data, or less than one block, and UsageError for invalid fields.
     """
-    block_size = choose_block_size(config.block_size, tokenizer.model_max_length)
     root = (folder or cache_root()) / "data"
+    say = progress or _silent
+    if config.dataset_mixture is None:
+        return _prepare_source(config, tokenizer, root, say, may_be_short)
+    parts = [
+        _prepare_source(replace(source, max_eval_samples=None), tokenizer, root, _numbered(number, say), may_be_short)
+        for number, source in enumerate(config.sources, start=1)
+    ]
+    train = Mixture([part.train for part in parts], config.weights)
+    for line in train.describe():
+        say(line)
+    validations = [part.validation for part in parts if part.validation is not None]
+    validation = limited(validations, config.max_eval_samples) if validations else None
+    content = [FINGERPRINT, train.mixture_order.digest, *(part.fingerprint for part in parts)]
+    fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+    return Prepared(train, validation, fingerprint, all(part.cached for part in parts))
+
+
+def _numbered(number: int, say: Progress) -> Progress:
+    return lambda line: say(f"source {number}: {line}")
+
+
+def _prepare_source(
+    config: DataArguments, tokenizer: PreTrainedTokenizerBase, root: Path, say: Progress, may_be_short: bool
+) -> Prepared:
+    """The data of one source, in the cache under `root`."""
+    block_size = choose_block_size(config.block_size, tokenizer.model_max_length)
     if config.messages_column is not None:
-        chats, held_out, cached = prepare_conversations(config, tokenizer, block_size, root, progress or _silent)
+        chats, held_out, cached = prepare_conversations(config, tokenizer, block_size, root, say)
         return Prepared(chats, held_out, chats.fingerprint, cached)
     encoder = TextEncoder.of(tokenizer)
     sources = open_sources(config)
     entry = root / _key(sources, encoder)
     meta = None if config.overwrite_cache else open_entry(entry)
     cached = meta is not None
-    say = progress or _silent
     for name, texts in (("train", sources.train), ("validation", sources.validation)):
         if texts is not None:
             say(f"{name} data: {texts.reads}")

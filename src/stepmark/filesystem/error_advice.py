@@ -15,10 +15,10 @@ _ADVICE = {
 
 
 def with_advice(message: str, error: BaseException) -> str:
-    """The message, and what to do if the error is one of the file system for which that is known. Libraries that are
-    written in other languages have errors of their own, with the system's words."""
+    """The message, and what to do if the error is one of the file system for which that is known and the message does
+    not say so yet. Libraries that are written in other languages have errors of their own, with the system's words."""
     if isinstance(error, OSError):
         advice = _ADVICE.get(error.errno or 0)
     else:
         advice = next((words for number, words in _ADVICE.items() if os.strerror(number) in str(error)), None)
-    return message if advice is None else f"{message}; {advice}"
+    return message if advice is None or advice in message else f"{message}; {advice}"

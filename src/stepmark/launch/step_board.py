@@ -14,12 +14,14 @@ from stepmark.launch.failure_report import REPORTS
 
 _FORMAT = struct.Struct("7q")
 _FILE = "steps"
+MIXED = 2  # in place of whether the samples were shuffled: their order is that of a mixture
 
 
 @dataclass(frozen=True)
 class StepPlace:
     """A step, from 1, and its samples: those from `first` on, `samples` of them, in the order of `epoch`, which `size`,
-    `seed` and `shuffled` determine. Before the first step `step` is 0, and before the samples are known `samples`."""
+    `seed` and `shuffled` determine; that of a mixture, if `shuffled` is MIXED. Before the first step `step` is 0, and
+    before the samples are known `samples`."""
 
     step: int = 0
     epoch: int = 0
@@ -37,7 +39,8 @@ class StepPlace:
         size, used, epoch = int(after["dataset_size"]), int(after["samples"]), int(after["epoch"])
         if not used:  # it was the last step of an epoch; samples that drop_last leaves out follow it
             used, epoch = size // samples * samples if size % samples else size, epoch - 1
-        shuffled = int(str(after["order"]).startswith("shuffled"))
+        order = str(after["order"])
+        shuffled = MIXED if order.startswith("mixture") else int(order.startswith("shuffled"))
         return cls(step, epoch, used - samples, samples, size, int(after["seed"]), shuffled)
 
 

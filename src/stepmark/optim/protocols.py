@@ -33,12 +33,18 @@ class ReducedGradients:
 class GradientReducer(Protocol):
     """Turns the backward passes of one step into mean gradients over all ranks. Collective."""
 
+    def begin(self, tokens: Tensor) -> None:
+        """Announces the step, and this rank's target tokens in it: the value that `reduce` will be given. Optional, but
+        on all ranks or none."""
+
+    def last_backward(self) -> None:
+        """Announces the step's last backward pass, so that communication may overlap with it; after `begin`."""
+
     def collect(self) -> None:
         """Adds what a backward pass left in `parameter.grad` to the step's sums; called after each of them."""
 
-    def last_backward(self, tokens: Tensor) -> None:
-        """Announces the step's last backward pass, so that communication may overlap with it. `tokens` is the value
-        that `reduce` will be given."""
+    def collect_one(self, parameter: Tensor) -> None:
+        """Does the same for one parameter whose gradient is complete."""
 
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32)."""

@@ -1,24 +1,105 @@
 """Reduces the gradients of a step to one mean, the same on every rank.
 
-Phases of a step: `collect` after each backward pass, `reduce` once. The sums are fp32. Without accumulation, fp32
-gradients stay where autograd put them; otherwise they are added to persistent buffers, so that every micro-batch of a
-lazy device runs the same graph. Gradients are sent in flat buckets: each rank's mean is weighted by its target tokens,
-the buckets are summed, and the sum is divided by the tokens of all ranks.
+Phases of a step: `collect` after each backward pass, `reduce` once. The sums are fp32.
+
+On eager devices with several data parallel ranks, gradients are summed in flat buckets and sent while the last backward
+pass makes them. Otherwise, without accumulation, fp32 gradients stay where autograd put them; with it they are added to
+persistent buffers, so that every micro-batch of a lazy device runs the same graph, and sent afterwards in a few large
+buckets: each rank's mean is weighted by its target tokens, the buckets are summed, and the sum is divided by the tokens
+of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.optim.protocols import ReducedGradients
+from stepmark.parallel.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
+from stepmark.parallel.buckets import make_buckets
 from stepmark.parallel.gradient_math import add_ends, add_partial, squares
+from stepmark.parallel.rank_weights import RankWeights
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
 BUCKET_ELEMENTS = 32 * 2**20  # 128 MiB of fp32: large enough for full bandwidth, small beside the model
+
+
+def data_parallel_gradients(
+    named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh, *, accumulation: int
+) -> DataParallelGradients | OverlappedGradients:
+    """The reducer of these parameters' gradients over one step of `accumulation` micro-batches."""
+    if isinstance(mesh.data_parallel, GroupCollectives) and named:
+        return OverlappedGradients(named, mesh)
+    return DataParallelGradients([parameter for _, parameter in named], mesh, accumulation=accumulation)
+
+
+class OverlappedGradients:
+    """Gradients of `named` parameters on an eager device with several data parallel ranks. See `GradientReducer`."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh) -> None:
+        assert isinstance(mesh.data_parallel, GroupCollectives)
+        self._mesh = mesh
+        self._axis = mesh.data_parallel
+        self._buckets = make_buckets(
+            [named], mesh.data_parallel, mesh.tensor_parallel.size, mesh.runtime, reordered=False
+        )
+        position = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        self._order = [position[id(member.parameter)] for bucket in self._buckets for member in bucket.members]
+        self._bucketed = BucketedGradients(self._buckets, mesh, _start_all_reduce)
+
+    def begin(self, tokens: Tensor) -> None:
+        """Announces the step, and this rank's tokens in it: the value that `reduce` will be given."""
+        self._bucketed.begin(tokens)
+
+    def last_backward(self) -> None:
+        """Announces the step's last backward pass: buckets are sent as soon as their gradients are complete."""
+        self._bucketed.last_backward()
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Adds what a backward pass left in `parameter.grad` to the sums."""
+        self._bucketed.sums.collect_all()
+
+    def collect_one(self, parameter: Tensor) -> None:
+        """Does the same for one parameter whose gradient is complete."""
+        self._bucketed.sums.collect(parameter)
+
+    @torch.no_grad()
+    def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        """The mean gradients (fp32, None where a parameter took no part on any rank), loss and token count over all
+        ranks. `loss` (0-dim) is this rank's mean over its
+        `tokens` (0-dim float32)."""
+        means, total = self._bucketed.reduce(tokens)
+        flat = add_ends_of_buckets(means, self._buckets, self._mesh)
+        shards = [self._mesh.data_parallel.own_shard(each) for each in flat]  # of which each rank computes the norm
+        used = self._mesh.runtime.place([torch.tensor(self._bucketed.sums.got(), dtype=torch.float32)])[0]
+        loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh, used)
+        return ReducedGradients(self._members_of(flat, head[1:]), loss / total, total, square.sqrt())
+
+    def _members_of(self, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
+        """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
+        that has used all of them need not wait for the device to know."""
+        own = self._bucketed.sums.got()
+        anywhere = own if all(own) else [number > 0 for number in self._axis.read(used)]
+        pairs = zip(self._buckets, flat, strict=True)
+        found = [place for bucket, each in pairs for member in bucket.members for place in member.places_in(each)]
+        ordered: list[Tensor | None] = [None] * len(found)
+        for index, place, there in zip(self._order, found, anywhere, strict=True):
+            ordered[index] = place if there else None
+        return ordered
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Clears the sums for the next step."""
+        self._bucketed.reset()
+
+
+def _start_all_reduce(axis: GroupCollectives, number: int, flat: Tensor, weights: RankWeights) -> Callable[[], Tensor]:
+    return axis.start_all_reduce(flat, weights)
 
 
 class DataParallelGradients:
@@ -50,7 +131,10 @@ class DataParallelGradients:
             self._sums[self._index[id(parameter)]].add_(parameter.grad)
             parameter.grad = None
 
-    def last_backward(self, tokens: Tensor) -> None:
+    def begin(self, tokens: Tensor) -> None:
+        """Does nothing: tokens are sent with the gradients."""
+
+    def last_backward(self) -> None:
         """Does nothing: complete gradients are sent in a few large buckets, after the last backward pass."""
 
     @torch.no_grad()

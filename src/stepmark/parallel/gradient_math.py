@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
@@ -64,5 +65,9 @@ def squares(gradients: Sequence[Tensor], counts: Sequence[int], device: torch.de
 def scale_to(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:
     """Scales gradients in place so that their norm is at most `max_norm`; 0 or less: never."""
     present = [gradient for gradient in gradients if gradient is not None]
-    if max_norm > 0 and present:
-        torch._foreach_mul_(present, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    if max_norm <= 0 or not present:
+        return
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if factor.device.type == "cpu" and not is_fake(factor) and float(factor) == 1.0:  # known without waiting
+        return
+    torch._foreach_mul_(present, factor)

@@ -12,6 +12,7 @@ from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
 from stepmark.optim.elementwise import uses_complete_parameters
 from stepmark.optim.master_weights import WrittenParameters, follow
+from stepmark.optim.protocols import GradientReducer
 from stepmark.optim.wrapped import (
     load_hyperparameters,
     load_learning_rates,
@@ -19,7 +20,7 @@ from stepmark.optim.wrapped import (
     plain,
     take_empty_step,
 )
-from stepmark.parallel.data_parallel import DataParallelGradients
+from stepmark.parallel.data_parallel import data_parallel_gradients
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Shard, layout_of
@@ -100,9 +101,10 @@ class ParameterOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
-    def gradients(self, mesh: Mesh, *, accumulation: int) -> DataParallelGradients:
+    def gradients(self, mesh: Mesh, *, accumulation: int) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes."""
-        return DataParallelGradients(self.parameters, mesh, accumulation=accumulation)
+        named = list(zip(self.names, self.parameters, strict=True))
+        return data_parallel_gradients(named, mesh, accumulation=accumulation)
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Sets the gradient, or None, of each of `parameters`."""

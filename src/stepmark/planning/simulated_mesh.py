@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from stepmark.launch.world import World
 from stepmark.planning.allocations import COMMUNICATION, AllocationTracker
-from stepmark.runtime.collectives import Collectives, GroupCollectives, NoCollectives, Reduction
+from stepmark.runtime.collectives import Collectives, GroupCollectives, NoCollectives, Reduction, Shares
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.host_group import HostGroup
@@ -159,6 +161,7 @@ class SimulatedCollectives(GroupCollectives):
     def __init__(self, size: int, tracker: AllocationTracker, rank: int, *, host_memory: bool) -> None:
         self.rank, self.size = rank, size
         self._tracker, self._host_memory = tracker, host_memory
+        self._reducing = deque()
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         with self._tracker.within(COMMUNICATION):
@@ -173,23 +176,39 @@ class SimulatedCollectives(GroupCollectives):
     def gather_in_place(self, tensors: Sequence[Tensor]) -> None:
         """Allocates nothing."""
 
-    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def start_reduce_scatter(
+        self, tensor: Tensor, shares: Shares | None = None, dtype: torch.dtype | None = None
+    ) -> Callable[[], Tensor]:
         with self._tracker.within(COMMUNICATION):
-            received = torch.empty_like(tensor) if self._host_memory else self._shard_like(tensor)
-        return lambda: self._finish(tensor, received)
+            return super().start_reduce_scatter(tensor, shares, dtype)
+
+    def start_all_reduce(self, tensor: Tensor, shares: Shares) -> Callable[[], Tensor]:
+        if self._between_hosts(tensor):
+            return super().start_all_reduce(tensor, shares)
+        return lambda: tensor
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        return lambda: gathered
 
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         return [number * self.size for number in numbers]
 
-    def _finish(self, sent: Tensor, received: Tensor) -> Tensor:
-        """`sent` is held until then, as a collective does."""
-        if not self._host_memory:
-            return received
-        with self._tracker.within(COMMUNICATION):
-            return self._shard_like(received)
+    def read(self, vector: Tensor) -> list[float]:
+        return [0.0] * vector.numel()
 
-    def _shard_like(self, tensor: Tensor) -> Tensor:
-        return tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+    def _between_hosts(self, tensor: Tensor) -> bool:
+        return self._host_memory
+
+    def _start_reduce_scatter_between_devices(self, sent: Tensor) -> Callable[[], Tensor]:
+        shard = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
+        return lambda: (sent, shard)[1]  # what is sent is held until then
+
+    def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
+        return []
+
+    def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: Shares | None) -> Tensor:
+        return own
 
 
 class SimulatedGraphCollectives(NoCollectives):

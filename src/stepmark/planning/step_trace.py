@@ -200,8 +200,8 @@ def _train(
     mesh: SimulatedMesh,
     tracker: AllocationTracker,
 ) -> None:
-    """One step, of which as many micro-batches run as it takes until they repeat. With sharded gradients the second
-    step: in the first one they learn in which order they can be sent during the backward pass."""
+    """One step, of which as many micro-batches run as it takes until they repeat. On an eager device the
+    second step: in the first one gradients learn in which order they can be sent during the backward pass."""
     args = setup.args
     step = TrainStep(
         model,
@@ -214,7 +214,7 @@ def _train(
         autocast=setup.autocast,
     )
     batch = StepBatch(setup.traced_micro_batches(), args.per_device_train_batch_size, 0.0, {})
-    for number in range(2 if args.zero_1 and not setup.device.lazy else 1):
+    for number in range(1 if setup.device.lazy else 2):
         tracker.forget()
         if setup.staged:
             watch_stage(setup, mesh, tracker)

@@ -62,8 +62,14 @@ class WatchedGradients:
         self._assign()
         self._reducer.collect()
 
-    def last_backward(self, tokens: Tensor) -> None:
-        self._reducer.last_backward(tokens)
+    def collect_one(self, parameter: Tensor) -> None:
+        self._reducer.collect_one(parameter)
+
+    def begin(self, tokens: Tensor) -> None:
+        self._reducer.begin(tokens)
+
+    def last_backward(self) -> None:
+        self._reducer.last_backward()
 
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         self._assign()

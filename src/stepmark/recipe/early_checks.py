@@ -16,7 +16,7 @@ from stepmark.trainer.existing_run import check_named_checkpoint, check_no_earli
 
 def check_early(recipe: Recipe) -> None:
     """Raises StepmarkError for files and folders that are missing, or in the way of the run."""
-    args, data = recipe.training, recipe.data
+    args = recipe.training
     check_device_name(args.device_name)
     check_optimizer(args.optim)
     resume = args.resume_from_checkpoint
@@ -27,9 +27,10 @@ def check_early(recipe: Recipe) -> None:
         check_model_folder(recipe.model.model_name_or_path)
     if recipe.model.peft is not None and importlib.util.find_spec("peft") is None:
         raise UsageError("peft: the package is not installed; pip install peft")
-    for field, names in (("train_file", data.train_file), ("validation_file", data.validation_file)):
-        if names:
-            find_files(field, names, READERS)
+    for data in recipe.data.sources:
+        for field, names in (("train_file", data.train_file), ("validation_file", data.validation_file)):
+            if names:
+                find_files(field, names, READERS)
 
 
 def check_model_folder(name: str) -> None:

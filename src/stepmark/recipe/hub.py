@@ -31,8 +31,8 @@ def work_offline_without_hub(recipe: Recipe) -> bool:
 
 def _names_of_hub(recipe: Recipe) -> list[str]:
     """The names in the recipe that are neither built in nor local."""
-    model, data = recipe.model, recipe.data
-    names = [model.model_name_or_path, model.tokenizer_name, data.dataset_name]
+    model = recipe.model
+    names = [model.model_name_or_path, model.tokenizer_name, *(data.dataset_name for data in recipe.data.sources)]
     if model.config_name is not None and not _is_model_type(model.config_name):
         names.append(model.config_name)
     return [name for name in names if name and name not in ("bytes", STDLIB) and not Path(name).exists()]

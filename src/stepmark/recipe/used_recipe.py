@@ -57,6 +57,8 @@ def read_used_recipe(folder: Path) -> Recipe | None:
 
 
 def _absolute(name: str, value: Any) -> Any:
+    if name == "dataset_mixture":
+        return [{key: _absolute(key, each) for key, each in source.items()} for source in value]
     if name in _FILES:
         paths = [str(Path(each).expanduser().absolute()) for each in file_names(value)]
         return paths if isinstance(value, list) else paths[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-PALETTE = 12  # the variables --c0 to --c11 of page.css
+# The variables --c0 to --c7 of page.css. They were searched for: any two are far apart (36 and more in CIELAB) for
+# everybody, also without red, green or blue cones.
+PALETTE = 8
 GOLDEN_ANGLE = 137.508  # degrees: successive multiples of it never meet on the color wheel
 
 

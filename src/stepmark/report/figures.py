@@ -73,11 +73,11 @@ CURVES = {  # by the field of metrics.jsonl
 }
 
 
-def figures(histories: Sequence[History]) -> list[Figure]:
-    """All figures that have values in at least one run."""
-    curves = [_of_logs(histories, key, figure) for key, figure in CURVES.items()]
+def figures(histories: Sequence[History], *, points: int = POINTS) -> list[Figure]:
+    """All figures of training that have values in at least one run; a line has at most about so many points."""
+    curves = [_of_logs(histories, key, figure, points) for key, figure in CURVES.items()]
     time = [_time(histories[0])] if len(histories) == 1 else []
-    every = [_loss(histories), *_other_metrics(histories), *curves, *time, _memory(histories)]
+    every = [_loss(histories, points), *_other_metrics(histories), *curves, *time, _memory(histories, points)]
     return [figure for figure in every if figure.series]
 
 
@@ -87,7 +87,7 @@ def marks(histories: Sequence[History]) -> list[Mark]:
     for run, history in enumerate(histories):
         for before, after in history.resumptions():
             found += _of_resumption(history, run, before, after)
-        origin = _origin(history)
+        origin = origin_of(history)
         found += [
             Mark(event["event"], run, event["step"], _since(event, origin), str(event.get("message", event["event"])))
             for event in history.of_kind("compilation", "trouble")
@@ -97,7 +97,7 @@ def marks(histories: Sequence[History]) -> list[Mark]:
 
 
 def _of_resumption(history: History, run: int, before: Attempt, after: Attempt) -> list[Mark]:
-    resumed, origin = after.resumed or 0, _origin(history)
+    resumed, origin = after.resumed or 0, origin_of(history)
     found = []
     if before.last is not None and before.last > resumed:
         label = f"steps {resumed + 1} to {before.last} were trained again"
@@ -112,10 +112,10 @@ def _of_resumption(history: History, run: int, before: Attempt, after: Attempt) 
 # The figures
 
 
-def _loss(histories: Sequence[History]) -> Figure:
+def _loss(histories: Sequence[History], points: int) -> Figure:
     figure = Figure("loss", "Loss", "mean over target tokens", smooth=True)
     for run, history in enumerate(histories):
-        figure.series += _lines(history, run, "training", "loss")
+        figure.series += _lines(history, run, "training", "loss", points)
         figure.series += [
             series for name in _metric_names([history]) if name.endswith("loss")
             for series in _points(history, run, name)
@@ -133,8 +133,8 @@ def _other_metrics(histories: Sequence[History]) -> list[Figure]:
     return found
 
 
-def _of_logs(histories: Sequence[History], key: str, empty: Figure) -> Figure:
-    series = [each for run, history in enumerate(histories) for each in _lines(history, run, key, key)]
+def _of_logs(histories: Sequence[History], key: str, empty: Figure, points: int) -> Figure:
+    series = [each for run, history in enumerate(histories) for each in _lines(history, run, key, key, points)]
     values = sorted(y for each in series for y in each.y if y is not None and y > 0)
     spread = not empty.zero and bool(values) and values[-1] > 50 * values[len(values) // 2]
     return replace(empty, series=series, log=spread)
@@ -153,7 +153,7 @@ def _time(history: History) -> Figure:
     ]
     bars = [bar for bar in bars if bar]
     figure = Figure("time", "Where the time went", f"seconds in {width} steps" if width > 1 else "seconds", zero=True)
-    origin = _origin(history)
+    origin = origin_of(history)
     x = [float(max(line["step"] for line in bar)) for bar in bars]
     times = [_since(max(bar, key=lambda line: line["step"]), origin) for bar in bars]
     for part in PARTS:
@@ -163,31 +163,41 @@ def _time(history: History) -> Figure:
     return figure
 
 
-def _memory(histories: Sequence[History]) -> Figure:
+def _memory(histories: Sequence[History], points: int) -> Figure:
     figure = Figure("memory", "Memory of rank 0", "GB", zero=True)
     for run, history in enumerate(histories):
         for key, name in (("host_memory", "host"), ("device_memory", "device"), ("device_memory_peak", "device, peak")):
-            figure.series += _lines(history, run, name, key, scale=1 / GIGA)[:1]
+            figure.series += _lines(history, run, name, key, points, scale=1 / GIGA)[:1]
     return figure
 
 
 # Lines and points
 
 
-def _lines(history: History, run: int, name: str, key: str, scale: float = 1.0) -> list[Series]:
+def _lines(history: History, run: int, name: str, key: str, points: int = POINTS, scale: float = 1.0) -> list[Series]:
     """The curve of a logged value, and its discarded parts."""
-    found = [_line(history, run, name, "line", key, history.logs, scale)]
-    found += [_line(history, run, f"{name}, trained again", "lost", key, lost, scale) for lost in history.lost]
+    origin = origin_of(history)
+    found = [line_of(history.logs, name, "line", run, key, origin, scale, points)]
+    found += [line_of(lost, f"{name}, trained again", "lost", run, key, origin, scale, points) for lost in history.lost]
     return [series for series in found if any(y is not None for y in series.y)]
 
 
-def _line(history: History, run: int, name: str, kind: str, key: str, lines: list[Line], scale: float) -> Series:
-    origin = _origin(history)
+def line_of(
+    lines: Sequence[Line],
+    name: str,
+    kind: str,
+    run: int,
+    key: str,
+    origin: float,
+    scale: float = 1.0,
+    points: int = POINTS,
+) -> Series:
+    """The values of `key` in lines that have it, times `scale`, thinned; `origin` is when the run began."""
     kept = [line for line in lines if key in line]
     values = [None if (value := _finite(line[key])) is None else value * scale for line in kept]
-    indices = thin(values, POINTS)
+    indices = thin(values, points)
     x, times = [float(kept[i]["step"]) for i in indices], [_since(kept[i], origin) for i in indices]
-    mean = means(values, indices, POINTS)
+    mean = means(values, indices, points)
     return Series(name, kind, run, x, [values[i] for i in indices], times, mean=mean)
 
 
@@ -205,7 +215,7 @@ def _points(history: History, run: int, metric: str) -> list[Series]:
 
 
 def _point_series(history: History, run: int, metric: str, name: str, chosen: list[EvaluationPoint]) -> Series:
-    best, origin = history.best(), _origin(history)
+    best, origin = history.best(), origin_of(history)
     at = None
     if best is not None and best.metric == metric and best.concurrent == chosen[0].concurrent:
         wanted = (best.step, best.value)
@@ -219,7 +229,8 @@ def _metric_names(histories: Sequence[History]) -> list[str]:
     return sorted({name for history in histories for each in history.evaluations for name in each.values})
 
 
-def _origin(history: History) -> float:
+def origin_of(history: History) -> float:
+    """When the run began, in seconds since 1970; 0 if that is unknown."""
     times = [attempt.began for attempt in history.attempts if attempt.began is not None]
     return min(times, default=0.0)
 

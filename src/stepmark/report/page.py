@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib import resources
@@ -13,9 +13,12 @@ import stepmark
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.colors import color
+from stepmark.report.configuration import configuration_table
+from stepmark.report.figure_summary import summary_of
 from stepmark.report.figures import Figure, Mark, total_seconds
 from stepmark.report.history import History, names
-from stepmark.report.summary import header, tiles, trouble
+from stepmark.report.samples import sample_table
+from stepmark.report.summary import commands, header, tiles, trouble
 from stepmark.report.tables import attempt_table, checkpoint_table, event_table, run_table
 
 PAGE = """<!doctype html>
@@ -52,23 +55,39 @@ PARTS = {
 }
 
 
+SMOOTHING = (
+    '<label>smoothing<input type="range" id="smoothing" min="0" max="200" step="5" value="20"'
+    ' aria-label="smoothing of noisy curves"></label>'
+)
+ZOOM = (
+    '<span class="switch" role="group" aria-label="zoom"><button type="button" id="zoom-out" aria-label="zoom out">'
+    '\N{MINUS SIGN}</button><button type="button" id="zoom-in" aria-label="zoom in">+</button>'
+    '<button type="button" id="reset" disabled title="drag over a chart to zoom">show all</button></span>'
+)
+
+
 def render(
     histories: Sequence[History],
     figures: Sequence[Figure],
     marks: Sequence[Mark],
     checkpoints: Sequence[Checkpoint],
     now: float,
+    live: Mapping[str, Any] | None = None,
 ) -> str:
-    """The complete, self-contained HTML page. `checkpoints` belong to the first run; `now` is in seconds since 1970."""
+    """The complete, self-contained HTML page. `checkpoints` belong to the first run; `now` is in seconds since 1970;
+    `live`: the version of a page that loads itself again, and after how many seconds it asks for another."""
     first = histories[0]
     written = f"Written by stepmark {stepmark.__version__}, {text.moment(now)}, from {escape(str(first.folder))}."
     body = [
         header(first),
         trouble(first, checkpoints),
         tiles(first, checkpoints),
+        commands(first),
         run_table(histories) if len(histories) > 1 else "",
-        _curves(figures, marks),
+        configuration_table(histories),
+        _curves(figures, marks, names(histories)),
         _time(first),
+        sample_table(histories),
         checkpoint_table(first, checkpoints),
         attempt_table(first),
         event_table(first),
@@ -79,18 +98,25 @@ def render(
         "colors": [color(index) for index in range(_color_count(histories, figures))],
         "figures": [asdict(figure) for figure in figures],
         "marks": [asdict(mark) for mark in marks],
+        "live": live,
     }
     return PAGE.format(
         title=escape(first.name),
-        style=_asset("page.css"),
+        style=_asset("uplot.min.css") + _asset("page.css"),
         body="\n".join(part for part in body if part),
         data=_embedded(data),
-        script=_asset("chart.js") + _asset("page.js"),
+        script=_script(),
     )
 
 
+def _script() -> str:
+    """uPlot with its license, and the page's own scripts."""
+    library = f"/*\n{_asset('uplot.LICENSE.txt')}*/\n{_asset('uplot.min.js')}"
+    return "\n".join((library, *(_asset(name) for name in ("format.js", "chart.js", "page.js"))))
+
+
 def _asset(name: str) -> str:
-    return resources.files("stepmark.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("stepmark.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _embedded(data: Any) -> str:
@@ -103,7 +129,7 @@ def _color_count(histories: Sequence[History], figures: Sequence[Figure]) -> int
     return max(len(histories), *(len(figure.series) for figure in figures), 1)
 
 
-def _curves(figures: Sequence[Figure], marks: Sequence[Mark]) -> str:
+def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str]) -> str:
     if not figures:
         return '<h2>Curves</h2><p class="soft">Nothing logged yet.</p>'
     buttons = "".join(
@@ -111,9 +137,10 @@ def _curves(figures: Sequence[Figure], marks: Sequence[Mark]) -> str:
         for axis, name, pressed in (("step", "steps", "true"), ("time", "time", "false"))
     )
     switch = f'<span class="switch" role="group" aria-label="axis">{buttons}</span>'
-    drawn = "".join(_figure(figure, wide=index == 0) for index, figure in enumerate(figures))
+    controls = f'<div class="controls">{SMOOTHING}{ZOOM}{switch}</div>'
+    drawn = "".join(_figure(figure, runs, wide=index == 0) for index, figure in enumerate(figures))
     return (
-        f'<div class="curves-head"><h2>Curves</h2>{switch}</div>{_keys(marks)}<div class="charts">{drawn}</div>'
+        f'<div class="curves-head"><h2>Curves</h2>{controls}</div>{_keys(marks)}<div class="charts">{drawn}</div>'
         "<noscript><p>The curves need JavaScript, which is off in this browser.</p></noscript>"
     )
 
@@ -126,12 +153,13 @@ def _keys(marks: Sequence[Mark]) -> str:
     return f'<div class="keys">{keys}</div>' if keys else ""
 
 
-def _figure(figure: Figure, *, wide: bool) -> str:
+def _figure(figure: Figure, runs: Sequence[str], *, wide: bool) -> str:
     caption = f'<b>{escape(figure.title)}</b><span class="unit">{escape(figure.unit)}</span>'
     kind = ' class="wide"' if wide else ""
+    head = f'<figcaption>{caption}<span class="buttons"></span></figcaption>'
     return (
-        f'<figure id="figure-{escape(figure.name)}"{kind}><figcaption>{caption}</figcaption>'
-        '<div class="legend"></div><div class="plot"></div></figure>'
+        f'<figure id="figure-{escape(figure.name)}"{kind}>{head}'
+        f'<div class="legend"></div><div class="plot"></div>{summary_of(figure, runs)}</figure>'
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.history import NOT_RUNNING, History
@@ -85,6 +87,7 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
         name = best.metric.removeprefix("eval_").replace("_", " ")
         found.append((f"Best evaluation {name}", text.value(best.value), f"step {best.step:,}"))
     found += _speed(history)
+    found += _size(history)
     complete = [one.step for one in checkpoints if one.state == "complete"]
     if checkpoints:
         newest = f"newest: step {max(complete):,}" if complete else "none is complete"
@@ -127,6 +130,40 @@ def _speed(history: History) -> list[tuple[str, str, str]]:
         if count := len(_recent(history, key)):
             found.append((name, speed(history, key, form), f"median of {text.plural(count, 'log')}"))
     return found
+
+
+def _size(history: History) -> list[tuple[str, str, str]]:
+    """Parameters, target tokens so far, and the time that is left."""
+    found = []
+    parameters, trained = history.started.get("parameters"), history.started.get("trained_parameters")
+    if parameters:
+        note = "all trained" if trained == parameters else f"{text.count(trained)} of them trained"
+        found.append(("Parameters", text.count(parameters), note))
+    tokens = history.logs[-1].get("target_tokens") if history.logs else None
+    if tokens:
+        found.append(("Tokens seen", text.count(tokens), "targets of the loss"))
+    left, update = history.status.get("eta_seconds"), history.status.get("time")
+    if history.state == "running" and isinstance(left, (int, float)):
+        end = f"about {text.moment(update + left)}" if isinstance(update, (int, float)) else "at the pace so far"
+        found.append(("Time left", text.seconds(left), end))
+    return found
+
+
+def commands(history: History) -> str:
+    """What continues, evaluates and watches the run, each with a button that copies it."""
+    folder = shlex.quote(str(history.folder))
+    recipe, ranks = history.folder / USED_RECIPE, history.started.get("ranks", 1)
+    found = []
+    if recipe.is_file() and history.state not in ("running", "done"):
+        several = f" --nproc {ranks}" if ranks > 1 else ""
+        more = f" --output_dir {folder} --resume_from_checkpoint true{several}"
+        found.append(("resume", f"stepmark train {shlex.quote(str(recipe))}{more}"))
+    found.append(("evaluate", f"stepmark evaluate {folder}" + (" --watch" if history.state == "running" else "")))
+    lines = "".join(
+        f'<div><span>{name}</span><code>{escape(command)}</code><button type="button" class="copy">copy</button></div>'
+        for name, command in found
+    )
+    return f'<section class="commands" aria-label="commands">{lines}</section>'
 
 
 def _tile(name: str, value: str, note: str) -> str:

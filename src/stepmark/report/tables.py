@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from stepmark.report import text
@@ -11,7 +11,8 @@ from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.colors import color
 from stepmark.report.figures import total_seconds
 from stepmark.report.history import KILLED, History, names
-from stepmark.report.summary import number, speed
+from stepmark.report.html_table import sorted_by, table
+from stepmark.report.summary import number, recent_median, speed
 
 CHECKPOINT_STATES = {
     "complete": ("good", "complete"),
@@ -42,19 +43,24 @@ def run_table(histories: Sequence[History]) -> str:
     rows = []
     for index, (name, history) in enumerate(zip(names(histories), histories, strict=True)):
         best, last = history.best(), history.logs[-1] if history.logs else {}
+        seconds = sum(total_seconds(history).values()) or None
+        loss, parameters = last.get("loss"), history.started.get("parameters")
+        best_cell = text.NOTHING if best is None else f"{text.value(best.value)} at step {best.step:,}"
         rows.append(
             [
                 f'<i class="dot" style="background: {color(index)}"></i>{escape(name)}',
                 escape(history.state),
-                _count(history.last_step),
-                number(last.get("loss")),
-                f"{text.value(best.value)} at step {best.step:,}" if best is not None else text.NOTHING,
-                speed(history, "tokens_per_second"),
-                escape(text.seconds(sum(total_seconds(history).values()) or None)),
+                sorted_by(parameters, text.count(parameters)),
+                sorted_by(history.last_step, _count(history.last_step)),
+                sorted_by(last.get("target_tokens"), text.count(last.get("target_tokens"))),
+                sorted_by(loss if isinstance(loss, (int, float)) else None, number(loss)),
+                sorted_by(None if best is None else best.value, best_cell),
+                sorted_by(recent_median(history, "tokens_per_second"), speed(history, "tokens_per_second")),
+                sorted_by(seconds, escape(text.seconds(seconds))),
             ]
         )
-    heads = ["Run", "State", "#Step", "#Loss", "#Best evaluation", "#Tokens per second", "#Time"]
-    return f"<h2>Runs</h2>{_table('runs', heads, rows)}"
+    heads = ["Run", "State", "#Parameters", "#Step", "#Tokens", "#Loss", "#Best evaluation", "#Tokens per second"]
+    return f"<h2>Runs</h2>{table('runs', [*heads, '#Time'], rows, sortable=True)}"
 
 
 def checkpoint_table(history: History, checkpoints: Sequence[Checkpoint]) -> str:
@@ -63,10 +69,10 @@ def checkpoint_table(history: History, checkpoints: Sequence[Checkpoint]) -> str
         return '<h2>Checkpoints</h2><p class="soft">No checkpoints.</p>'
     gone = [one for one in checkpoints if one.state == "deleted"][:-SHOWN_DELETED]
     heads = ["#Step", "State", "", "#Size", "#Stall", "#Durable after", "#Saved"]
-    shown = _table("checkpoints", heads, _checkpoint_rows(history, [one for one in checkpoints if one not in gone]))
+    shown = table("checkpoints", heads, _checkpoint_rows(history, [one for one in checkpoints if one not in gone]))
     older = ""
     if gone:
-        inner = _table("deleted", heads, _checkpoint_rows(history, gone))
+        inner = table("deleted", heads, _checkpoint_rows(history, gone))
         older = f"<details><summary>{len(gone):,} older deleted checkpoints</summary>{inner}</details>"
     note = (
         '<p class="soft small">Complete: every file has the right size, and headers and small files match their '
@@ -116,7 +122,7 @@ def event_table(history: History) -> str:
         [f'<span class="when">{escape(text.moment(time))}</span>', _count(step), escape(kind), escape(detail)]
         for time, step, kind, detail in sorted(rows, key=lambda row: row[0])
     ]
-    return f"<h2>Events</h2>{_table('events', ['Time', '#Step', 'Event', ''], cells)}"
+    return f"<h2>Events</h2>{table('events', ['Time', '#Step', 'Event', ''], cells)}"
 
 
 def attempt_table(history: History) -> str:
@@ -135,26 +141,8 @@ def attempt_table(history: History) -> str:
         ]
         for index, one in enumerate(attempts, start=1)
     ]
-    return f"<h2>Attempts</h2>{_table('attempts', ['#Attempt', 'Began', '#Ranks', '#From', '#To', ''], rows)}"
+    return f"<h2>Attempts</h2>{table('attempts', ['#Attempt', 'Began', '#Ranks', '#From', '#To', ''], rows)}"
 
 
 def _count(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else text.NOTHING
-
-
-def _table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML. A head that starts with # is a column of numbers, an empty one a column of details."""
-    kinds = ["number" if head.startswith("#") else "" if head else "detail" for head in heads]
-    names = [escape(head.lstrip("#")) for head in heads]
-    top = "".join(f'<th class="{kind}">{name}</th>' for kind, name in zip(kinds, names, strict=True))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td class="{kind}" data-label="{name}">{cell}</td>'
-            for kind, name, cell in zip(kinds, names, row, strict=True)
-        )
-        + "</tr>"
-        for row in rows
-    )
-    inner = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="table"><table class="data" id="{name}">{inner}</table></div>'

@@ -46,3 +46,13 @@ def value(number: float) -> str:
 def plural(count: int, noun: str) -> str:
     """ "1 step", "2 steps"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def count(number: object) -> str:
+    """A large number, such as one of parameters, in a suitable unit."""
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        return NOTHING
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if number >= unit:
+            return f"{number / (1e3 if name == 'k' else unit):.3g} {name}"
+    return f"{number:,.0f}"

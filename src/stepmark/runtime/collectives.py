@@ -13,7 +13,7 @@ operations is differentiable: parallel/tensor/autograd_collectives.py adds gradi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -26,6 +26,8 @@ from stepmark.runtime.process_groups import Group
 Reduction = Literal["sum", "max"]
 
 IN_FLIGHT = 4  # tensors sent between hosts at a time; each needs a buffer of its size
+REDUCING = 2  # sums between hosts that are in their first phase at a time
+REDUCED, GATHERED = 7101, 7102  # tags of what hosts send each other
 
 
 class Collectives(Protocol):
@@ -54,6 +56,16 @@ class Collectives(Protocol):
         """This rank's shard of a tensor: of equal shards along `dim`, one per rank. Sends nothing."""
 
 
+class Shares(Protocol):
+    """What each rank's tensor counts in a sum."""
+
+    def own(self) -> Tensor:
+        """This rank's share: a 0-dim float32 tensor on the device."""
+
+    def on_host(self) -> list[float]:
+        """The shares of all ranks; waits for the device."""
+
+
 class NoCollectives:
     """An axis of size 1."""
 
@@ -80,6 +92,7 @@ class GroupCollectives:
         self._group = Group(group)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._reducing: deque[_HostAllReduce] = deque()
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -98,10 +111,17 @@ class GroupCollectives:
 
     def gather_in_place(self, tensors: Sequence[Tensor]) -> None:
         """All-gathers each contiguous tensor in place: every rank provides its own shard along dim 0."""
-        _wait(
-            dist.all_gather_into_tensor(tensor, self.own_shard(tensor), group=self._group.process_group, async_op=True)
-            for tensor in tensors
-        )
+        for finish in [self.start_gather_in_place(tensor) for tensor in tensors]:
+            finish()
+
+    def start_gather_in_place(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts that for one tensor; calling the result waits for it."""
+        if self._between_hosts(tensor):
+            works = self._exchange(lambda rank: self._shard(tensor, rank), lambda _: self.own_shard(tensor), GATHERED)
+        else:
+            group = self._group.process_group
+            works = [dist.all_gather_into_tensor(tensor, self.own_shard(tensor), group=group, async_op=True)]
+        return lambda: _after(works, lambda: tensor)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         shards: list[Tensor] = []
@@ -113,30 +133,116 @@ class GroupCollectives:
         shards += [finish() for finish in in_flight]
         return [shard.movedim(0, dim) for shard in shards]
 
-    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def start_reduce_scatter(
+        self, tensor: Tensor, shares: Shares | None = None, dtype: torch.dtype | None = None
+    ) -> Callable[[], Tensor]:
         """Starts the reduce-scatter of one contiguous tensor along dim 0; calling the result waits for this rank's
-        shard. The tensor must not be changed until then.
+        shard: the sum, or with `shares` the sum weighted by them, which between hosts is computed in float32. `dtype`:
+        send the tensor in that. It must not be used afterwards.
 
-        Between hosts each rank sends the others their shards and adds what it receives, in rank order: gloo's own
-        operation is an all-reduce that discards most of the result.
+        Between hosts each rank sends the others their shards and adds what it receives to its own.
         """
-        group = self._group.process_group
-        if tensor.device.type != "cpu":
-            shard = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-            work = dist.reduce_scatter_tensor(shard, tensor, group=group, async_op=True)
-            return lambda: _after(work, lambda: shard)
-        received = torch.empty_like(tensor)
-        work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
-        return lambda: _after(work, lambda: _sum(received.view(self.size, -1, *tensor.shape[1:])))
+        if self._between_hosts(tensor):
+            return self._start_exchange_of_shards(tensor, shares, dtype)
+        weighted = tensor if shares is None else tensor.mul_(shares.own())
+        return self._start_reduce_scatter_between_devices(weighted if dtype is None else weighted.to(dtype))
+
+    def _start_reduce_scatter_between_devices(self, sent: Tensor) -> Callable[[], Tensor]:
+        shard = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
+        work = dist.reduce_scatter_tensor(shard, sent, group=self._group.process_group, async_op=True)
+        return lambda: _after([work], lambda: shard)
+
+    def _start_exchange_of_shards(
+        self, tensor: Tensor, shares: Shares | None, dtype: torch.dtype | None
+    ) -> Callable[[], Tensor]:
+        sent = tensor if dtype is None else tensor.to(dtype)
+        parts = sent.new_empty(self.size - 1, sent.shape[0] // self.size, *sent.shape[1:])
+        received = dict(zip([rank for rank in range(self.size) if rank != self.rank], parts, strict=True))
+        works = self._exchange(lambda rank: received[rank], lambda rank: self._shard(sent, rank), REDUCED)
+        return lambda: _after(works, lambda: self._add(self.own_shard(tensor), received, shares))
+
+    def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: Shares | None) -> Tensor:
+        """Adds what the other ranks have sent to this rank's own shard, in rank order."""
+        if shares is None:
+            for part in received.values():
+                own.add_(part)
+            return own
+        share = shares.on_host()
+        own.mul_(share[self.rank])
+        for rank, part in received.items():
+            own.add_(part, alpha=share[rank])
+        return own
+
+    def _between_hosts(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
+        """Sends each other rank a tensor, and receives one. gloo's own collectives copy what they send and receive."""
+        group, works = self._group.process_group, []
+        for distance in range(1, self.size):
+            left, right = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            works.append(dist.irecv(target(left), group=group, group_src=left, tag=tag))
+            works.append(dist.isend(source(right), group=group, group_dst=right, tag=tag))
+        return [work for work in works if work is not None]
+
+    def _shard(self, tensor: Tensor, rank: int) -> Tensor:
+        length = tensor.shape[0] // self.size
+        return tensor[rank * length : (rank + 1) * length]
+
+    def start_all_reduce(self, tensor: Tensor, shares: Shares) -> Callable[[], Tensor]:
+        """Starts the sum of one contiguous tensor over the ranks, weighted by their shares; calling the result waits
+        for it. The tensor must not be used afterwards.
+
+        Between hosts it is a reduce-scatter and an all-gather. The latter begins when the tensor after the next one is
+        started, or when a result is waited for, so that starting one never waits long.
+        """
+        if not self._between_hosts(tensor):
+            work = dist.all_reduce(tensor.mul_(shares.own()), group=self._group.process_group, async_op=True)
+            return lambda: _after([work], lambda: tensor)
+        started = _HostAllReduce(tensor, self.start_reduce_scatter(tensor, shares), self.start_gather_in_place)
+        self._reducing.append(started)
+        if len(self._reducing) > REDUCING:
+            self._reducing.popleft().gather()
+        return lambda: self._finish_all_reduce(started)
+
+    def _finish_all_reduce(self, started: _HostAllReduce) -> Tensor:
+        while self._reducing:
+            self._reducing.popleft().gather()
+        return started.finish()
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts the concatenation over the ranks of one contiguous tensor; calling the result waits for it."""
+        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        work = dist.all_gather_into_tensor(gathered, tensor, group=self._group.process_group, async_op=True)
+        return lambda: _after([work], lambda: gathered)
 
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """The sum of each number over the ranks; `device` is the group's. Waits for the device."""
         (total,) = self.all_reduce([torch.tensor(numbers, device=device)])
-        return [float(number) for number in total.tolist()]
+        return self.read(total)
+
+    def read(self, vector: Tensor) -> list[float]:
+        """The numbers of a result; waits for the device."""
+        return [float(number) for number in vector.tolist()]
 
     def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         length = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.rank * length, length)
+
+
+class _HostAllReduce:
+    """A sum between hosts, on its way: first each rank gets its shard of it, then all ranks all shards."""
+
+    def __init__(
+        self, tensor: Tensor, reduced: Callable[[], Tensor], start_gather: Callable[[Tensor], Callable[[], Tensor]]
+    ) -> None:
+        self._tensor, self._reduced, self._start_gather = tensor, reduced, start_gather
+        self.finish: Callable[[], Tensor] = lambda: self._tensor
+
+    def gather(self) -> None:
+        """Waits for this rank's shard, which is a part of the tensor, and starts the second phase."""
+        self._reduced()
+        self.finish = self._start_gather(self._tensor)
 
 
 def gather_in_place(axis: Collectives, tensors: Sequence[Tensor]) -> None:
@@ -146,18 +252,9 @@ def gather_in_place(axis: Collectives, tensors: Sequence[Tensor]) -> None:
         axis.gather_in_place(tensors)
 
 
-def _after(work: dist.Work, result: Callable[[], Tensor]) -> Tensor:
-    work.wait()
+def _after(works: Iterable[dist.Work], result: Callable[[], Tensor]) -> Tensor:
+    _wait(works)
     return result()
-
-
-def _sum(parts: Tensor) -> Tensor:
-    """The sum along dim 0, in order; a few times faster than torch's own for long tensors."""
-    first, second, *others = parts
-    total = first + second
-    for other in others:
-        total.add_(other)
-    return total
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

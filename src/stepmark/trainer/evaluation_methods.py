@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,14 +12,17 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from stepmark.data.stream_loader import check_readable_again
-from stepmark.errors import DataError
+from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import by_batch, summarize
+from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.trainer.evaluation_sets import evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.results import EvalLoopOutput, PredictionOutput
 from stepmark.training.pipelined_forward import PipelinedForward
+
+SHOWN = 100  # characters of a sample on the terminal
 
 
 class EvaluationMethods:
@@ -41,6 +45,7 @@ class EvaluationMethods:
     _loaders: Any
     _overridden: Callable[[str], bool]
     _pausable: PausableEvaluation | None
+    processing_class: Any
 
     @property
     def evaluator(self) -> Evaluator:
@@ -114,7 +119,31 @@ class EvaluationMethods:
         finally:
             self._pausable = None
         self._callbacks.last_evaluation = (self.state.global_step, metrics)
+        self._record_samples()
         return metrics
+
+    @cached_property
+    def prompt_sampler(self) -> PromptSampler | None:
+        """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
+        prompts, config = _listed(self.args.sample_prompts), getattr(self.model, "config", None)
+        if prompts and getattr(config, "is_encoder_decoder", False):
+            raise UsageError(
+                f"sample_prompts: {type(self.model).__name__} is an encoder-decoder, which continues no text; leave "
+                "them out, or use Seq2SeqTrainer with predict_with_generate"
+            )
+        positions = getattr(config, "max_position_embeddings", None)
+        return PromptSampler(self.processing_class, prompts, self.args.sample_tokens, positions) if prompts else None
+
+    def sample_texts(self) -> list[str]:
+        """What the model writes after `sample_prompts`, on the first rank; nothing on others, or without prompts."""
+        if self.prompt_sampler is None or self.context.host.rank != 0:
+            return []
+        return self.prompt_sampler.texts(self.model, self.context.runtime, self._autocast_dtype)
+
+    def _record_samples(self) -> None:
+        for prompt, written in zip(_listed(self.args.sample_prompts), self.sample_texts(), strict=False):
+            self._callbacks.run_log.event("sample", self.state.global_step, prompt=prompt, text=written)
+            self._callbacks.progress.line(f"sample   {' '.join((prompt + written).split())[:SHOWN]}")
 
     def _evaluate_set(self, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
         evaluation = self._pausable or PausableEvaluation()
@@ -265,3 +294,7 @@ class EvaluationMethods:
 
     def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
         return summarize(evaluation, prefix, causal=self.loss.causal_shift, compute_metrics=self.compute_metrics)
+
+
+def _listed(prompts: str | Sequence[str] | None) -> list[str]:
+    return [prompts] if isinstance(prompts, str) else list(prompts or [])

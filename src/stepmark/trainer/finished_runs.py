@@ -10,6 +10,7 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.errors import StepmarkError
 from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.telemetry.run_log import SYSTEM
 
 logger = logging.getLogger("stepmark")
 
@@ -19,6 +20,7 @@ _RECORDS = (
     "metrics.jsonl",
     "events.jsonl",
     "status.json",
+    SYSTEM,
     "trainer_state.json",
     "train_results.json",
     "eval_results.json",

@@ -17,6 +17,8 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.finished_runs import EARLIER
+from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS, SYSTEM
 from stepmark.trainer.training_arguments import TrainingArguments
 
 logger = logging.getLogger("stepmark")
@@ -25,7 +27,10 @@ STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 LAST_CHECKPOINT = "last-checkpoint"
 CARD = "README.md"
 # Files of a run that are not part of its model, and files that are being written.
-NOT_MODEL = ["checkpoint-*", "checkpoint-*/**", ".*", ".*/**", "best", "metrics.jsonl", "events.jsonl", "status.json"]
+NOT_MODEL = [
+    *("checkpoint-*", "checkpoint-*/**", ".*", ".*/**", "best"),
+    *(METRICS, EVENTS, STATUS, f"{SYSTEM}/**", f"{EARLIER}*/**"),
+]
 NOT_OF_MODEL = ["optimizer/**", "manifest.json", "state.json", "trainer_state.json"]  # in a checkpoint
 
 

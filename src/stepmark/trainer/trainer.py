@@ -525,6 +525,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             check_start(folder, self._saved, self.args, self.context, resumes=goes_on)
             if self.args.eval_strategy != "no":
                 self._eval_sets()
+                _ = self.prompt_sampler  # which says now what it cannot continue
             if self.args.save_strategy != "no":
                 checkpointer.claim()
                 loop.withdraw_stop_request()

@@ -261,6 +261,7 @@ class TrainingLoop:
         speed = self._tokens_per_second()
         self._losses.timed_tokens = 0
         machine = self._monitor.log_fields()
+        machine["target_tokens"] = self._losses.since_start["tokens"]
         log = {**values, "learning_rate": self._learning_rate, "tokens_per_second": speed}
         counters = self._parts.context.runtime.counters()
         if counters is not None:

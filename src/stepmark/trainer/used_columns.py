@@ -94,6 +94,11 @@ class UsedColumns:
         self.dataset = dataset
         self._columns = columns
 
+    @property
+    def mixture_order(self) -> Any:
+        """That of the dataset, if it is a mixture."""
+        return getattr(self.dataset, "mixture_order", None)
+
     def __len__(self) -> int:
         return len(self.dataset)
 

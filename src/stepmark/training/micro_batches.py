@@ -93,12 +93,13 @@ class SequentialSchedule:
         """See `MicroBatchSchedule`."""
         targets = [self._loss.count(self._model, micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._runtime)
+        self._gradients.begin(counts.total.reshape(()))
         total, last = counts.zero, len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
             loss = self._forward(micro_batch, Weight(counts.each[index].reshape(()), counts.divisor.reshape(())))
             if index == last:
-                self._gradients.last_backward(counts.total.reshape(()))
+                self._gradients.last_backward()
             loss.backward(None if self._scaler is None else self._scaler.of(loss))
             self._gradients.collect()
             total = total + loss.detach()

@@ -118,6 +118,7 @@ class _Step:
         self._random_numbers: Tensor | None = None  # the generator's state before this rank draws any, if it is sought
         self.drew = False
         self.loss = counts.zero
+        parts.gradients.begin(counts.total.reshape(()))
 
     def tick(self, number: int, seed: Callable[[int], int]) -> None:
         """Runs this rank's tasks of a tick, and starts its exchanges."""
@@ -196,7 +197,7 @@ class _Step:
         gradient = None if before is None else self._arriving.pop(before).arrived()
         self._backward_left -= 1
         if self._backward_left == 0:
-            parts.gradients.last_backward(self._counts.total.reshape(()))
+            parts.gradients.last_backward()
         if output.requires_grad:  # not where all that a first stage has is frozen
             if gradient is None and parts.scaler is not None:
                 gradient = parts.scaler.of(output)

@@ -72,7 +72,7 @@ def prepare_sets(
             given = "--data" if choice.sources else "validation_file"
             raise type(error)(str(error).replace("train_file: ", f"{given}: ", 1) if in_full else str(error)) from error
         blocks = data.train if in_full else data.validation
-        where = ", ".join(file_names(config.train_file)) or config.dataset_name
+        where = ", ".join(file_names(config.train_file)) or config.dataset_name or "dataset_mixture"
         if blocks is None:
             raise DataError(f"{where} has no validation data; name a file with --data, all of which is then used")
         if not len(blocks):
@@ -108,6 +108,7 @@ def _configs(
     config = DataArguments(
         dataset_name=data.dataset_name,
         dataset_config_name=data.dataset_config_name,
+        dataset_mixture=data.dataset_mixture,
         **_columns(data),
         train_file=data.train_file,
         block_size=block_size,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.optim.elementwise import sharding_unit
+from stepmark.optim.fused import fused_unless_chosen
 from stepmark.optim.lazy_optimizers import lazy_class
-from stepmark.parallel.data_parallel import DataParallelGradients
+from stepmark.optim.protocols import GradientReducer
 from stepmark.parallel.gradient_math import scale_to
-from stepmark.parallel.zero.sharded_gradients import ShardedGradients
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
 from stepmark.runtime.device_names import DEVICES
@@ -24,7 +24,6 @@ _MIB = 2**20
 _FLOAT32_BYTES = 4
 
 Divided = ShardedOptimizer | WholeParameterOptimizer
-Gradients = ShardedGradients | DataParallelGradients
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -34,8 +33,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     name only. `step` reduces the gradients to their mean over the ranks, clips, updates this rank's shard, gathers the
     new parameters on all ranks, and ends the step on a lazy device. `param_groups` are the groups that learning rate
     schedules change; their "params" are the flat shards, or the parameters, that this rank updates. The gradient of a
-    parameter that took no part in the loss is zero, so that weight decay and momentum still apply to it (not on a
-    single rank where whole parameters are divided).
+    parameter that took no part in the loss is zero, so that weight decay and momentum still apply to it, but not where
+    whole parameters are divided.
 
     Args:
         params: Parameters on their device, (name, parameter) pairs, or groups of either. Pass pairs
@@ -114,7 +113,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._max_norm = float(max_norm) if grad_clipping else 0.0
         self._accumulate_in_fp32 = use_grad_acc_hook
         self._reduce_in_fp32 = higher_cc_precision or use_grad_acc_hook
-        self._live: tuple[Divided, Gradients, Mesh] | None = None
+        self._live: tuple[Divided, GradientReducer, Mesh] | None = None
         self.grad_norm: Tensor | None = None
         try:
             super().__init__(_groups(params), defaults)
@@ -141,7 +140,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         _check_groups("grad_norm_groups", self._grad_norm_groups, mesh.grid.groups(TENSOR), "tensor parallel")
         kind: Callable[..., torch.optim.Optimizer]
         kind = lazy_class(self._optimizer_class) if mesh.runtime.lazy else self._optimizer_class
-        sharded, gradients = self._divide(groups, self._maker(kind), mesh)
+        sharded, gradients = self._divide(groups, self._maker(kind, mesh.runtime.device), mesh)
         if self._accumulate_in_fp32:
             for parameter in sharded.parameters:
                 parameter.register_post_accumulate_grad_hook(gradients.collect_one)
@@ -154,7 +153,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         groups: Sequence[Mapping[str, Any]],
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         mesh: Mesh,
-    ) -> tuple[Divided, Gradients]:
+    ) -> tuple[Divided, GradientReducer]:
         accumulation = 2 if self._accumulate_in_fp32 else 1
         if self._unit == "parameter":
             divided = WholeParameterOptimizer(groups, make, mesh, round_elements=self._bucket_elements)
@@ -163,11 +162,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return sharded, sharded.gradients(mesh, accumulation=accumulation, reduce_in_fp32=self._reduce_in_fp32)
 
     def _maker(
-        self, kind: Callable[..., torch.optim.Optimizer]
+        self, kind: Callable[..., torch.optim.Optimizer], device: torch.device
     ) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+        arguments = fused_unless_chosen(kind, device, self._arguments)
+
         def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             try:
-                return kind(groups, **self._arguments)
+                return kind(groups, **arguments)
             except (TypeError, ValueError) as error:
                 raise UsageError(f"{self._optimizer_class.__name__}: {error}") from error
 
@@ -195,10 +196,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return self._initialized()[0]
 
     @property
-    def _gradients(self) -> Gradients:
+    def _gradients(self) -> GradientReducer:
         return self._initialized()[1]
 
-    def _initialized(self) -> tuple[Divided, Gradients, Mesh]:
+    def _initialized(self) -> tuple[Divided, GradientReducer, Mesh]:
         if self._live is None:
             raise UsageError("ZeroRedundancyOptimizer: lazy_init=True was given; call init_zero() first")
         return self._live
@@ -210,7 +211,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """
         _, gradients, mesh = self._initialized()
         (one,) = mesh.runtime.place([torch.ones(1)])
-        gradients.last_backward(one.reshape(()))
+        gradients.begin(one.reshape(()))
+        gradients.last_backward()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.optim.elementwise import check_elementwise
 from stepmark.optim.master_weights import WrittenParameters, follow
+from stepmark.optim.protocols import GradientReducer
 from stepmark.optim.wrapped import (
     load_hyperparameters,
     load_learning_rates,
@@ -23,8 +24,8 @@ from stepmark.optim.wrapped import (
     plain,
     take_empty_step,
 )
-from stepmark.parallel.zero.sharded_buckets import Bucket, complete_on_host, make_buckets
-from stepmark.parallel.zero.sharded_gradients import ShardedGradients
+from stepmark.parallel.buckets import Bucket, complete_on_host, make_buckets
+from stepmark.parallel.zero.sharded_gradients import sharded_gradients
 from stepmark.runtime.collectives import gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Shard
@@ -92,9 +93,9 @@ class ShardedOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
-    def gradients(self, mesh: Mesh, *, accumulation: int, reduce_in_fp32: bool = True) -> ShardedGradients:
+    def gradients(self, mesh: Mesh, *, accumulation: int, reduce_in_fp32: bool = True) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes."""
-        return ShardedGradients(self.buckets, mesh, accumulation=accumulation, reduce_in_fp32=reduce_in_fp32)
+        return sharded_gradients(self.buckets, mesh, accumulation=accumulation, reduce_in_fp32=reduce_in_fp32)
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Sets the gradient (fp32), or None, of each bucket's shard."""

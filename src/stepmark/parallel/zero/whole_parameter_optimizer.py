@@ -16,8 +16,9 @@ from torch import Tensor
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
 from stepmark.optim.elementwise import sharding_unit
+from stepmark.optim.protocols import GradientReducer
 from stepmark.optim.wrapped import load_hyperparameters, load_learning_rates, plain
-from stepmark.parallel.data_parallel import DataParallelGradients
+from stepmark.parallel.data_parallel import data_parallel_gradients
 from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.parallel.zero.parameter_division import ROUND_ELEMENTS, Round, divide, make_rounds
 from stepmark.runtime.mesh import Mesh
@@ -86,9 +87,10 @@ class WholeParameterOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
-    def gradients(self, mesh: Mesh, *, accumulation: int) -> DataParallelGradients:
+    def gradients(self, mesh: Mesh, *, accumulation: int) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes: of all parameters."""
-        return DataParallelGradients(self.parameters, mesh, accumulation=accumulation)
+        named = list(zip(self.names, self.parameters, strict=True))
+        return data_parallel_gradients(named, mesh, accumulation=accumulation)
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Sets the gradient, or None, of each of `parameters` that this rank updates."""

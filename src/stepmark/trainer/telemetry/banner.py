@@ -35,14 +35,14 @@ def banner(parts: RunParts, step: int) -> list[str]:
 def too_short(args: TrainingFields, total_steps: int) -> list[str]:
     """A line for each setting by which a run of this length logs or evaluates nothing."""
     lines = []
+    steps = f"{total_steps} step{'' if total_steps == 1 else 's'}"
     if args.logging_strategy == "steps" and args.logging_steps > total_steps and not args.logging_first_step:
         lines.append(
-            f"note     no loss is logged: the run has {total_steps} steps, and logging_steps is {args.logging_steps:g};"
-            " lower it"
+            f"note     no loss is logged: the run has {steps}, and logging_steps is {args.logging_steps:g}; lower it"
         )
     if args.eval_strategy == "steps" and (args.eval_steps or 0) > total_steps:
         lines.append(
-            f"note     no evaluation before the end: the run has {total_steps} steps, and eval_steps is"
+            f"note     no evaluation before the end: the run has {steps}, and eval_steps is"
             f" {args.eval_steps:g}; lower it"
         )
     return lines

@@ -18,8 +18,10 @@ import torch
 from stepmark.checkpoint import SaveHandle
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.data.batch import StepBatch
+from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.versions import software_versions
+from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector
 from stepmark.trainer.telemetry.device_reads import DeviceReadMonitor
@@ -27,6 +29,7 @@ from stepmark.trainer.telemetry.peak_flops import device_model
 from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.telemetry.save_history import SaveHistory
+from stepmark.trainer.telemetry.system_samples import SystemSampler
 from stepmark.trainer.telemetry.throughput import Throughput, memory_fields
 from stepmark.trainer.telemetry.timers import RunTimers
 
@@ -39,13 +42,21 @@ class Monitor:
     """The monitors of one run on one rank. Only the rank that writes the run's log reports what they find."""
 
     def __init__(
-        self, run_log: RunLog, folder: Path, runtime: Runtime, throughput: Throughput, *, may_overflow: bool = False
+        self,
+        run_log: RunLog,
+        folder: Path,
+        runtime: Runtime,
+        throughput: Throughput,
+        *,
+        system: SystemSampler | None = None,
+        may_overflow: bool = False,
     ) -> None:
         self.timers = RunTimers()
         self._anomalies = AnomalyDetector(self._report_anomaly, may_overflow=may_overflow)
         self._run_log = run_log
         self._runtime = runtime
         self._throughput = throughput
+        self._system = system
         self._saves = SaveHistory(run_log, folder, self._anomalies) if run_log.writes else None
         self._recompilations: RecompilationMonitor | None = None
         self._device_reads: DeviceReadMonitor | None = None
@@ -58,12 +69,15 @@ class Monitor:
         args, context = parts.args, parts.context
         dtype = torch.bfloat16 if args.bf16 or args.fp16 or args.dtype == "bfloat16" else torch.float32
         throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)
-        return cls(run_log, Path(args.output_dir), context.runtime, throughput, may_overflow=args.fp16)
+        folder = Path(args.output_dir)
+        system = SystemSampler(folder, context.world.rank, context.runtime, writes=not extracting_graphs())
+        return cls(run_log, folder, context.runtime, throughput, system=system, may_overflow=args.fp16)
 
     # The loop
 
     def started(self, parts: RunParts, step: int, restored: Path | None) -> None:
         """This process is about to train, from the beginning or from the checkpoint `restored`."""
+        size = complete_size(parts.model)
         self._run_log.event(
             "started",
             step,
@@ -72,6 +86,8 @@ class Monitor:
             mesh=parts.mesh.shape,
             device=self._runtime.name,
             device_model=device_model(self._runtime),
+            parameters=size.elements,
+            trained_parameters=size.trained,
             software={**software_versions(), "torch": torch.__version__},
             metric_for_best_model=parts.args.best_metric_key,
             greater_is_better=parts.args.greater_is_better,
@@ -109,6 +125,8 @@ class Monitor:
             self._recompilations.ended("step", step)
         if self._saves is not None:
             self._saves.poll()
+        if self._system is not None:
+            self._system.poll(step)
 
     @contextmanager
     def within(self, part: str, step: int) -> Iterator[None]:

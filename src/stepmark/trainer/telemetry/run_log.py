@@ -21,6 +21,7 @@ logger = logging.getLogger("stepmark")
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 STATUS = "status.json"
+SYSTEM = "system"  # the folder of what every rank samples of its machine
 PATIENCE = 5.0  # seconds
 RESTART_DELAY = "restart_delay"  # in the status of a run whose ranks are about to be started again
 

@@ -1,4 +1,5 @@
-"""Parameters concatenated in flat buckets, of which every data parallel rank holds one contiguous shard.
+"""Parameters, or their gradients, concatenated in flat buckets, of which every data parallel rank has one contiguous
+shard.
 
 A bucket holds parameters of one optimizer group, one dtype and one replication over the tensor parallel axis. Its
 shards have equal sizes regardless of parameter boundaries; padding at its end is less than one element per rank.
@@ -59,6 +60,11 @@ class Member:
             filled += part.slice.numel
         assert filled == parameter.numel()
         return cls(name, parameter, begin, tuple(boxes), tuple(slices))
+
+    @classmethod
+    def in_place(cls, name: str, parameter: nn.Parameter, begin: int) -> Member:
+        """A member that is stored as it is, and is not saved from the bucket."""
+        return cls(name, parameter, begin, (Box.full(tuple(parameter.shape)),), ())
 
     @property
     def end(self) -> int:
@@ -158,9 +164,11 @@ def make_buckets(
     tensor_axis_size: int,
     runtime: Runtime,
     limit: int | None = None,
+    *,
+    reordered: bool = True,
 ) -> list[Bucket]:
     """Buckets of at most `limit` elements (one parameter may be larger), group by group, in order. Without a limit the
-    device determines it."""
+    device determines it. `reordered`: store several projections side by side one after the other (see `Member`)."""
     limit = limit or _default_limit(runtime)
     buckets = []
     for index, group in enumerate(groups):
@@ -169,7 +177,8 @@ def make_buckets(
             kind = (parameter.dtype, replication_of(parameter, tensor_axis_size))
             kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
-            buckets += [Bucket(index, run, axis, tensor_axis_size) for run in _split_into_buckets(parameters, limit)]
+            runs = _split_into_buckets(parameters, limit, reordered)
+            buckets += [Bucket(index, run, axis, tensor_axis_size) for run in runs]
     return buckets
 
 
@@ -179,13 +188,16 @@ def _default_limit(runtime: Runtime) -> int:
     return HOST_BUCKET_ELEMENTS if runtime.host_memory else EAGER_BUCKET_ELEMENTS
 
 
-def _split_into_buckets(parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[Member]]:
+def _split_into_buckets(
+    parameters: Sequence[tuple[str, nn.Parameter]], limit: int, reordered: bool
+) -> Iterator[list[Member]]:
     run: list[Member] = []
     for name, parameter in parameters:
         if run and run[-1].end + parameter.numel() > limit:
             yield run
             run = []
-        run.append(Member.of(name, parameter, run[-1].end if run else 0))
+        begin = run[-1].end if run else 0
+        run.append(Member.of(name, parameter, begin) if reordered else Member.in_place(name, parameter, begin))
     if run:
         yield run
 

@@ -1,4 +1,4 @@
-"""Reduce-scatters gradients while the backward pass that computes them is still running.
+"""Reduces gradients among ranks while the backward pass that computes them is still running.
 
 All ranks send the buckets in the same order: in the first pass from the last bucket to the first, afterwards in the
 order in which the buckets were complete in the first pass, averaged over the ranks, so that no bucket waits long for
@@ -9,43 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from stepmark.errors import UsageError
-from stepmark.parallel.zero.sharded_buckets import Bucket
+from stepmark.parallel.buckets import Bucket
 from stepmark.runtime.collectives import GroupCollectives
 
+IN_FLIGHT = 4  # buckets sent at a time where nothing is computed meanwhile; each may need a buffer of its size
 
-class OverlappedReduceScatter:
-    """Overlaps communication with one backward pass at a time, from `begin` to `finish`.
 
-    `collect` adds the gradient of one parameter to its bucket. `send` starts the reduce-scatter of one bucket and
-    returns a function that waits for this rank's shard.
+class OverlappedReduction:
+    """Sends each bucket once a step, overlapped with one backward pass from `begin` on, to `finish`.
+
+    `send` starts the reduction of one bucket and returns a function that waits for what this rank gets of it.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         axis: GroupCollectives,
-        collect: Callable[[Tensor], None],
+        device: torch.device,
         send: Callable[[int], Callable[[], Tensor]],
     ) -> None:
         self._buckets = list(buckets)
         self._axis = axis
-        self._collect = collect
+        self._device = device
         self._send = send
-        self._number = {id(m.parameter): number for number, b in enumerate(self._buckets) for m in b.members}
         self._order = [number for number in reversed(range(len(self._buckets))) if self._is_independent(number)]
         self._learned = False
-        self._hooks: list[RemovableHandle] = []
+        self.running = False
         self._missing: list[int] = []
         self._completed: list[int] = []
         self._sent: dict[int, Callable[[], Tensor]] = {}
-
-    @property
-    def running(self) -> bool:
-        return bool(self._hooks)
 
     def _is_independent(self, number: int) -> bool:
         """Whether a bucket can be sent without a reduction over tensor parallel neighbours first."""
@@ -53,19 +49,24 @@ class OverlappedReduceScatter:
         return not replication.partial or replication.count == 1
 
     def begin(self) -> None:
+        """From now on a bucket is sent as soon as a gradient of each of its parameters has arrived."""
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._completed, self._sent = [], {}
-        parameters = [member.parameter for bucket in self._buckets for member in bucket.members]
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in parameters]
+        self.running = True
 
-    def _arrived(self, parameter: Tensor) -> None:
-        number = self._number[id(parameter)]
+    def arrived(self, number: int) -> None:
+        """Tells that one more gradient of a bucket is there; nothing follows unless `running`.
+
+        Raises:
+            UsageError: The bucket was sent already.
+        """
+        if not self.running:
+            return
         if number in self._sent:
             raise UsageError(
                 "a backward pass ran after the one that last_backward() announced as the step's last, and its "
                 "gradients would be lost; call last_backward() before the last one"
             )
-        self._collect(parameter)
         self._missing[number] -= 1
         if not self._missing[number]:
             self._completed.append(number)
@@ -75,25 +76,32 @@ class OverlappedReduceScatter:
             self._sent[waiting] = self._send(waiting)
 
     def finish(self) -> list[Tensor]:
-        """This rank's shards, one per bucket; sends the remaining buckets, such as those of parameters without a
-        gradient."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        """What this rank gets, one tensor per bucket; sends the remaining buckets, such as those of parameters without
+        a gradient."""
+        overlapped, self.running = self.running, False
+        results: dict[int, Tensor] = {}
         for number in [*self._order, *range(len(self._buckets))]:
-            if number not in self._sent:
+            if number not in self._sent and number not in results:
+                if len(self._sent) >= IN_FLIGHT:
+                    oldest = next(iter(self._sent))
+                    results[oldest] = self._sent.pop(oldest)()
                 self._sent[number] = self._send(number)
-        shards = [self._sent[number]() for number in range(len(self._buckets))]
-        self._sent = {}  # what they have received, as much as all gradients, is not held until the next step
-        if not self._learned and self._buckets:  # a pipeline stage may have no trained parameter
+        for number in list(self._sent):
+            results[number] = self._sent.pop(number)()
+        if overlapped and not self._learned and self._buckets:  # a pipeline stage may have no trained parameter
             self._learn()
-        return shards
+        return [results[number] for number in range(len(self._buckets))]
+
+    def drop(self) -> None:
+        """Waits for what was sent in a step that is given up."""
+        if self.running:
+            self.finish()
 
     def _learn(self) -> None:
         """Sets the order of all further passes: by when each bucket was complete, averaged over the ranks."""
         places = [float(len(self._buckets))] * len(self._buckets)
         for place, number in enumerate(self._completed):
             places[number] = float(place)
-        sums = self._axis.sum_numbers(places, self._buckets[0].members[0].parameter.device)
+        sums = self._axis.sum_numbers(places, self._device)
         self._order.sort(key=lambda number: (sums[number], -number))
         self._learned = True

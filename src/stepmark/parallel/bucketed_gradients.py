@@ -1,0 +1,115 @@
+"""Gradients of one step on an eager device: summed in buckets, and averaged over the data parallel ranks while the last
+backward pass makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stepmark.parallel.buckets import Bucket
+from stepmark.parallel.gradient_math import add_ends, squares
+from stepmark.parallel.gradient_sums import GradientSums
+from stepmark.parallel.overlapped_reduction import OverlappedReduction
+from stepmark.parallel.rank_weights import RankWeights
+from stepmark.runtime.collectives import GroupCollectives
+from stepmark.runtime.mesh import Mesh
+
+Finish = Callable[[], Tensor]
+Start = Callable[[GroupCollectives, int, Tensor, RankWeights], Finish]
+
+
+class BucketedGradients:
+    """The phases of `GradientReducer` that plain data parallelism and ZeRO-1 have in common.
+
+    Args:
+        buckets: Parameters in the order of the model.
+        mesh: The mesh.
+        start: Starts the reduction of one bucket's sums, given its number, to their mean by the ranks' weights.
+
+    Attributes:
+        sums: The gradients.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, start: Start) -> None:
+        self._buckets = list(buckets)
+        self._mesh = mesh
+        self._axis = mesh.data_parallel
+        self._start = start
+        self._weights: RankWeights | None = None
+        self._overlap: OverlappedReduction | None = None
+        if isinstance(self._axis, GroupCollectives):
+            self._overlap = OverlappedReduction(self._buckets, self._axis, mesh.runtime.device, self._send)
+        self.sums = GradientSums(self._buckets, mesh.runtime, self._arrived)
+
+    def _arrived(self, number: int) -> None:
+        if self._overlap is not None:
+            self._overlap.arrived(number)
+
+    def begin(self, tokens: Tensor) -> None:
+        """Tells the other ranks this one's target tokens in the step. Optional."""
+        if isinstance(self._axis, GroupCollectives):
+            self._weights = RankWeights(tokens, self._axis)
+
+    def last_backward(self) -> None:
+        """Sends each bucket as soon as its gradients are complete; `begin` comes before."""
+        if self._overlap is not None:
+            assert self._weights is not None, "begin() was not called"
+            self._overlap.begin()
+
+    @torch.no_grad()
+    def reduce(self, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The mean of each bucket, weighted by tokens, as `start` has reduced it, and the tokens of all ranks."""
+        self._add_partial()
+        if self._overlap is None:
+            return [self.sums.complete(number) for number in range(len(self._buckets))], tokens
+        if self._weights is None:
+            self.begin(tokens)
+        assert self._weights is not None
+        return self._overlap.finish(), self._weights.total()
+
+    def _add_partial(self) -> None:
+        """Completes the gradients of which tensor parallel neighbours have a part each."""
+        partial: dict[int, list[int]] = {}
+        for number, bucket in enumerate(self._buckets):
+            if bucket.replication.partial and bucket.replication.count > 1:
+                partial.setdefault(bucket.replication.count, []).append(number)
+        for count, numbers in sorted(partial.items()):
+            flat = [self.sums.complete(number) for number in numbers]
+            for own, total in zip(flat, self._mesh.replicas(count).all_reduce(flat), strict=True):
+                if total is not own:
+                    own.copy_(total)
+
+    @torch.no_grad()
+    def _send(self, number: int) -> Finish:
+        assert isinstance(self._axis, GroupCollectives)
+        assert self._weights is not None
+        return self._start(self._axis, number, self.sums.complete(number), self._weights)
+
+    def reset(self) -> None:
+        """Forgets the sums, for the next step."""
+        if self._overlap is not None:
+            self._overlap.drop()
+        self._weights = None
+        self.sums.reset()
+
+
+def add_ends_of_buckets(shards: list[Tensor], buckets: Sequence[Bucket], mesh: Mesh) -> list[Tensor]:
+    """Sums what is of tables that both ends of a pipeline use: buckets of their own, or shards of them, divided
+    alike."""
+    found = add_ends(shards, [bucket.replication for bucket in buckets], mesh)
+    return [shard for shard in found if shard is not None]
+
+
+def totals(
+    shards: Sequence[Tensor], buckets: Sequence[Bucket], loss: Tensor, tokens: Tensor, mesh: Mesh, *more: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss times tokens, and the sum of squares of the shards, summed over all ranks; and the tokens, followed by
+    `more` numbers (vectors), summed over the data parallel ranks."""
+    sums = squares(shards, [bucket.replication.copies for bucket in buckets], mesh.runtime.device)
+    head = torch.cat([(loss.float() * tokens).reshape(1), sums, tokens.reshape(1), *more])
+    (heads,) = mesh.data_parallel.all_reduce([head])
+    (square,) = mesh.tensor_parallel.all_reduce([heads[1:2]])
+    (both,) = mesh.pipeline.all_reduce([torch.cat([heads[:1], square])])  # only the last stage has a loss
+    return both[0], both[1], heads[2:]

@@ -1,0 +1,339 @@
+"use strict";
+// One figure, drawn by uPlot: its curves, what marks them, and its buttons.
+
+const MARKS = {
+  resumed: ["--c2", "resumed"], compilation: ["--warn", "compiled"], trouble: ["--bad", "trouble"],
+  lost: ["--bad", "trained again"],
+};
+const DIGIT = 6.8; // pixels, the width of a digit of an axis
+const PART_COLORS = { step: "var(--c0)", data: "var(--c1)", save: "var(--c2)", evaluation: "var(--c3)" };
+const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
+const DISTINCT = 8; // colors that everybody can tell apart; curves after them are dashed as well
+const MARGIN = 0.06; // of the values' range, above and below them
+
+// A canvas needs a color itself, not the name of one.
+function resolved(color) {
+  const name = color.match(/^var\((.*)\)$/);
+  return name ? getComputedStyle(document.documentElement).getPropertyValue(name[1]).trim() : color;
+}
+
+function made(name, parent, properties = {}) {
+  const element = Object.assign(document.createElement(name), properties);
+  if (parent) parent.append(element);
+  return element;
+}
+
+class Chart {
+  constructor(figure, marks, page) {
+    Object.assign(this, { figure, page, stacked: figure.name === "time" });
+    this.marks = this.stacked ? [] : marks;
+    this.hidden = new Set(page.kept(`hidden ${figure.name}`) ?? []);
+    this.log = page.kept(`log ${figure.name}`) ?? figure.log;
+    this.names = [...new Set(figure.series.filter((s) => s.kind !== "lost").map((s) => s.name))];
+    this.box = document.getElementById(`figure-${figure.name}`);
+    this.wide = this.box.classList.contains("wide");
+    this.holder = this.box.querySelector(".plot");
+    this.makeLegend();
+    this.makeButtons();
+    this.build();
+  }
+
+  // Names and colors
+
+  place(series) { return this.page.runs.length > 1 ? series.run : this.names.indexOf(series.name.replace(", trained again", "")); }
+
+  color(series) { return resolved(series.kind === "bar" ? PART_COLORS[series.name] : this.page.colors[this.place(series)]); }
+
+  label(series) {
+    const { runs } = this.page;
+    if (runs.length < 2) return series.name;
+    const lost = series.kind === "lost" ? ", trained again" : "";
+    return this.names.length > 1 ? `${runs[series.run]}: ${series.name}` : runs[series.run] + lost;
+  }
+
+  text(value, series) {
+    if (this.figure.percent) return `${(value * 100).toFixed(1)}%`;
+    return series.kind === "bar" ? duration(value) : fullNumber(value);
+  }
+
+  // Legend and buttons
+
+  makeLegend() {
+    const legend = this.box.querySelector(".legend");
+    const labels = [...new Set(this.figure.series.filter((s) => s.kind !== "lost").map((s) => this.label(s)))];
+    if (labels.length < 2) return;
+    for (const label of labels) {
+      const series = this.figure.series.find((s) => this.label(s) === label);
+      const button = made("button", legend, { type: "button" }), swatch = made("i", button, { className: series.kind });
+      swatch.style.background = series.kind === "bar" ? PART_COLORS[series.name] : this.page.colors[this.place(series)];
+      button.append(label);
+      button.setAttribute("aria-pressed", String(!this.hidden.has(label)));
+      button.onclick = () => {
+        this.hidden.has(label) ? this.hidden.delete(label) : this.hidden.add(label);
+        button.setAttribute("aria-pressed", String(!this.hidden.has(label)));
+        this.page.keep(`hidden ${this.figure.name}`, [...this.hidden]);
+        this.build();
+      };
+    }
+  }
+
+  makeButtons() {
+    const caption = this.box.querySelector(".buttons"), { name } = this.figure;
+    const positive = this.figure.series.every((s) => s.y.every((v) => v === null || v > 0));
+    if (positive && !this.stacked && name !== "memory") {
+      const button = made("button", caption, { type: "button", textContent: "log", title: "logarithmic axis" });
+      button.className = "toggle";
+      button.setAttribute("aria-pressed", String(this.log));
+      button.onclick = () => {
+        this.log = !this.log;
+        button.setAttribute("aria-pressed", String(this.log));
+        this.page.keep(`log ${name}`, this.log);
+        this.build();
+      };
+    }
+    const csv = made("button", caption, { type: "button", textContent: "CSV", className: "toggle" });
+    csv.title = "save the values that are drawn";
+    csv.onclick = () => this.page.save(`${name}.csv`, this.csv());
+  }
+
+  csv() {
+    const rows = [["run", "series", "step", "seconds", "value"]];
+    for (const series of this.figure.series)
+      series.x.forEach((step, i) => rows.push([this.page.runs[series.run], series.name, step, series.times[i], series.y[i]]));
+    return toCsv(rows);
+  }
+
+  // What is drawn
+
+  // Bars are of steps, whatever the axis of the curves is.
+  get byTime() { return this.page.byTime && !this.stacked; }
+
+  shown() { return this.figure.series.filter((s) => !this.hidden.has(this.label(s).replace(", trained again", ""))); }
+
+  // Sorted places on the axis, with the index of each in the series; places of unknown time are left out.
+  points(series) {
+    const xs = this.byTime ? series.times : series.x;
+    const order = [...xs.keys()].filter((i) => xs[i] !== null).sort((a, b) => xs[a] - xs[b]);
+    return { series, order, x: order.map((i) => xs[i]) };
+  }
+
+  // The curves, in the order of drawing: `ys` belong to the places of `points`.
+  curves() {
+    const found = [], shown = this.shown();
+    if (this.stacked) return this.stack(shown);
+    for (const series of [...shown].sort((a, b) => b.run - a.run)) {
+      const points = this.points(series), raw = points.order.map((i) => series.y[i]);
+      const many = series.y.length > 60 && this.figure.smooth && series.kind === "line" && this.page.smoothing > 0;
+      const ys = raw.map((y) => (this.log && y !== null && y <= 0 ? null : y));
+      found.push({ points, ys, faint: many });
+      if (!many) continue;
+      const means = points.order.map((i) => (series.mean ?? series.y)[i]);
+      found.push({ points, ys: smooth(means, this.page.smoothing), derived: true });
+    }
+    return found;
+  }
+
+  stack(shown) {
+    const sums = shown.length ? shown[0].x.map(() => 0) : [], found = [];
+    for (const series of shown) {
+      series.y.forEach((value, i) => (sums[i] += value ?? 0));
+      const points = this.points(series);
+      found.unshift({ points: { ...points, x: [0, ...points.x] }, ys: [0, ...sums], bar: true });
+    }
+    return found;
+  }
+
+  style({ points, faint, derived, bar }) {
+    const { series } = points, color = this.color(series), place = this.place(series);
+    if (bar) return { stroke: color, fill: color, width: 0, paths: uPlot.paths.stepped({ align: -1 }), points: { show: false } };
+    if (series.kind === "points")
+      return {
+        stroke: color, width: 1, alpha: 1,
+        points: { show: true, size: 7, stroke: color, width: 1.5, fill: series.hollow ? resolved("var(--card)") : color },
+      };
+    const lost = series.kind === "lost", dash = lost ? [3, 3] : place >= DISTINCT ? [8, 3] : undefined;
+    return {
+      stroke: color, dash, alpha: lost ? 0.75 : faint ? 0.35 : 1,
+      width: lost ? 1.3 : faint ? 1 : derived ? 2.2 : 1.8,
+      points: { show: true, size: 5, fill: color, stroke: color, filter: (u, index) => (derived ? [] : alone(u.data[index])) },
+    };
+  }
+
+  build() {
+    const curves = this.curves(), height = this.wide ? (this.width() < 560 ? 260 : 320) : 215;
+    this.drawn = curves.filter((curve) => !curve.derived);
+    const tables = curves.map(({ points, ys }) => [points.x, ys]);
+    const data = tables.length ? uPlot.join(tables) : [[0, 1]];
+    this.full = this.range(curves.flatMap(({ points }) => (points.x.length ? [points.x[0], points.x.at(-1)] : [])));
+    this.plot?.destroy();
+    this.plot = this.layer = null; // until the new ones are there
+    this.unit = this.unit ?? made("span", this.holder, { className: "axis-unit" });
+    this.plot = new uPlot(this.options(curves, height), data, this.holder);
+    this.describe();
+    this.overlay();
+  }
+
+  range(ends) {
+    let left = Math.min(...ends), right = Math.max(...ends);
+    if (!ends.length) [left, right] = [0, 1];
+    if (left < right * 0.25) left = 0;
+    return left === right ? [left - 1, right + 1] : [left, right];
+  }
+
+  width() { return Math.max(this.page.printing ? 660 : this.holder.clientWidth, 240); }
+
+  options(curves, height) {
+    const soft = resolved("var(--soft)"), grid = resolved("var(--grid)");
+    return {
+      width: this.width(), height, padding: [18, 12, 0, 0], legend: { show: false },
+      scales: {
+        x: { time: false, range: () => this.page.zoomOf(this) ?? this.full },
+        y: { distr: this.log ? 3 : 1, range: (u, low, high) => this.span(low, high) },
+      },
+      axes: [
+        { font: FONT, stroke: soft, size: 24, gap: 4, grid: { show: false }, ticks: { show: false },
+          splits: (u, axis, low, high) => this.xTicks(low, high), values: (u, ticks) => this.xLabels(ticks) },
+        { font: FONT, stroke: soft, gap: 6, grid: { stroke: grid, width: 1 }, ticks: { show: false },
+          size: (u, labels) => Math.max(50, ...(labels ?? []).map((label) => label.length * DIGIT + 13)),
+          splits: (u, axis, low, high) => (this.log ? logTicks(low, high) : niceTicks(low, high, this.wide ? 6 : 4)),
+          filter: (u, ticks) => ticks,
+          values: (u, ticks) => (this.figure.percent ? ticks.map((v) => `${+(v * 100).toPrecision(3)}%`) : tickLabels(ticks)) },
+      ],
+      series: [{}, ...curves.map((curve) => this.style(curve))],
+      cursor: {
+        drag: { x: true, y: false, setScale: false, dist: 6 },
+        sync: { key: this.byTime ? "time" : "step", scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        points: { show: false }, y: false,
+        bind: { dblclick: () => () => this.page.zoomTo(null) },
+      },
+      hooks: {
+        setSelect: [(u) => this.selected(u)],
+        setCursor: [(u) => this.page.pointed(this, u)],
+        setScale: [(u, key) => key === "x" && this.moveOverlay()],
+        setSize: [() => this.moveOverlay()],
+      },
+    };
+  }
+
+  span(low, high) {
+    if (low === null || low === undefined || high === null) return this.log ? [0.1, 1] : [0, 1];
+    if (this.log) return [low / 1.12, high * 1.12];
+    const margin = (high - low || Math.abs(high) || 1) * MARGIN;
+    return [this.figure.zero ? Math.min(0, low) : low - margin, high + margin];
+  }
+
+  xTicks(low, high) {
+    const scale = this.byTime ? timeUnit(high)[0] : 1, count = Math.max(2, Math.min(8, Math.floor(this.width() / 95)));
+    const ticks = niceTicks(low / scale, high / scale, count).map((tick) => tick * scale);
+    return this.byTime ? ticks : ticks.filter((tick) => tick % 1 === 0);
+  }
+
+  // The unit stands at the right end, where no other label has room.
+  xLabels(ticks) {
+    const [low, high] = this.page.zoomOf(this) ?? this.full, [scale, unit] = this.byTime ? timeUnit(high) : [1, "step"];
+    if (this.unit) this.unit.textContent = unit;
+    const end = high - ((high - low) / Math.max(this.width() - 70, 100)) * (unit.length * DIGIT + 16);
+    return ticks.map((tick) => (tick > end ? "" : this.byTime ? String(+(tick / scale).toPrecision(4)) : stepLabel(tick)));
+  }
+
+  // For those who do not see the canvas, and for the keyboard.
+  describe() {
+    const { root } = this.plot;
+    root.tabIndex = 0;
+    root.setAttribute("role", "group");
+    root.setAttribute("aria-label", `${this.figure.title}: chart; arrow keys read values, plus and minus zoom, 0 shows all`);
+    root.setAttribute("aria-describedby", `summary-${this.figure.name}`);
+    root.onkeydown = (event) => this.page.key(this, event);
+    root.onblur = () => this.page.leave();
+    this.plot.over.addEventListener("mouseenter", () => (this.page.active = this));
+    this.plot.over.addEventListener("mouseleave", () => this.page.leave());
+    root.dataset.curves = this.drawn.map(({ points }) => `${points.series.kind}: ${this.label(points.series)}`).join("; ");
+  }
+
+  // Marks and the best evaluation, over the canvas
+
+  overlay() {
+    this.layer = made("div", this.plot.over, { className: "layer" });
+    this.placed = [];
+    for (const mark of this.marks) {
+      const element = made("div", this.layer, { className: "mark" }), [color, label] = MARKS[mark.kind];
+      Object.assign(element.dataset, { kind: mark.kind, step: mark.step }, mark.until === null ? {} : { until: mark.until });
+      element.style.setProperty("--mark", `var(${color})`);
+      if (this.wide && mark.kind !== "lost") made("span", element, { textContent: label });
+      const [from, to] = this.byTime ? [mark.time, mark.until_time ?? mark.time] : [mark.step, mark.until ?? mark.step];
+      if (from !== null && to !== null) this.placed.push({ element, from, to, mark });
+      else element.remove();
+    }
+    for (const { points } of this.drawn) {
+      const { series, order, x } = points, at = series.best === null ? -1 : order.indexOf(series.best);
+      if (at < 0 || series.y[series.best] === null) continue;
+      const element = made("div", this.layer, { className: "best", textContent: "best" });
+      element.dataset.step = series.x[series.best];
+      element.style.setProperty("--mark", this.color(series));
+      this.placed.push({ element, from: x[at], to: x[at], y: series.y[series.best] });
+    }
+    this.moveOverlay();
+  }
+
+  moveOverlay() {
+    if (!this.layer || !this.plot) return;
+    const u = this.plot, right = u.over.clientWidth;
+    let before = -Infinity;
+    for (const { element, from, to, y } of [...this.placed].sort((a, b) => a.from - b.from)) {
+      const start = u.valToPos(from, "x"), end = u.valToPos(to, "x"), inside = end >= -1 && start <= right + 1;
+      element.hidden = !inside;
+      if (!inside) continue;
+      if (y !== undefined) element.style.top = `${u.valToPos(y, "y")}px`;
+      if (element.dataset.kind === "lost") {
+        element.style.left = `${Math.max(start, 0)}px`;
+        element.style.width = `${Math.max(Math.min(end, right) - Math.max(start, 0), 1)}px`;
+        continue;
+      }
+      element.style.left = `${start}px`;
+      element.classList.toggle("close", y === undefined && start - before < 80);
+      if (y === undefined) before = start;
+    }
+  }
+
+  selected(u) {
+    const { left, width } = u.select;
+    if (width > 5) this.page.zoomTo([u.posToVal(left, "x"), u.posToVal(left + width, "x")], this);
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  }
+
+  // The ends of the axis have changed.
+  rescale() { this.plot.setScale("x", { min: this.full[0], max: this.full[1] }); }
+
+  resize() {
+    const width = this.width(), height = this.wide ? (width < 560 ? 260 : 320) : 215;
+    this.plot.setSize({ width, height });
+  }
+
+  // The values at a place of the axis: of each curve the nearest, where it is near.
+  valuesAt(x) {
+    const [low, high] = this.page.zoomOf(this) ?? this.full, reach = ((high - low) / this.plot.over.clientWidth) * 8;
+    const found = [];
+    for (const curve of this.figure.series.filter((s) => this.shown().includes(s)).map((s) => this.points(s))) {
+      const at = nearest(curve.x, x), { series } = curve;
+      if (at < 0 || series.y[curve.order[at]] === null) continue;
+      const far = Math.abs(curve.x[at] - x), near = series.kind === "points" ? reach * 2 : Math.max(reach, (high - low) / 10);
+      if (far <= near) found.push({ series, index: curve.order[at], x: curve.x[at] });
+    }
+    return found;
+  }
+
+  marksAt(x) {
+    const [low, high] = this.page.zoomOf(this) ?? this.full, reach = ((high - low) / this.plot.over.clientWidth) * 8;
+    return this.placed.filter(({ from, to, mark }) => mark && x >= from - reach && x <= to + reach).map(({ mark }) => mark);
+  }
+}
+
+// Points without a neighbour, between which no line is drawn.
+function alone(values) {
+  const known = [];
+  values.forEach((value, i) => value !== undefined && known.push(i));
+  return known.filter((at, i) => {
+    const empty = (j) => j < 0 || j >= known.length || values[known[j]] === null;
+    return values[at] !== null && empty(i - 1) && empty(i + 1);
+  });
+}

@@ -1,0 +1,34 @@
+"""A table of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+
+def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, sortable: bool = False) -> str:
+    """Cells are HTML. A head that starts with # is a column of numbers, an empty one a column of details. A cell that
+    begins with `VALUE|` is sorted by that value."""
+    kinds = ["number" if head.startswith("#") else "" if head else "detail" for head in heads]
+    names = [escape(head.lstrip("#")) for head in heads]
+    buttons = [f'<button type="button">{each}</button>' if sortable and each else each for each in names]
+    top = "".join(f'<th class="{kind}">{head}</th>' for kind, head in zip(kinds, buttons, strict=True))
+    body = "".join(
+        "<tr>" + "".join(_cell(*each, sortable) for each in zip(kinds, names, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    inner = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="table"><table class="data" id="{name}">{inner}</table></div>'
+
+
+def sorted_by(value: float | None, cell: str) -> str:
+    """A cell of a sortable table that is sorted by a number; None goes to the end."""
+    return f"{'' if value is None else repr(float(value))}|{cell}"
+
+
+def _cell(kind: str, name: str, cell: str, sortable: bool) -> str:
+    value = ""
+    if sortable and kind == "number":
+        number, _, cell = cell.partition("|")
+        value = f' data-value="{number}"'
+    return f'<td class="{kind}" data-label="{name}"{value}>{cell}</td>'

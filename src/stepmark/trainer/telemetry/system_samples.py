@@ -1,0 +1,106 @@
+"""What the machine does while a rank trains, sampled now and then from /proc: processor, memory, disk and network.
+
+Every rank appends to a file of its own, `output_dir/system/rank-<n>.jsonl`. A sample takes less than a millisecond, and
+between two there are at least as many seconds as a hundredth of the time so far, from 1 to 15.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from stepmark.filesystem.json_files import append_line
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.hardware import host_memory
+from stepmark.trainer.telemetry.run_log import SYSTEM
+
+logger = logging.getLogger("stepmark")
+SHORTEST, LONGEST, SHARE = 1.0, 15.0, 0.01
+
+
+class SystemSampler:
+    """Samples of one rank. Rates are means over the time since the sample before.
+
+    Args:
+        folder: The run's output folder.
+        rank: Of this process.
+        runtime: Its device, for the memory there; None: the host alone.
+        writes: Whether anything is sampled.
+    """
+
+    def __init__(self, folder: Path, rank: int, runtime: Runtime | None, *, writes: bool = True) -> None:
+        self._path = folder / SYSTEM / f"rank-{rank}.jsonl"
+        self._runtime = runtime
+        self._writes = writes
+        self._began = self._last = time.monotonic()
+        self._counters = read_counters()
+
+    def poll(self, step: int) -> None:
+        """After a step: takes a sample where one is due. One that cannot be written is a warning, and the last."""
+        now = time.monotonic()
+        if not self._writes or now - self._last < min(max((now - self._began) * SHARE, SHORTEST), LONGEST):
+            return
+        try:
+            self._sample(step, now)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self._path, error.strerror)
+            self._writes = False
+
+    def _sample(self, step: int, now: float) -> None:
+        counters, before, seconds = read_counters(), self._counters, now - self._last
+        self._counters, self._last = counters, now
+        rates = {name: (value - before[name]) / seconds for name, value in counters.items() if name in before}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        append_line(self._path, {"step": step, "time": time.time(), **rates, **self._memory()})
+
+    def _memory(self) -> dict[str, Any]:
+        host, device = host_memory(), None if self._runtime is None else self._runtime.memory()
+        found = {
+            "memory": None if host is None else host[0],
+            "host_memory_used": _memory_used(),
+            "device_memory": None if device is None else device.used,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def read_counters() -> dict[str, float]:
+    """Numbers that only grow; those that the system does not report are left out. Of this process: `processor`, seconds
+    of processor time, `disk_read` and `disk_written`, bytes. Of the host, or the container: `network_received` and
+    `network_sent`, bytes, without the loopback interface."""
+    times = os.times()
+    return {"processor": times.user + times.system, **_io(), **_network()}
+
+
+def _io() -> dict[str, float]:
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/self/io").read_text().splitlines())
+        return {"disk_read": float(lines["read_bytes"]), "disk_written": float(lines["write_bytes"])}
+    except (OSError, KeyError, ValueError):
+        return {}
+
+
+def _network() -> dict[str, float]:
+    received = sent = 0.0
+    try:
+        for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+            name, _, numbers = line.partition(":")
+            if name.strip() != "lo":
+                fields = numbers.split()
+                received += float(fields[0])
+                sent += float(fields[8])
+    except (OSError, IndexError, ValueError):
+        return {}
+    return {"network_received": received, "network_sent": sent}
+
+
+def _memory_used() -> float | None:
+    """The share of the host's memory that is not available, from 0 to 1."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free, total = (float(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
+        return 1 - free / total
+    except (OSError, KeyError, ValueError, ZeroDivisionError):
+        return None

@@ -1,0 +1,283 @@
+"""What a reader does with the page, in a browser: zooming, comparing, sorting, saving, printing, without a mouse."""
+
+from __future__ import annotations
+
+import csv
+import http.client
+import io
+import json
+import math
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.main import run as main
+from stepmark.config.yaml_file import format_yaml
+from stepmark.report import serve
+from stepmark.report.write import write_report
+from tests.report.test_history import log, write
+from tests.support.browser import DARK, act, dump_dom
+
+STEPS = 300
+
+
+def make_run(folder: Path, rate: float, steps: int = STEPS) -> Path:
+    """A run as `stepmark train` leaves it, whose loss falls faster with a higher rate."""
+    folder.mkdir()
+    began = 1.7e9
+    logs = [
+        log(
+            step,
+            loss=4 * math.exp(-rate * step) + 1 + 0.2 * math.sin(step * 7.3),
+            learning_rate=rate * (1 - step / steps),
+            time=began + step,
+            target_tokens=1000 * step,
+        )
+        for step in range(1, steps + 1)
+    ]
+    write(folder / "metrics.jsonl", [*logs, {"step": steps, "eval_loss": 1 + rate, "time": began + steps}])
+    started = {"event": "started", "step": 0, "time": began, "total_steps": steps, "ranks": 2, "parameters": 1_234_567}
+    sample = {"event": "sample", "step": steps, "prompt": "<i>def ", "text": "<main>(self):", "time": began + steps}
+    write(folder / "events.jsonl", [{**started, "trained_parameters": 1_234_567}, sample])
+    recipe = {"output_dir": str(folder), "learning_rate": rate, "max_steps": steps, "config_name": "gpt2"}
+    (folder / "used_recipe.yaml").write_text(format_yaml(recipe))
+    (folder / "status.json").write_text(json.dumps({"state": "interrupted", "step": steps, "time": began + steps}))
+    for rank in range(2):
+        (folder / "system").mkdir(exist_ok=True)
+        lines = [
+            {"step": step, "time": began + step, "processor": 1.0 + rank, "memory": 2e9, "disk_written": 3e6}
+            for step in range(10, steps, 10)
+        ]
+        write(folder / "system" / f"rank-{rank}.jsonl", lines)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return [make_run(folder / name, rate) for name, rate in (("slow", 0.01), ("fast", 0.02), ("fastest", 0.04))]
+
+
+@pytest.fixture(scope="module")
+def compared(runs: list[Path]) -> Path:
+    """The page of three runs."""
+    return write_report(runs[0], runs[1:], runs[0].parent / "three.html")
+
+
+def test_zooming_comparing_and_reading_without_a_mouse(compared: Path) -> None:
+    seen = act(
+        compared,
+        """
+    const [loss] = charts, other = charts.find((chart) => chart.figure.name === "grad_norm"), { over } = loss.plot;
+    const shown = (chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max];
+    results.full = shown(loss);
+    for (const kind of ["mouseenter", "mousemove", "mousedown"]) mouse(over, kind, 0.25);
+    mouse(over, "mousemove", 0.5);
+    mouse(over, "mouseup", 0.5);
+    await soon();
+    results.zoomed = [shown(loss), shown(other)];
+    results.kept = JSON.parse(sessionStorage.getItem(NAME)).zooms.step;
+    document.getElementById("reset").click();
+    await soon();
+    results.reset = shown(loss);
+    document.getElementById("zoom-in").click();
+    await soon();
+    results.nearer = shown(other);
+    over.dispatchEvent(new MouseEvent("dblclick", { bubbles: true }));
+    await soon();
+    results.again = shown(other);
+    mouse(over, "mousemove", 0.5);
+    await soon();
+    results.tip = tip.innerText;
+    const press = (key) => loss.plot.root.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    loss.plot.root.focus();
+    results.focused = document.activeElement === loss.plot.root;
+    press("Home");
+    results.first = tip.querySelector("b").textContent;
+    press("ArrowRight");
+    results.second = tip.querySelector("b").textContent;
+    press("+");
+    await soon();
+    results.pressed = shown(loss);
+    press("0");
+    await soon();
+    results.unpressed = shown(loss);
+    const curves = () => loss.plot.series.length - 1;
+    results.curves = [curves()];
+    slider.value = 0;
+    slider.dispatchEvent(new Event("input"));
+    results.curves.push(curves());
+    document.querySelector('[data-axis="time"]').click();
+    await soon();
+    results.time = shown(loss);
+    """,
+    )
+    assert seen["full"] == [0, STEPS]
+    low, high = seen["kept"]
+    assert seen["zoomed"] == [[low, high], [low, high]]
+    assert (low, high) == (pytest.approx(0.25 * STEPS, abs=3), pytest.approx(0.5 * STEPS, abs=3))
+    assert seen["reset"] == seen["again"] == seen["unpressed"] == [0, STEPS]
+    assert seen["nearer"] == [0.25 * STEPS, 0.75 * STEPS]
+    assert re.match(r"step 1(49|50|51) · [23] min", seen["tip"])
+    assert re.search(r"slow: training\s+[\d.]+\s+fast: training\s+[\d.]+\s+\N{MINUS SIGN}\d+(\.\d)?%", seen["tip"])
+    assert seen["focused"]
+    assert (seen["first"], seen["second"]) == ("step 1 · 1 s", "step 2 · 2 s")
+    assert seen["pressed"][1] - seen["pressed"][0] == pytest.approx(STEPS / 2)
+    assert seen["curves"] == [9, 6]  # three runs, each with its smoothed curve and its evaluations
+    assert seen["time"] == [0, STEPS]
+
+
+def test_sorting_copying_and_saving(compared: Path, runs: list[Path]) -> None:
+    seen = act(
+        compared,
+        """
+    const order = () => [...document.querySelectorAll("#runs tbody tr")].map((row) => row.cells[0].innerText.trim());
+    const head = [...document.querySelectorAll("#runs th")].find((each) => each.innerText.includes("Loss"));
+    results.orders = [order()];
+    for (let i = 0; i < 2; i++) { head.querySelector("button").click(); results.orders.push(order()); }
+    results.sorted = head.getAttribute("aria-sort");
+    const differing = [...document.querySelectorAll("#differences tbody tr")];
+    results.differences = differing.map((row) => row.innerText.split(/\\s+/));
+    Object.defineProperty(navigator, "clipboard", { value: { writeText: async (text) => (results.copied = text) } });
+    document.querySelector(".commands .copy").click();
+    await soon();
+    results.button = document.querySelector(".commands .copy").textContent;
+    window.Blob = class { constructor(parts) { results.csv = parts.join(""); } };
+    URL.createObjectURL = () => "blob:none";
+    HTMLAnchorElement.prototype.click = function () { results.file = this.download; };
+    [...document.querySelectorAll("#figure-loss .toggle")].find((each) => each.textContent === "CSV").click();
+    results.samples = document.getElementById("samples").innerText;
+    results.figures = charts.map((chart) => chart.figure.name);
+    """,
+    )
+    names = ["slow", "fast", "fastest"]
+    assert seen["orders"] == [names, names[::-1], names]
+    assert seen["sorted"] == "descending"
+    assert seen["differences"] == [["learning_rate", "0.01", "0.02", "0.04"]]
+    run = runs[0]
+    assert seen["copied"] == (
+        f"stepmark train {run}/used_recipe.yaml --output_dir {run} --resume_from_checkpoint true --nproc 2"
+    )
+    assert seen["button"] == "copied"
+    assert seen["file"] == "loss.csv"
+    rows = list(csv.DictReader(io.StringIO(seen["csv"])))
+    assert len(rows) == 3 * (STEPS + 1)
+    assert rows[0] == {"run": "slow", "series": "training", "step": "1", "seconds": "1", "value": rows[0]["value"]}
+    assert "<i>def <main>(self):" in seen["samples"]
+    assert {"processor", "rank_memory", "disk"} <= set(seen["figures"])
+
+
+def test_colors_follow_the_scheme_and_paper_is_light(compared: Path) -> None:
+    script = """
+    const drawn = () => charts[0].plot.series[charts[0].plot.series.length - 1].stroke();
+    results.screen = drawn();
+    dispatchEvent(new Event("beforeprint"));
+    results.paper = drawn();
+    dispatchEvent(new Event("afterprint"));
+    results.after = drawn();
+    """
+    light, dark = act(compared, script), act(compared, script, (390, 800), DARK)
+    assert light == {"screen": light["paper"], "paper": light["paper"], "after": light["paper"]}
+    assert dark["paper"] == light["paper"] != dark["screen"] == dark["after"]
+
+
+def test_a_served_page_loads_itself_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", 0.01)
+    seen = threading.Event()
+    asked = serve.LivePage.version
+
+    def version(live: serve.LivePage) -> str:
+        if seen.is_set() and not (run / "grown").exists():
+            (run / "grown").touch()
+            with open(run / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(log(STEPS + 77)) + "\n")
+        return asked(live)
+
+    def page(live: serve.LivePage, made: Any = serve.LivePage.page) -> bytes:
+        content: bytes = made(live)
+        seen.set()
+        return content
+
+    with serve.open_server(run, [], 0) as server:
+        monkeypatch.setattr(serve.LivePage, "version", version)
+        monkeypatch.setattr(serve.LivePage, "page", page)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            dom = dump_dom(f"http://127.0.0.1:{server.server_port}/")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert f"step {STEPS + 77:,}" in dom
+
+
+def test_the_server_answers_this_machine_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", 0.01, 5)
+
+    def ask(path: str, host: str) -> int:
+        client = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        client.request("GET", path, headers={"Host": host})
+        return client.getresponse().status
+
+    with serve.open_server(run, [], 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert server.server_address[0] == "127.0.0.1"
+            assert ask("/", f"127.0.0.1:{server.server_port}") == ask("/version", "localhost") == 200
+            assert ask("/", "example.com:80") == ask("/version", "127.0.0.1.example.com") == 403
+            assert ask("/../status.json", "localhost") == ask("/status.json", "localhost") == 404
+            assert main(["report", str(run), "--serve", "--port", str(server.server_port)]) == 1
+            assert "cannot be used (Address already in use); give another" in capsys.readouterr().err
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "80"], "--port: is for --serve"),
+        (["--serve", "--csv", "x"], "--serve: writes no files"),
+        (["--serve", "--port", "70000"], "--port: should be from 0 to 65535, and is 70000"),
+    ],
+)
+def test_options_that_contradict_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    run = make_run(tmp_path / "run", 0.01, 5)
+    assert main(["report", str(run), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_csv_files_have_every_value(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 0.01, 5000)
+    write_report(run, tables=tmp_path / "tables")
+    rows = list(csv.DictReader((tmp_path / "tables" / "loss.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows if row["series"] == "training"] == [str(step) for step in range(1, 5001)]
+    assert float(rows[99]["value"]) == pytest.approx(4 * math.exp(-1) + 1 + 0.2 * math.sin(730))
+    assert {path.stem for path in (tmp_path / "tables").iterdir()} >= {"loss", "grad_norm", "processor", "disk"}
+
+
+TIMED = """<pre id="results"></pre><script>
+const first = performance.now();
+while (drawRest()) { /* all of them */ }
+document.getElementById("results").textContent = JSON.stringify({ first, all: performance.now() });
+</script></body>"""
+
+
+@pytest.mark.prove
+def test_eight_runs_of_100_000_logs_are_there_in_two_seconds(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run-{index}", 0.001 * (index + 1), 100_000) for index in range(8)]
+    page = write_report(runs[0], runs[1:])
+    page.write_text(page.read_text().replace("</body>", TIMED))
+    found = re.search(r'<pre id="results">(.*?)</pre>', dump_dom(page, real_time=True))
+    assert found is not None
+    seen = json.loads(found[1])
+    print(
+        f"{page.stat().st_size / 1e6:.1f} MB: first chart after {seen['first']:.0f} ms, all after {seen['all']:.0f} ms"
+    )
+    assert seen["first"] < 2000

@@ -1,0 +1,73 @@
+"""Programs for ranks: data parallel training of models of which not every parameter takes part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepmark import Trainer, TrainingArguments
+
+SAMPLES, WIDTH, STEPS = 16, 6, 4
+
+
+class Branches(nn.Module):
+    """A frozen layer, one that is never used, and one that only some samples use."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.sometimes = nn.Linear(WIDTH, 1)
+        self.always = nn.Linear(WIDTH, 1)
+        self.to(dtype)
+
+    def forward(self, features: Tensor, chosen: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.frozen(features.to(self.frozen.weight.dtype)))
+        result = self.always(hidden).squeeze(-1)
+        if bool(chosen.any()):
+            result = torch.where(chosen, result + self.sometimes(hidden).squeeze(-1), result)
+        return {"loss": (result.float() - labels).square().mean()}
+
+
+class Data(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Every second sample is `chosen` in the first step, none in the third."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.features = torch.randn(SAMPLES, WIDTH, generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        chosen = index % 2 == 1 and not 8 <= index < 12
+        return {
+            "features": self.features[index],
+            "chosen": torch.tensor(chosen),
+            "labels": self.features[index].sum(),
+        }
+
+
+def train(folder: str, batch: int, options: dict[str, Any]) -> dict[str, list[float]]:
+    """Trains with an optimizer that was given all parameters; the weights in the end."""
+    model = Branches(getattr(torch, options.get("dtype", "float32")))
+    args = TrainingArguments(
+        output_dir=str(Path(folder) / "out"),
+        device="cpu",
+        per_device_train_batch_size=batch,
+        max_steps=STEPS,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        **options,
+    )
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5)
+    trainer = Trainer(model, args, train_dataset=Data(), optimizers=(optimizer, None))
+    trainer.train()
+    return {name: p.detach().double().flatten().tolist() for name, p in model.named_parameters()}
