@@ -8,7 +8,7 @@ the tools use are tried, and one is taken if the sizes of the groups and the sha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -82,12 +82,30 @@ def numbered_names(
     if given is not None:
         _check_given(given, shapes, parameters, where)
         return given, "its own names"
-    unfit = f"its groups have {' and '.join(str(len(group)) for group in numbers)} parameters"
     trained = [name for name in parameters if name not in frozen]
     candidates = chain(
         _candidates(list(parameters), len(numbers), layer_norms),
         _candidates(trained, len(numbers), layer_norms) if frozen else (),
     )
+    fits, unfit = _fitting(candidates, numbers, shapes, parameters)
+    if len(fits) == 1 or (fits and not shapes):
+        fitting, rule = next(iter(fits.items()))
+        return dict(zip(flat, fitting, strict=True)), rule
+    raise CheckpointMismatch(
+        f"{where}: the optimizer's numbers cannot be matched with the model's {len(parameters)} parameters: {unfit}; "
+        "import the model alone with --model-only"
+    )
+
+
+def _fitting(
+    candidates: Iterable[tuple[str, list[list[str]]]],
+    numbers: Sequence[Sequence[int]],
+    shapes: Mapping[int, Shape],
+    parameters: Mapping[str, Shape],
+) -> tuple[dict[tuple[str, ...], str], str]:
+    """The names by all rules that fit, with the rule; and why there is not one, in words."""
+    flat = [number for group in numbers for number in group]
+    unfit = f"its groups have {' and '.join(str(len(group)) for group in numbers)} parameters"
     fits: dict[tuple[str, ...], str] = {}
     for rule, candidate in candidates:
         if [len(group) for group in candidate] != [len(group) for group in numbers]:
@@ -101,15 +119,9 @@ def numbered_names(
             continue
         name = names[flat.index(wrong)]
         unfit = f"its state {wrong} is {list(shapes[wrong])}, where {name} is {list(parameters[name])}"
-    if len(fits) == 1 or (fits and not shapes):
-        fitting, rule = next(iter(fits.items()))
-        return dict(zip(flat, fitting, strict=True)), rule
     if fits:
         unfit = f"several rules fit, and give a state to different parameters: {'; '.join(fits.values())}"
-    raise CheckpointMismatch(
-        f"{where}: the optimizer's numbers cannot be matched with the model's {len(parameters)} parameters: {unfit}; "
-        "import the model alone with --model-only"
-    )
+    return fits, unfit
 
 
 def _numbers(group: Mapping[str, Any], where: str) -> list[int]:
