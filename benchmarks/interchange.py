@@ -3,10 +3,12 @@
     .venv/bin/python benchmarks/interchange.py --gigabytes 8 --folder /a/disk
 
 Made-up states of a Llama and its AdamW: as a folder of transformers' Trainer, and as neuronx-distributed's shards of 8
-tensor parallel ranks with ZeRO-1; and the weights of a Llama of 7B's sizes in such shards, in bf16. Command and cp run
-in turn, round after round, each from a source that is not in the page cache, and each until its bytes are on the disk:
-cp is followed by fsync of its files, since an import returns when it is durable. The command's time is that of its
-process, start and all. `--dcp` compares with torch.distributed.checkpoint, whose time is without the import of torch.
+tensor parallel ranks with ZeRO-1; the same of 32 layers in bf16 with master weights; and the weights of a Llama of 7B's
+sizes in such shards, in bf16. Command and cp run in turn, round after round, each from a source that is not in the page
+cache, and each until its bytes are on the disk: cp is followed by fsync of its files, since an import returns when it
+is durable. The command's time is that of its process, start and all. `--dcp` compares with
+torch.distributed.checkpoint,
+whose time is without the import of torch. `--save` writes the results to results/interchange.md.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import NamedTuple
 
 HIDDEN, INNER, VOCABULARY, HEADS, RANKS = 1024, 2816, 32000, 16, 8
 COMMAND = (sys.executable, "-m", "stepmark")
+RESULTS = Path(__file__).parent / "results"
 BARS = {"speed": 0.8, "megabytes": 512}
 
 
@@ -150,11 +153,10 @@ def measure(name: str, source: Path, folder: Path, rounds: int, *command: str) -
     speed, peak = statistics.median(ratios), max(used.megabytes for used in usages)
     processor = statistics.median(used.seconds for used in usages)
     held = speed >= BARS["speed"] and peak <= BARS["megabytes"]
-    print(
+    say(
         f"{name}: {size / 1e9:.2f} GB in {statistics.median(times):.1f} s ({processor:.1f} s of processors), "
         f"{speed:.2f} of cp's speed ({min(ratios):.2f} to {max(ratios):.2f}; bar 0.8), {peak} MB (bar 512)"
-        f"{'' if held else '  MISSED'}",
-        flush=True,
+        f"{'' if held else '  MISSED'}"
     )
     kept = folder / name.replace(" ", "-")
     out.rename(kept)
@@ -175,19 +177,49 @@ print(time.perf_counter() - begin)
 SAVE = LOAD + "dcp.save(state, checkpoint_id=sys.argv[2], no_dist=True)\nprint(time.perf_counter() - begin)\n"
 
 
-def import_of_theirs(store: Path, folder: Path, rounds: int) -> None:
-    """`stepmark import` of a store that torch wrote, start and all, beside torch's load and save of its tensors."""
-    ratios = []
+def beside_torch(store: Path, own: Path, folder: Path, rounds: int) -> None:
+    """`stepmark import` of a store that torch wrote, and `export` of what that gave, start and all, each beside torch's
+    load and save of the same tensors, in turn."""
+    calls = {
+        "import of torch's store": (store, "import", str(store), str(folder / "out"), "--config", str(store)),
+        "export to dcp": (own, "export", str(own), str(folder / "out"), "--to", "dcp"),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         shutil.rmtree(folder / "again", ignore_errors=True)
         drop_cache(store)
         command = [sys.executable, "-c", SAVE, str(store), str(folder / "again")]
-        told = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-        call = (*COMMAND, "import", str(store), str(folder / "out"), "--config", str(store))
-        own, _ = timed(store, folder / "out", partial(child, *call))
-        ratios.append(float(told.split()[-1]) / own)
-    shutil.rmtree(folder / "out")
-    print(f"import of theirs beside dcp.load and dcp.save: {statistics.median(ratios):.2f} of the speed ({ratios})")
+        theirs = float(subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()[-1])
+        for name, (source, *call) in calls.items():
+            seconds, _ = timed(source, folder / "out", partial(child, *COMMAND, *call))
+            ratios[name].append(theirs / seconds)
+            shutil.rmtree(folder / "out")
+    for name, found in ratios.items():
+        say(f"{name} beside dcp.load and dcp.save of its tensors: {in_words(found)} of the speed")
+
+
+def in_words(ratios: list[float]) -> str:
+    """The median, and how far they differ."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+SAID: list[str] = []
+
+
+def say(line: str) -> None:
+    """Prints a result, and keeps it."""
+    SAID.append(line)
+    print(line, flush=True)
+
+
+def save_results() -> None:
+    """Keeps what was said, with the machine it was measured on."""
+    import keeping  # imports torch, and a child's peak memory is counted from its parent's
+
+    lines = [keeping.machine(), "", f"    .venv/bin/python benchmarks/interchange.py {' '.join(sys.argv[1:])}", ""]
+    keeping.write_results(
+        "interchange", "\n".join(lines + [f"- {line}" for line in SAID]), {"lines": SAID}, folder=RESULTS
+    )
 
 
 def load_with_torch(source: Path) -> float:
@@ -232,6 +264,63 @@ def make_shards(folder: Path, layers: int) -> None:
         (folder / "step_1" / name).write_text("1")
 
 
+def make_zero(folder: Path, layers: int, hidden: int, dp: int) -> None:
+    """A Llama in bf16 with fp32 master weights, as neuronx-distributed's ranks save it with tp 8 and ZeRO-1 over `dp`
+    ranks: generated, a rank at a time. All bits are drawn, so that nothing is sparse or equal."""
+    import torch
+
+    heads, inner, vocabulary = hidden // 64, 11 * hidden // 4, 8 * hidden
+    tag = folder / "step_1"
+    for name in ("model", "optim"):
+        (tag / name).mkdir(parents=True)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
+    number_of = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    (folder / "config.json").write_text(json.dumps({**config(layers), **sizes, **number_of}))
+    cut: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary // RANKS, hidden)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        cut |= {f"{prefix}.self_attn.{name}_proj.weight": (hidden // RANKS, hidden) for name in "qkv"}
+        cut[f"{prefix}.self_attn.o_proj.weight"] = (hidden, hidden // RANKS)
+        cut |= {f"{prefix}.mlp.{name}_proj.weight": (inner // RANKS, hidden) for name in ("gate", "up")}
+        cut[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner // RANKS)
+        cut |= {f"{prefix}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    cut |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary // RANKS, hidden)}
+    order = [[name for name in cut if "norm" not in name], [name for name in cut if "norm" in name]]
+    starts = (0, len(order[0]))
+    groups = [
+        {"lr": 0.01, "params": list(range(start, start + len(names)))}
+        for start, names in zip(starts, order, strict=True)
+    ]
+    names = [name for group in order for name in group]
+    for rank in range(RANKS):
+        place = f"tp_rank_{rank:02d}_pp_rank_00.pt"
+        for part in range(dp):
+            generator = torch.Generator().manual_seed(rank * dp + part)
+
+            def drawn(shape: tuple[int, ...], generator: torch.Generator = generator) -> torch.Tensor:
+                rows = (-(-shape[0] // dp), *shape[1:])
+                return torch.empty(rows, dtype=torch.float32).uniform_(-1, 1, generator=generator)
+
+            base = {
+                number: {"step": torch.tensor(1.0), "exp_avg": drawn(cut[name]), "exp_avg_sq": drawn(cut[name]).abs()}
+                for number, name in enumerate(names)
+            }
+            state = {"state": {}, "param_groups": groups, "base_state": base}
+            state["shape_info"] = {number: list(cut[name]) for number, name in enumerate(names)}
+            state["sharded_master_weights"] = {number: drawn(cut[name]) for number, name in enumerate(names)}
+            torch.save(state, tag / "optim" / f"dp_rank_{part:02d}_{place}")
+        generator = torch.Generator().manual_seed(rank)
+        weights = {
+            name: torch.ones(shape, dtype=torch.bfloat16)
+            if "norm" in name
+            else torch.randint(0, 1 << 14, shape, generator=generator, dtype=torch.int16).view(torch.bfloat16)
+            for name, shape in cut.items()
+        }
+        torch.save(weights, tag / "model" / f"dp_rank_00_{place}")
+    for name in ("checkpoint", "done"):
+        (tag / name).write_text("1")
+
+
 def made(folder: Path, make: Callable[..., None], *arguments: object) -> Path:
     """A folder that another process made: a child's peak memory is counted from its parent's."""
     maker = get_context("spawn").Process(target=make, args=(folder, *arguments))
@@ -246,6 +335,13 @@ def measure_shards(folder: Path, layers: int, rounds: int) -> None:
     measure("import of tp 8 shards", source, folder, rounds, "import", "--model-only", "--config", str(source))
     shutil.rmtree(source)
     shutil.rmtree(folder / "import-of-tp-8-shards")
+
+
+def measure_zero(folder: Path, layers: int, hidden: int, rounds: int) -> None:
+    """Tensor parallel shards with a ZeRO-1 optimizer of two data parallel ranks, into a Stepmark checkpoint."""
+    source = made(folder / "zero", make_zero, layers, hidden, 2)
+    measure(f"import of {layers} layers in tp 8 shards with ZeRO-1", source, folder, rounds, "import")
+    shutil.rmtree(source)
 
 
 def measure_trainer(folder: Path, given: argparse.Namespace) -> None:
@@ -269,8 +365,9 @@ def measure_trainer(folder: Path, given: argparse.Namespace) -> None:
         save_with_torch(store, folder / "theirs")
         ratios = [load_with_torch(folder / "theirs") / load_with_torch(store) for _ in range(rounds)]
         shutil.copy(store / "config.json", folder / "theirs")
-        import_of_theirs(folder / "theirs", folder, rounds)
-        print(f"dcp.load of ours beside theirs: {statistics.median(ratios):.2f} of the speed ({ratios})")
+        say(f"dcp.load of ours beside that of torch's own store: {in_words(ratios)} of the speed")
+        shutil.rmtree(store)
+        beside_torch(folder / "theirs", own, folder, rounds)
 
 
 def main() -> None:
@@ -279,16 +376,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the 7B-like model")
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("import", "shards", "trainer"), help="one part of it")
+    parser.add_argument("--only", choices=("import", "shards", "trainer", "zero"), help="one part of it")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size of the model with ZeRO-1")
     parser.add_argument("--dcp", action="store_true", help="also dcp.load of our store beside torch's own")
+    parser.add_argument("--save", action="store_true", help="write results/interchange.md")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
-        if given.only != "shards":
+        if given.only not in ("shards", "zero"):
             measure_trainer(Path(temporary), given)
+        if given.only in (None, "zero"):
+            measure_zero(Path(temporary), given.layers, given.hidden, given.rounds)
         if given.only in (None, "shards"):
             shutil.rmtree(temporary)
             Path(temporary).mkdir()
             measure_shards(Path(temporary), given.layers, given.rounds)
+    if given.save:
+        save_results()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -20,6 +21,7 @@ from stepmark.interchange.import_checkpoint import ImportListener, write_checkpo
 from stepmark.interchange.recognition import open_foreign
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import WRITERS, Truth, truth
+from tests.support.ranks import Ranks
 
 SILENT = ImportListener(lambda size: None, lambda size: None)
 
@@ -55,6 +57,56 @@ def test_any_mesh_of_neuronx_distributed(tp: int, dp: int, xser: bool, tmp_path:
     expected = truth()
     source = foreign_checkpoints.nxd_folder(tmp_path / "source", expected, tp=tp, dp=dp, xser=xser)
     check(take(source, tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "keys", "form"),
+    [
+        ((2,), 2, "nested"),
+        ((3,), 1, "numbered"),  # the last rank has no rows of the keys and values
+        *(
+            pytest.param(mesh, keys, form, marks=pytest.mark.prove)
+            for mesh, keys in (((2,), 2), ((3,), 1), ((2, 2), 2))
+            for form in ("nested", "flattened", "numbered")
+            if (mesh, form) not in (((2,), "nested"), ((3,), "numbered"))
+        ),
+    ],
+)
+def test_store_of_sharded_ranks(
+    mesh: tuple[int, ...], keys: int, form: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ranks under FSDP2 save with torch's own code; with two dims, tensor parallel as well."""
+    program = "tests.support.exported_programs:sharded_save"
+    ranks.run(program, str(tmp_path / "source"), form, keys, mesh, nproc=math.prod(mesh)).check()
+    monkeypatch.setattr(foreign_checkpoints, "KEYS", keys)
+    monkeypatch.setattr(foreign_checkpoints, "CONFIG", {**foreign_checkpoints.CONFIG, "num_key_value_heads": keys})
+    foreign_checkpoints.write_config(tmp_path / "source")
+    found = open_foreign(tmp_path / "source", ImportOptions())
+    assert found.step == foreign_checkpoints.STEP
+    check(take(tmp_path / "source", tmp_path / "out"), truth())
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_qwen3_of_optimum_neuron(tp: int, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its norms decay there, but for those with layernorm in their names, so that parameters have other numbers."""
+    config = {**foreign_checkpoints.CONFIG, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    monkeypatch.setattr(foreign_checkpoints, "CONFIG", config)
+    plain = foreign_checkpoints.rank_tensors
+
+    def cut(*arguments: Any) -> dict[str, torch.Tensor]:
+        return foreign_checkpoints.with_fused_heads(plain(*arguments)) if fused else plain(*arguments)
+
+    def grouped(names: list[str]) -> list[list[str]]:
+        return [[n for n in names if "layernorm" not in n], [n for n in names if "layernorm" in n]]
+
+    monkeypatch.setattr(foreign_checkpoints, "rank_tensors", cut)
+    monkeypatch.setattr(foreign_checkpoints, "grouped", grouped)
+    expected = truth(head_norms=True)
+    source = foreign_checkpoints.optimum_folder(tmp_path / "source", expected, tp=tp, xser=False)
+    check(take(source, tmp_path / "out"), expected)
+    members = json.loads((tmp_path / "out" / "state.json").read_text())["sections"]["optimizer"]["members"]
+    assert members == {name: int("layernorm" in name) for name in expected.model}
 
 
 def test_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +275,9 @@ def test_tensor_in_two_files_of_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "v_proj"], ["v_proj"], ["q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]]
+)
 def test_adapter_that_was_gathered(targets: list[str], gathered: bool, tmp_path: Path) -> None:
     """With merge_sharded_lora every rank's file has all of it; otherwise its own part."""
     source, rank, ranks = tmp_path / "source", 4, 2
@@ -259,7 +313,10 @@ def test_adapter_that_was_gathered(targets: list[str], gathered: bool, tmp_path:
     (source / "adapter_config.json").write_text(
         json.dumps({"lora_rank": 4, "lora_alpha": 8, "target_modules": targets})
     )
-    assert run(["import", str(source), str(tmp_path / "out")]) == 0
+    config = (source / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(CheckpointMismatch, match=r"tp_rank_00.*lora_[AB].*merge_sharded_lora.*--config"):
+        open_foreign(source, ImportOptions())
+    assert run(["import", str(source), str(tmp_path / "out"), "--config", str(config)]) == 0
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

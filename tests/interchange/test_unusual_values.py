@@ -90,6 +90,21 @@ def test_safetensors_whose_tensors_are_not_aligned(tmp_path: Path) -> None:
     assert torch.equal(found["small"], small)
 
 
+@pytest.mark.parametrize(
+    ("places", "size"), [([[0, 8], [4, 12]], 12), ([[0, 8], [12, 20]], 20), ([[0, 8], [8, 16]], 20), ([[0, 8]] * 2, 8)]
+)
+def test_safetensors_that_do_not_fill_their_file(places: list[list[int]], size: int, tmp_path: Path) -> None:
+    """A tensor elsewhere in the file has the bytes of another."""
+    entries = {
+        f"tensor.{number}": {"dtype": "F32", "shape": [2], "data_offsets": place} for number, place in enumerate(places)
+    }
+    header = json.dumps(entries).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(CheckpointDamaged, match=r"model\.safetensors"):
+        model_in(path)
+
+
 def test_a_name_that_safetensors_uses_itself(tmp_path: Path) -> None:
     torch.save({"__metadata__": draw(2), "a": draw(3)}, tmp_path / "model.pt")
     with pytest.raises(CheckpointMismatch, match=r"__metadata__.*--map"):

@@ -42,8 +42,8 @@ class Truth:
     moments: dict[str, dict[str, Tensor]]
 
 
-def truth(seed: int = 0) -> Truth:
-    """All numbers differ, so that every permutation shows."""
+def truth(seed: int = 0, *, head_norms: bool = False) -> Truth:
+    """All numbers differ, so that every permutation shows. With `head_norms`, a Qwen3."""
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for layer in range(LAYERS):
@@ -52,6 +52,7 @@ def truth(seed: int = 0) -> Truth:
             "self_attn.k_proj": (KEYS * SIZE, HIDDEN),
             "self_attn.v_proj": (KEYS * SIZE, HIDDEN),
             "self_attn.o_proj": (HIDDEN, HEADS * SIZE),
+            **({"self_attn.q_norm": (SIZE,), "self_attn.k_norm": (SIZE,)} if head_norms else {}),
             "mlp.gate_proj": (MLP, HIDDEN),
             "mlp.up_proj": (MLP, HIDDEN),
             "mlp.down_proj": (HIDDEN, MLP),
@@ -180,6 +181,18 @@ def rank_tensors(tensors: dict[str, Tensor], rank: int, ranks: int, copies: int)
         elif "up_proj" not in name:
             found[name] = tensor
     return found
+
+
+def with_fused_heads(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's tensors with its query, key and value rows in one, as optimum-neuron has them with fuse_qkv."""
+    fused: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        prefix, _, part = name.partition("qkv_proj.weight_")
+        if not part:
+            fused[name] = tensor
+        elif part == "q":
+            fused[f"{prefix}qkv_proj.weight_qkv"] = torch.cat([found[f"{prefix}qkv_proj.weight_{x}"] for x in "qkv"])
+    return fused
 
 
 def rank_moments(found: Truth, rank: int, ranks: int, copies: int) -> dict[str, dict[str, Tensor]]:

@@ -157,3 +157,16 @@ def test_unknown_names_and_options() -> None:
     for name in ("constant", "constant_with_warmup"):
         with pytest.raises(UsageError, match=f"lr_scheduler_kwargs: the schedule {name} takes no arguments"):
             build_schedule(name, optimizer, 10, 0, {"cycles": 2})
+
+
+def test_state_of_another_kind_of_schedule() -> None:
+    """As when a run of another tool, or of other arguments, goes on."""
+    _, linear = made("linear")
+    restore_schedule(linear, {"T_max": 10, "last_epoch": 7}, [0.1, 0.1])
+    assert linear.last_epoch == 7
+    with pytest.raises(UsageError, match="lr_scheduler_type.*not one that follows from the step"):
+        restore_schedule(linear, {"best": 1.0}, [0.1, 0.1])
+    _, plateau = made("reduce_lr_on_plateau")
+    with pytest.raises(UsageError, match="lr_scheduler_type.*no state for a ReduceLROnPlateau"):
+        restore_schedule(plateau, {"step": 7}, [0.1, 0.1])
+    assert callable(plateau.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,33 @@ TAKEN = (
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
+)
+_STATES = frozenset(
+    [
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_avg_sq_row",
+        "exp_avg_sq_col",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "row_var",
+        "col_var",
+        "variance",
+        "state1",
+        "state2",
+        "qmap1",
+        "qmap2",
+        "absmax1",
+        "absmax2",
+        "RMS",
+        "master",
+    ]
 )
 _RESERVED = "__metadata__"
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -135,6 +163,7 @@ def _drop_tied(found: ForeignCheckpoint, name: str, kept: str) -> None:
 
 def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -> None:
     """States in fp32, and fp32 master weights for parameters of lower precision."""
+    _check_keys(found, optimizer)
     downcast = any(tensor.dtype == "F64" for tensor in optimizer.tensors())
     for name, state in optimizer.states.items():
         for key, value in state.items():
@@ -153,7 +182,27 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
         elif MASTER not in state and parameter.dtype in _FLOATS:
             state[MASTER] = _exact(parameter, "F32")
     if found.step is None:
-        found.step = _steps(optimizer)
+        found.step = steps_of(optimizer)
+
+
+def _check_keys(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -> None:
+    """Raises CheckpointDamaged where one parameter's state has another name than that of all others with as many dims:
+    the names in some stores have no checksum."""
+    uses = Counter(key for state in optimizer.states.values() for key in state)
+    by_dims: dict[int, dict[str, frozenset[str]]] = {}
+    for name, state in optimizer.states.items():
+        if name in found.model:
+            by_dims.setdefault(len(found.model[name].shape), {})[name] = frozenset(state)
+    for states in by_dims.values():
+        (common, _), *others = Counter(states.values()).most_common()
+        for name, keys in states.items() if others else ():
+            strange = [key for key in keys - common if uses[key] == 1 and key not in _STATES]
+            half = {"exp_avg", "exp_avg_sq"} <= common and len(keys & {"exp_avg", "exp_avg_sq"}) == 1
+            if uses[next(iter(common - keys), "")] > 1 and (strange or (half and keys < common)):
+                raise CheckpointDamaged(
+                    f"{found.folder}: the optimizer's state of {name!r} has {', '.join(sorted(keys))}, and others have "
+                    f"{', '.join(sorted(common))}"
+                )
 
 
 def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) -> None:
@@ -165,7 +214,7 @@ def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) ->
             )
 
 
-def _steps(optimizer: ForeignOptimizer) -> int | None:
+def steps_of(optimizer: ForeignOptimizer) -> int | None:
     """The step that an optimizer counts, None where it does not."""
     for state in optimizer.states.values():
         step = state.get(STEP)

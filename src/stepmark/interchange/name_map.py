@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,6 +65,11 @@ def renamed(tensors: Mapping[str, Value], pairs: Sequence[tuple[str, str]]) -> d
             f"--map: no tensor has a name like {unused[0]!r}; those here are such as {next(iter(tensors), '')!r}"
         )
     return found
+
+
+def new_names(names: Iterable[str], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Each name to the one that it gets; those that are left out are missing. Raises UsageError as `renamed`."""
+    return {old: new for new, old in renamed({name: name for name in names}, pairs).items()}
 
 
 def _filled(name: str, parts: list[str]) -> str:

@@ -53,8 +53,7 @@ def finish_adapter(
     options: ImportOptions,
 ) -> ForeignCheckpoint:
     """Completes an adapter. Raises CheckpointMismatch where parts of it are in no file."""
-    if options.config is not None or found.files:
-        _reshard(stages, heads_config(options, found), heads, found)
+    _reshard(stages, heads_config(options, found), heads, found)
     found.kind += " LoRA adapter"
     found.model = {_peft_name(name): tensor for name, tensor in model_of(stages, heads).items()}
     if not all(name.startswith(PREFIX) for name in found.model):
@@ -70,14 +69,21 @@ def _reshard(
 ) -> None:
     """Where every rank's file has the gathered adapter, takes each rank's part of it.
 
-    Raises CheckpointMismatch where key/value heads are replicated: half of the queries' part was not saved.
+    Raises CheckpointMismatch where key/value heads are replicated: half of the queries' part was not saved; and where
+    the config does not tell whether the adapter was gathered.
     """
     sizes = _whole_sizes(config)
     for stage in stages:
-        cut = {name: dim for name in stage.shapes() if (dim := _cut_dim(name)) is not None}
-        sample = next(
-            (name for name in cut if len(stage.tensors[name]) > 1 and _is_whole(stage, name, cut, sizes)), None
-        )
+        cut = {
+            name: dim for name in stage.shapes() if len(stage.tensors[name]) > 1 and (dim := _cut_dim(name)) is not None
+        }
+        unknown = next((name for name in cut if _module(name) not in sizes), None)
+        if unknown is not None and not any(_module(name) in sizes for name in cut):
+            raise CheckpointMismatch(
+                f"{found_path(stage, unknown)}: whether the adapter was gathered when it was saved "
+                "(merge_sharded_lora), the sizes in the model's config tell; give it with --config"
+            )
+        sample = next((name for name in cut if _is_whole(stage, name, cut, sizes)), None)
         if sample is None:
             continue
         if heads is not None and heads.copies > 1:
@@ -106,7 +112,11 @@ def _cut_dim(name: str) -> int | None:
 def _whole_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
     """The size of a module's cut dim in the whole model, as far as the config says it."""
     width, inner = _attention_width(config), (config or {}).get("intermediate_size")
+    heads, keys = ((config or {}).get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
     found = {"o_proj": width, "q_proj": width, "down_proj": inner, "gate_proj": inner, "up_proj": inner}
+    if type(heads) is int and type(keys or heads) is int and type(width) is int and heads:
+        found["k_proj"] = found["v_proj"] = width // heads * (keys or heads)
+    found["lm_head"] = (config or {}).get("vocab_size")
     if type(inner) is int:
         found["gate_up_proj"] = 2 * inner
     return {module: size for module, size in found.items() if type(size) is int}
@@ -114,10 +124,13 @@ def _whole_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
 
 def _is_whole(stage: Stage, name: str, cut: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
     """Whether a rank's tensor is as large as the whole one; weight_q of a fused module is that of q_proj."""
+    return stage.shapes()[name][cut[name]] == sizes.get(_module(name))
+
+
+def _module(name: str) -> str:
     match = _ADAPTER.search(name)
     assert match is not None
-    module = "q_proj" if name.endswith("weight_q") else match["module"]
-    return stage.shapes()[name][cut[name]] == sizes.get(module)
+    return "q_proj" if name.endswith("weight_q") else match["module"]
 
 
 def _part(stage: Stage, name: str, dim: int, rank: int) -> ForeignTensor:

@@ -11,12 +11,12 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.foreign import ForeignTensor
 from stepmark.interchange.neuron_files import Missing, Place, read_rank_file
 from stepmark.interchange.neuron_stages import Stage
-from stepmark.interchange.optimizer_names import numbered_names
+from stepmark.interchange.optimizer_names import NAMES, numbered_names
 from stepmark.interchange.pickle_reader import natural
 from stepmark.interchange.records import Record
 from stepmark.interchange.stored_array import StoredArray
 from stepmark.interchange.torch_optimizer import as_tensor, plain
-from stepmark.interchange.unsharding import row_chunks
+from stepmark.interchange.unsharding import row_chunks, shared_value
 from stepmark.sharding.layout import Shape
 
 LOST_MASTERS = "master weights: the converter to full files kept those of the first data parallel rank only"
@@ -78,6 +78,8 @@ def add_optimizer(
             raise CheckpointDamaged(f"{where}: not every tensor parallel rank has the state {name}/{uneven}")
     stage.states = states
     stage.groups = [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
+    for group in stage.groups:
+        group.pop(NAMES, None)
     return rule
 
 
@@ -183,7 +185,7 @@ def _joined(
     """A state of all data parallel ranks; None for masters that a converter has lost."""
     locals_ = [_local(name, key, chunk, where) for chunk in chunks]
     if not isinstance(locals_[0], ForeignTensor) or not locals_[0].shape:
-        return locals_[0]
+        return shared_value(locals_, f"{where}: {name}/{key}")
     if not all(isinstance(local, ForeignTensor) for local in locals_):
         raise CheckpointDamaged(f"{where}: not every data parallel rank has the state {name}/{key}")
     if len(locals_) == 1 and locals_[0].shape[0] < shape[0]:

@@ -14,7 +14,7 @@ from stepmark.interchange.array_reader import ArrayReader
 from stepmark.interchange.foreign import ForeignOptimizer, ForeignTensor
 from stepmark.interchange.neuron_files import Missing
 from stepmark.interchange.neuron_names import BLOCKED, NATURAL, TILED, WIDE, HeadLayout, moves_of
-from stepmark.interchange.unsharding import unsharded
+from stepmark.interchange.unsharding import shared_value, unsharded
 from stepmark.sharding.layout import Shape
 
 Local = ForeignTensor | Missing
@@ -125,8 +125,9 @@ def _add_states(
         elif isinstance(first, ForeignTensor) and first.shape not in ((), (1,)):
             raise CheckpointMismatch(f"{first.where} is {list(first.shape)}, and its parameter {list(shape)}")
         else:
+            value = shared_value(locals_, f"{name}/{key}")
             for new in names:
-                states.setdefault(new, {})[key] = first
+                states.setdefault(new, {})[key] = value
     return names
 
 

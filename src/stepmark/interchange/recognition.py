@@ -30,6 +30,8 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     hf_sharded,
     plain,
 )
+_RENAMED = (dcp, hf_sharded, plain)  # whose tensors may have names of another program
+_REPLICATED = (optimum_neuron_lora, optimum_neuron, neuronx_distributed)  # whose key/value heads may be
 _INNER = ("checkpoint-*", "step-*", "step_*", "global_step*")
 
 
@@ -69,12 +71,24 @@ def open_foreign(source: Path, options: ImportOptions) -> ForeignCheckpoint:
         raise CheckpointMismatch(
             f"{source} is not a checkpoint of a known tool{_hint(source)}; see docs/interchange.md"
         )
+    _check_options(source, found, options)
     try:
         return found.open_checkpoint(source, options)
     except RecursionError as error:
         raise CheckpointMismatch(f"{source} is nested too deep to be a checkpoint") from error
     except MemoryError as error:
         raise CheckpointError(f"{source}: there is not enough memory for its metadata") from error
+
+
+def _check_options(source: Path, found: CheckpointFormat, options: ImportOptions) -> None:
+    """Raises UsageError for an option that has no meaning for a format."""
+    if options.names and found not in _RENAMED:
+        raise UsageError(
+            f"--map: {source} has the names of its tool, which are known; --map is for plain state dicts, model "
+            "folders and torch.distributed.checkpoint"
+        )
+    if options.heads != "auto" and found not in _REPLICATED:
+        raise UsageError(f"--heads: {source} has no replicated heads; --heads is for neuronx-distributed's checkpoints")
 
 
 def _tagged(source: Path, tag: str | None) -> Path:

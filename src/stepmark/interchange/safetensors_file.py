@@ -27,13 +27,26 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]
             file.seek(0)
             begin, entries = read_entries(file.read(length), size)
         metadata = entries.pop("__metadata__", {})
-        return {name: _array(path, name, entry, begin, size) for name, entry in entries.items()}, metadata
+        arrays = {name: _array(path, name, entry, begin, size) for name, entry in entries.items()}
+        _check_places(arrays, begin, size)
+        return arrays, metadata
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
     except OSError as error:
         raise cannot_read(path, error) from error
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise CheckpointDamaged(f"{path}: its header is malformed: {str(error)[:200]}") from error
+
+
+def _check_places(arrays: dict[str, StoredArray], begin: int, size: int) -> None:
+    """Raises CheckpointDamaged unless the tensors fill the file, one after the other, as the format has it."""
+    at = begin
+    for name, array in sorted(arrays.items(), key=lambda item: (item[1].offset, item[1].numel)):
+        if array.offset != at:
+            raise CheckpointDamaged(f"tensor {name[:80]!r} begins at byte {array.offset} instead of {at}")
+        at += array.numel * item_size(array.dtype)
+    if at != size:
+        raise CheckpointDamaged(f"it has {size} bytes, and its header describes {at}")
 
 
 def _array(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> StoredArray:

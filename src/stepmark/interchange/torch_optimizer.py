@@ -11,11 +11,11 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.array_reader import ArrayReader
 from stepmark.interchange.conversion import number
 from stepmark.interchange.foreign import ForeignOptimizer, ForeignTensor
+from stepmark.interchange.optimizer_names import NAMES
 from stepmark.interchange.stored_array import StoredArray
 from stepmark.sharding.layout import Shape
 
 STEP = "step"
-NAMES = "param_names"
 
 
 def split_state_dict(value: Any, where: str) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:

@@ -64,10 +64,21 @@ def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
 
 def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[float]) -> None:
     """Restores the schedule. A function of the step computes its rates from this run's arguments, which may differ from
-    those of the run that saved; any other schedule gets `rates`, the groups' saved ones, as well."""
+    those of the run that saved; any other schedule gets `rates`, the groups' saved ones, as well.
+
+    Raises UsageError where the state is that of another kind of schedule.
+    """
     if isinstance(schedule, LambdaLR):
-        place_at(schedule, state["step"])
+        step = state.get("step", state.get("last_epoch"))
+        if type(step) is not int:
+            raise UsageError("lr_scheduler_type: the checkpoint's schedule is not one that follows from the step")
+        place_at(schedule, step)
         return
+    if set(state) == {"step"}:
+        raise UsageError(
+            f"lr_scheduler_type: the checkpoint's schedule follows from the step, and has no state for a "
+            f"{type(schedule).__name__}; resume with the lr_scheduler_type that saved it"
+        )
     schedule.load_state_dict(dict(state))
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

@@ -8,7 +8,7 @@ for those that its own state has. Tensors are cut into chunks of rows, so that a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +75,13 @@ def _properties(dtype: str) -> Instance:
     return Instance(Global(_METADATA, "TensorProperties"), state)
 
 
+def _is_value(value: Any) -> bool:
+    """Whether torch.distributed.checkpoint takes a value as one, of those that are no dicts."""
+    return not isinstance(value, list) or not any(
+        isinstance(item, Mapping) or (isinstance(item, list) and not _is_value(item)) for item in value
+    )
+
+
 @dataclass
 class _Writer:
     """Records, with all that the metadata says about them."""
@@ -86,7 +93,16 @@ class _Writer:
     _known: dict[int, tuple[Any, str, list[_Index]]] = field(default_factory=dict)  # tensors written, their records
 
     def add(self, path: Path, value: Any) -> None:
-        """A tensor, or a plain value, at the end of a path of keys."""
+        """A tensor, or a plain value, at the end of a path of keys. A dict, and a list of dicts, is no value but a part
+        of the path, as torch has it."""
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                self.add((*path, str(key)), item)
+            return
+        if not _is_value(value):
+            for number, item in enumerate(value):
+                self.add((*path, number), item)
+            return
         name = ".".join(map(str, path))
         self.paths[name] = path
         if isinstance(value, ForeignTensor | Reshaped):

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.finish import files_beside, finish, outline_for
+from stepmark.interchange.finish import CONFIG, files_beside, finish, outline_for
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
 from stepmark.interchange.formats import torchtitan
 from stepmark.interchange.formats.dcp_store import METADATA, DcpStore, is_store, read_store
 from stepmark.interchange.model_outline import ModelOutline
-from stepmark.interchange.optimizer_names import numbered_names
+from stepmark.interchange.name_map import new_names
+from stepmark.interchange.optimizer_names import FILE_ORDER, agreed_names
 from stepmark.interchange.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.torch_optimizer import STEP, array_shape, as_tensor, plain, state_shape
 
 _STATE = re.compile(r"(?P<key>[^.]+(?:\.[^.]+)??)\.state\.(?P<name>.+)\.(?P<item>[^.]+)\Z")
 _GROUP = re.compile(r"(?P<key>[^.]+(?:\.[^.]+)??)\.param_groups\.(?P<name>.+)\.(?P<item>[^.]+)\Z")
 _STEPS = ("train_state.step", "step", "global_step", "state.step", "trainer.step", "progress.step")
-_MODELS = ("model", "module", "state_dict", "model_state_dict", "app.model")
+_MODELS = ("model", "module", "state_dict", "model_state_dict")
+_LAST = re.compile(r"(?:^|\.)last_epoch\Z")
+_FUNCTION_OF_STEP = frozenset(
+    {"base_lrs", "last_epoch", "verbose", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial"}
+)
+_SAME: Mapping[str, str] = {}
 
 
 def recognize(folder: Path) -> bool:
@@ -33,29 +40,36 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     store = read_store(folder)
     files = files_beside(folder)
     outline = outline_for(files, options, len(store.tensors))
-    found = ForeignCheckpoint("torch.distributed.checkpoint", folder, model_of(store, outline), files=files)
+    lost: list[str] = []
+    tensors = model_of(store, outline, lost)
+    changed = new_names(tensors, options.names)
+    model = {changed[name]: tensor for name, tensor in tensors.items() if name in changed}
+    found = ForeignCheckpoint("torch.distributed.checkpoint", folder, model, files=files, lost=lost)
     found.records = store.records
     found.mesh = {"ranks": len({piece.array.path for tensor in store.tensors.values() for piece in tensor.pieces})}
     found.step = _step_of(store)
     if not options.model_only:
-        found.optimizer = optimizer_of(store, found, outline)
+        found.optimizer = optimizer_of(store, found, outline, changed)
         if found.optimizer is None:
             found.lost.append("optimizer: the store has none")
-    if torchtitan.recognize(found):
+    found.lost += _others(store)
+    if torchtitan.recognize(found) and not options.names:
         torchtitan.convert(found, outline)
     found.schedule = _schedule(store)
     return finish(found, options, outline)
 
 
-def model_of(store: DcpStore, outline: ModelOutline | None = None) -> dict[str, ForeignTensor]:
-    """The model's tensors. Raises CheckpointMismatch where it cannot be told which they are."""
+def model_of(store: DcpStore, outline: ModelOutline | None, lost: list[str]) -> dict[str, ForeignTensor]:
+    """The model's tensors; other tensors are added to `lost`.
+
+    Raises CheckpointMismatch where it cannot be told which are the model's.
+    """
     groups: dict[str, dict[str, ForeignTensor]] = {}
     for name in store.order:
         tensor = store.tensors.get(name)
-        if tensor is None or _STATE.match(name) or _GROUP.match(name):
+        if tensor is None or _of_optimizer(name, store.paths[name]):
             continue
-        path = store.paths[name]
-        key, rest = (path[0], ".".join(path[1:])) if len(path) > 1 else _split(name, outline)
+        key, rest = _split(name, store.paths[name], outline)
         groups.setdefault(key, {})[clean_name(rest)] = tensor
     groups = {key: tensors for key, tensors in groups.items() if any(t.shape for t in tensors.values())}
     chosen = _model_key(groups, outline)
@@ -64,11 +78,32 @@ def model_of(store: DcpStore, outline: ModelOutline | None = None) -> dict[str, 
             f"{store.folder / METADATA}: it has no model among {', '.join(sorted(groups)) or 'its names'}; give the "
             "model's config with --config"
         )
-    return {name: tensor for name, tensor in without_prefix(groups[chosen]).items() if tensor.shape or chosen}
+    lost += [f"{key}: other tensors of the store, beside {chosen}" for key in groups if key != chosen and chosen]
+    counters = {name for name in _STEPS if outline is None or name not in outline.state} if not chosen else set()
+    return {name: tensor for name, tensor in without_prefix(groups[chosen]).items() if name not in counters}
 
 
-def _split(name: str, outline: ModelOutline | None) -> tuple[str, str]:
-    """The key of the outer dict and the rest, of a name that does not say where they meet."""
+def _others(store: DcpStore) -> list[str]:
+    """What is neither the model's nor the optimizer's, a schedule's or a step, in a sentence."""
+    values = [name for name in store.values if name not in _STEPS and not _of_optimizer(name, store.paths[name])]
+    outer = [store.paths[name][:-1] for name in values if _LAST.search(name)]
+    rest = [name for name in values if not any(store.paths[name][: len(keys)] == keys for keys in outer)]
+    keys = sorted({store.paths[name][0] for name in rest})
+    return [f"{', '.join(keys)[:200]}: other values of the store"] if keys else []
+
+
+def _of_optimizer(name: str, path: tuple[str, ...]) -> re.Match[str] | None:
+    """A match of an optimizer's state or setting; None for the model's tensors, whose modules may be named alike."""
+    in_model = len(path) > 1 and path[-2] in _MODELS
+    return None if in_model else _STATE.match(name) or _GROUP.match(name)
+
+
+def _split(name: str, path: tuple[str, ...], outline: ModelOutline | None) -> tuple[str, str]:
+    """The keys of the outer dicts, and the rest of a name, which may not say where they meet."""
+    if len(path) > 1:
+        inner = len(path) > 2 and path[0] not in _MODELS and path[1] in _MODELS  # {"app": {"model": ...}}
+        count = 2 if inner else 1
+        return ".".join(path[:count]), ".".join(path[count:])
     if outline is not None and (name in outline.state or name in outline.tied):
         return "", name
     head, _, rest = name.partition(".")
@@ -79,27 +114,27 @@ def _split(name: str, outline: ModelOutline | None) -> tuple[str, str]:
 def _model_key(groups: dict[str, dict[str, ForeignTensor]], outline: ModelOutline | None) -> str | None:
     if outline is not None:
         fits = {key: len(without_prefix(tensors).keys() & outline.state.keys()) for key, tensors in groups.items()}
-        best = max(fits, key=lambda key: fits[key], default=None)
-        if best is not None and fits[best]:
-            return best
-    known = [key for key in _MODELS if key in groups]
+        best = max(fits.values(), default=0)
+        groups = {key: tensors for key, tensors in groups.items() if fits[key] == best} if best else groups
+    known = [key for name in _MODELS for key in groups if key.rpartition(".")[2] == name]
     return known[0] if known else next(iter(groups), None) if len(groups) == 1 else ("" if "" in groups else None)
 
 
-def optimizer_of(store: DcpStore, found: ForeignCheckpoint, outline: ModelOutline | None) -> ForeignOptimizer | None:
-    """The optimizer by parameter names, None where there is none."""
+def optimizer_of(
+    store: DcpStore, found: ForeignCheckpoint, outline: ModelOutline | None, changed: Mapping[str, str] = _SAME
+) -> ForeignOptimizer | None:
+    """The optimizer by parameter names, None where there is none; `changed` are names of a --map by the store's."""
     states: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     keys: Counter[str] = Counter()
     for name in store.order:
         value: Any = store.tensors[name] if name in store.tensors else store.values[name]
-        for pattern, target in ((_STATE, states), (_GROUP, groups)):
-            match = pattern.match(name)
-            if match is not None:
-                keys[match["key"]] += 1
-                target.setdefault(clean_name(match["name"]), {})[match["item"]] = value
-                break
-    if not states:
+        match = _of_optimizer(name, store.paths[name])
+        if match is not None:
+            keys[match["key"]] += 1
+            target = states if match.re is _STATE else groups
+            target.setdefault(clean_name(match["name"]), {})[match["item"]] = value
+    if not states and not groups:
         return None
     if len(keys) > 1:
         raise CheckpointMismatch(
@@ -108,13 +143,20 @@ def optimizer_of(store: DcpStore, found: ForeignCheckpoint, outline: ModelOutlin
         )
     where = store.folder / METADATA
     listed = _listed_groups(groups, where)
-    if outline is None and not store.ordered and any(key.isdigit() for key in states):
+    ordered = store.ordered and any(tensor.name in store.tensors for tensor in found.model.values())
+    other_class = any(old != new for old, new in changed.items())
+    if (outline is None or other_class) and not ordered and _numbered(states, listed):
         raise CheckpointMismatch(
             f"{where} numbers the optimizer's parameters, and does not say in which order the model has them; give the "
             "model's config with --config, or import the model alone with --model-only"
         )
-    names = _names(states, listed, found, outline, where)
+    names = _names(states, listed, found, outline, where, changed, ordered)
     return _named(states, listed, names, where)
+
+
+def _numbered(states: dict[str, dict[str, Any]], groups: list[dict[str, Any]]) -> bool:
+    """Whether the optimizer numbers its parameters."""
+    return all(key.isdigit() for key in (*states, *(str(name) for group in groups for name in group.get("params", ()))))
 
 
 def _listed_groups(groups: dict[str, dict[str, Any]], where: Path) -> list[dict[str, Any]]:
@@ -139,17 +181,23 @@ def _names(
     found: ForeignCheckpoint,
     outline: ModelOutline | None,
     where: Path,
+    changed: Mapping[str, str],
+    ordered: bool,
 ) -> dict[Any, str]:
     """Each key of a parameter in the states and groups to its name."""
-    if not all(key.isdigit() for key in states):
+    if not _numbered(states, groups):
         keys = {*states, *(clean_name(str(name)) for group in groups for name in group.get("params", ()))}
-        stripped = {key: key.removeprefix("module.") if key not in found.model else key for key in keys}
-        return dict(stripped)
-    parameters = outline.parameters if outline else {name: tensor.shape for name, tensor in found.model.items()}
-    norms = outline.layer_norms if outline else frozenset()
+        known = changed.keys() or found.model.keys()
+        stripped = {key: key.removeprefix("module.") if key not in known else key for key in keys}
+        return {key: changed.get(name, name) for key, name in stripped.items()}
+    same_class = all(old == new for old, new in changed.items())
+    orders = {CONFIG: outline.parameters} if outline is not None and same_class else {}
+    if ordered:
+        saved = {name: tensor.shape for name, tensor in found.model.items()}
+        orders[FILE_ORDER] = {n: shape for n, shape in saved.items() if outline is None or n in outline.parameters}
     shapes = {int(key): shape for key, state in states.items() if (shape := state_shape(state, array_shape))}
-    names, rule = numbered_names(groups, shapes, parameters, str(where), norms)
-    found.assumed.append(f"the optimizer numbers its parameters; their names follow from the model's order ({rule})")
+    names, rule = agreed_names(orders, groups, shapes, str(where), outline, changed)
+    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
     return {str(number): name for number, name in names.items()}
 
 
@@ -195,8 +243,31 @@ def _step_of(store: DcpStore) -> int | None:
 
 
 def _schedule(store: DcpStore) -> dict[str, Any] | None:
-    """The state of a scheduler, which is a function of the step."""
+    """The state of a scheduler; of one that is a function of the step, the step."""
+    counters = [name for name, value in store.values.items() if _LAST.search(name) and type(value) is int]
+    if not counters:
+        return None
+    outer = store.paths[min(counters, key=len)][:-1]
+    state: dict[str, Any] = {}
     for name, value in store.values.items():
-        if name.endswith("last_epoch") and type(value) is int:
-            return {"last_epoch": value, "lr_lambdas": []}
-    return None
+        path = store.paths[name]
+        if path[: len(outer)] == outer and len(path) > len(outer):
+            _put(state, path[len(outer) :], value)
+    if state.keys() - {"lr_lambdas"} <= _FUNCTION_OF_STEP:
+        return {"last_epoch": state["last_epoch"], "lr_lambdas": []}
+    return {key: _with_lists(value) for key, value in state.items()}
+
+
+def _put(state: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    state[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts whose keys are the numbers from 0 on were lists."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    numbers = [str(number) for number in range(len(items))]
+    return [items[key] for key in numbers] if items.keys() == set(numbers) else items

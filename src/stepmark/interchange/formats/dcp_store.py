@@ -55,10 +55,15 @@ def is_store(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def read_store(folder: Path) -> DcpStore:
+def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
     """Reads the metadata and the header of every record.
 
-    Raises CheckpointDamaged, naming the file, where it is missing, truncated or malformed.
+    Args:
+        folder: The store.
+        listed: Whether the metadata's list of names is complete, as all writers have it but one.
+
+    Raises:
+        CheckpointDamaged: A file, which the message names, is missing, truncated or malformed.
     """
     path = folder / METADATA
     metadata = _metadata(path)
@@ -76,6 +81,9 @@ def read_store(folder: Path) -> DcpStore:
     for name in shapes:
         if name not in store.tensors and name not in store.values:
             raise CheckpointDamaged(f"{path}: tensor {name!r} has no record in any file")
+    other = next((name for name in (*store.tensors, *store.values) if listed and name not in shapes), None)
+    if other is not None:
+        raise CheckpointDamaged(f"{path} has a record of {other[:80]!r}, and does not describe it")
     planned = metadata.attributes.get("planner_data")
     _set_paths(store, planned if isinstance(planned, dict) else {})
     return store
@@ -157,6 +165,8 @@ def _set_paths(store: DcpStore, planned: dict[Any, Any]) -> None:
         if type(name) is str and (name in store.tensors or name in store.values):
             store.order.append(name)
             store.paths[name] = tuple(str(key) for key in path) if isinstance(path, tuple | list) else (name,)
+            if ".".join(store.paths[name]) != name:
+                raise CheckpointDamaged(f"{store.folder / METADATA}: {name[:80]!r} has a path that is another name's")
     store.ordered = store.tensors.keys() <= store.paths.keys()
     for name in (*store.tensors, *store.values):
         if name not in store.paths:

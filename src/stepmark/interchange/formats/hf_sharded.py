@@ -9,6 +9,7 @@ from pathlib import Path
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.finish import files_beside, finish, outline_for
 from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
+from stepmark.interchange.name_map import renamed
 from stepmark.interchange.state_dict_files import check_parts, has_weights, read_files, read_weights, without_prefix
 
 _SHARD = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors\Z")
@@ -31,6 +32,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         found.model = without_prefix(read_files(shards, found.records))
         found.mesh = {"ranks": len({_number(path) for path in shards})}
     found.lost.append("optimizer: the folder has none")
+    found.model = renamed(found.model, options.names)
     outline = outline_for(found.files, options, len(found.model))
     if outline is None and found.mesh:
         found.assumed.append("the last shard of each tensor is there: only a config.json would show that (--config)")

@@ -11,16 +11,17 @@ from typing import Any
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.finish import CONFIG, files_beside, finish, outline_for
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor, ImportOptions
-from stepmark.interchange.name_map import renamed
-from stepmark.interchange.optimizer_names import numbered_names
+from stepmark.interchange.model_outline import ModelOutline
+from stepmark.interchange.name_map import new_names, renamed
+from stepmark.interchange.optimizer_names import FILE_ORDER, agreed_names
+from stepmark.interchange.pickle_reader import PickledObject
 from stepmark.interchange.safetensors_file import read_safetensors
 from stepmark.interchange.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import read_torch_file
+from stepmark.interchange.torch_file import arrays_in, read_torch_file
 from stepmark.interchange.torch_optimizer import array_shape, split_state_dict, state_shape, whole_optimizer
 
 MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
-_OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "opt")
 STEPS = ("step", "global_step", "iteration", "iter")
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _MAGIC = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
@@ -45,19 +46,58 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     assert path is not None
     found = ForeignCheckpoint("plain state dict", folder, {}, files=files_beside(path.parent))
     value = value_of(path, found)
-    key, state = model_in(value, path)
-    tensors = {clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()}
-    found.model = renamed(without_prefix(tensors), options.names)
+    _check_alone(value, path)
+    _, state = model_in(value, path, found.lost)
+    tensors = without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+    found.model = renamed(tensors, options.names)
     outline = outline_for(found.files, options, len(found.model))
-    optimizer = next((value[name] for name in _OPTIMIZERS if key and isinstance(value.get(name), dict)), None)
-    if optimizer is None:
+    optimizers = _optimizers_in(value)
+    if not optimizers:
         found.lost.append("optimizer: the file has none")
     elif not options.model_only:
-        states, groups = split_state_dict(optimizer, str(path))
-        names = _names(states, groups, found, outline.parameters if outline else None, path)
+        states, groups = split_state_dict(_only(optimizers, path), str(path))
+        names = _names(states, groups, found, outline, path, new_names(tensors, options.names))
         found.optimizer = whole_optimizer(states, groups, names, path)
-    found.step = next((value[name] for name in STEPS if key and type(value.get(name)) is int), None)
+    found.step = next((value[name] for name in STEPS if type(value.get(name)) is int), None)
     return finish(found, options, outline)
+
+
+def _check_alone(value: dict[str, Any], path: Path) -> None:
+    """Raises CheckpointMismatch where the file is the part of one of Megatron's ranks, as its arguments say."""
+    arguments = value.get("args")
+    said = arguments.attributes if isinstance(arguments, PickledObject) else {}
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        size = said.get(key)
+        if type(size) is int and size > 1:
+            raise CheckpointMismatch(
+                f"{path} is a part of a model: its args say {key} {size}; put it together with Megatron's tools"
+            )
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is the state dict of an optimizer."""
+    return (
+        isinstance(value, dict) and isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
+    )
+
+
+def _optimizers_in(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The optimizers beside a model, or in a list there, by their names."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, item in value.items():
+        listed = item if isinstance(item, list) else [item]
+        names = [str(key)] if len(listed) == 1 else [f"{key}[{number}]" for number in range(len(listed))]
+        found |= {name: one for name, one in zip(names, listed, strict=True) if is_optimizer(one)}
+    return found
+
+
+def _only(optimizers: dict[str, dict[str, Any]], path: Path) -> dict[str, Any]:
+    if len(optimizers) > 1:
+        raise CheckpointMismatch(
+            f"{path} has {len(optimizers)} optimizers, {' and '.join(optimizers)}; import the model alone with "
+            "--model-only"
+        )
+    return next(iter(optimizers.values()))
 
 
 def value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
@@ -71,23 +111,34 @@ def value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
     return file.value
 
 
-def model_in(value: dict[str, Any], path: Path) -> tuple[str, dict[str, StoredArray]]:
+def model_in(value: dict[str, Any], path: Path, lost: list[str]) -> tuple[str, dict[str, StoredArray]]:
     """The key of the model in the file, "" if the file is the model, and its tensors; nested dicts are joined with
-    dots."""
+    dots. Tensors that have no names are added to `lost`."""
     for key in MODELS:
         if isinstance(value.get(key), dict):
-            return key, _flat(value[key], path)
-    return "", _flat(value, path)
+            others = [name for name, item in value.items() if name != key and next(arrays_in(item), None) is not None]
+            lost += [f"{str(name)[:80]}: other tensors of the file" for name in others if not is_optimizer(value[name])]
+            return key, _flat(value[key], path, lost)
+    return "", _flat(value, path, lost)
 
 
-def _flat(value: dict[Any, Any], path: Path, prefix: str = "", depth: int = 0) -> dict[str, StoredArray]:
+def _flat(
+    value: dict[Any, Any], path: Path, lost: list[str], prefix: str = "", depth: int = 0
+) -> dict[str, StoredArray]:
     found: dict[str, StoredArray] = {}
     for key, item in value.items():
         name = f"{prefix}{key}"
+        inner: dict[str, StoredArray] = {}
         if isinstance(item, StoredArray):
-            found[name] = item
-        elif isinstance(item, dict) and depth < 16:
-            found.update(_flat(item, path, f"{name}.", depth + 1))
+            inner = {name: item}
+        elif isinstance(item, dict) and not is_optimizer(item) and depth < 16:
+            inner = _flat(item, path, lost, f"{name}.", depth + 1)
+        elif not is_optimizer(item) and next(arrays_in(item), None) is not None:
+            lost.append(f"{name[:80]}: tensors without names of their own")
+        again = next(iter(found.keys() & inner.keys()), None)
+        if again is not None:
+            raise CheckpointMismatch(f"{path}: two tensors have the name {again[:80]!r}, with nested names joined")
+        found |= inner
     if not found and not prefix:
         raise CheckpointMismatch(f"{path} holds no tensors by name; it is not the state dict of a model")
     return found
@@ -97,12 +148,19 @@ def _names(
     state: dict[Any, dict[str, Any]],
     groups: list[dict[str, Any]],
     found: ForeignCheckpoint,
-    parameters: dict[str, tuple[int, ...]] | None,
+    outline: ModelOutline | None,
     path: Path,
+    changed: dict[str, str],
 ) -> dict[Any, str]:
-    known = parameters or {name: tensor.shape for name, tensor in found.model.items()}
+    """Each number to a name. The saving program numbered in the order of its own class, which its state dict has; the
+    config's class may have another. Without new names the two are the same class, and have to agree."""
     shapes = {key: shape for key, one in state.items() if (shape := state_shape(one, array_shape))}
-    names, rule = numbered_names(groups, shapes, known, str(path))
-    source = CONFIG if parameters else "the file's order of names"
-    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {source} ({rule})")
+    saved = {name: tensor.shape for name, tensor in found.model.items()}
+    orders = {FILE_ORDER: saved}
+    if outline is not None:
+        orders = {FILE_ORDER: {name: shape for name, shape in saved.items() if name in outline.parameters}}
+        if all(old == new for old, new in changed.items()):
+            orders = {CONFIG: outline.parameters, **orders}
+    names, rule = agreed_names(orders, groups, shapes, str(path), outline, changed)
+    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
     return dict(names)

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.finish import files_beside, finish, fit_model, outline_for
+from stepmark.interchange.finish import CONFIG, files_beside, finish, fit_model, outline_for
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
 from stepmark.interchange.formats import plain
+from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.neuron_optimizer import zero_states
-from stepmark.interchange.optimizer_names import numbered_names
+from stepmark.interchange.optimizer_names import FILE_ORDER, NAMES, agreed_names
 from stepmark.interchange.pickle_reader import natural
 from stepmark.interchange.state_dict_files import clean_name, has_weights, read_weights, without_prefix
 from stepmark.interchange.torch_file import read_torch_file
 from stepmark.interchange.torch_optimizer import split_state_dict
+from stepmark.sharding.layout import Shape
 
 _RANK = re.compile(r"(?P<stem>.*?)(?P<rank>\d+)\D*\.(?:pt|pth|bin|ckpt|tar)\Z")
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "opt")
@@ -64,18 +66,21 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         contents.append(file.value)
     optimizers = [_optimizer_in(value, path) for value, (_, path) in zip(contents, sorted(files.items()), strict=True)]
     found.model = _model(folder, contents[0], set(files.values()), found)
+    saved = {name: tensor.shape for name, tensor in found.model.items()}
+    in_order = not any(_unordered(tensor) for tensor in found.model.values())
     outline = outline_for(found.files, options, len(found.model))
     if outline is not None:
         fit_model(found, outline)
     if not options.model_only:
-        if outline is None and all(_unordered(tensor) for tensor in found.model.values()):
+        if outline is None and not in_order:
             raise CheckpointMismatch(
                 f"{files[0]} numbers the parameters in the model's order, in which safetensors files are not; give the "
                 "model's config with --config, or import the model alone with --model-only"
             )
-        parameters = outline.parameters if outline else {name: tensor.shape for name, tensor in found.model.items()}
-        norms = outline.layer_norms if outline else frozenset()
-        found.optimizer = _assembled(optimizers, parameters, norms, files[0], found)
+        orders = {} if outline is None else {CONFIG: outline.parameters}
+        if in_order:
+            orders[FILE_ORDER] = {n: shape for n, shape in saved.items() if outline is None or n in outline.parameters}
+        found.optimizer = _assembled(optimizers, orders, outline, files[0], found)
     found.step = next((contents[0][key] for key in plain.STEPS if type(contents[0].get(key)) is int), None)
     return finish(found, options, outline)
 
@@ -98,7 +103,7 @@ def _model(
 ) -> dict[str, ForeignTensor]:
     """The weights: in the ranks' files, in Hugging Face's, or in the one other file of torch.save."""
     if any(isinstance(value.get(key), dict) for key in plain.MODELS):
-        _, state = plain.model_in(value, folder)
+        _, state = plain.model_in(value, folder, found.lost)
         return without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
     if has_weights(folder):
         return without_prefix(read_weights(folder, found.records))
@@ -109,14 +114,14 @@ def _model(
             f"{folder} has the optimizer's files of {len(others)} ranks, and {len(models) or 'no'} files that may be "
             "the model's; put the one of this step beside them, with a name such as model.pt"
         )
-    _, state = plain.model_in(plain.value_of(models[0], found), models[0])
+    _, state = plain.model_in(plain.value_of(models[0], found), models[0], found.lost)
     return without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
 
 
 def _assembled(
     contents: list[dict[str, Any]],
-    parameters: Mapping[str, tuple[int, ...]],
-    norms: frozenset[str],
+    orders: Mapping[str, Mapping[str, Shape]],
+    outline: ModelOutline | None,
     path: Path,
     found: ForeignCheckpoint,
 ) -> ForeignOptimizer:
@@ -126,9 +131,10 @@ def _assembled(
         shapes = {int(number): natural(shape) for number, shape in contents[0]["shape_info"].items()}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointDamaged(f"{path}: its shape_info is malformed") from error
-    names, rule = numbered_names(groups, shapes, parameters, str(path), norms)
-    found.assumed.append(f"the optimizer numbers its parameters; their names follow from the model's order ({rule})")
+    names, rule = agreed_names(orders, groups, shapes, str(path), outline)
+    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
     states = zero_states(contents, names, path, False, False, found.lost)
     for group in groups:
         group["params"] = [names[number] for number in group["params"]]
+        group.pop(NAMES, None)
     return ForeignOptimizer(groups, states)

@@ -6,11 +6,12 @@ optimizer in optimizer.pt or .bin, whose numbers get names from the model's conf
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.finish import CONFIG, files_beside, finish, fit_model, outline_for
+from stepmark.interchange.finish import CONFIG, files_beside, finish, fit_model, outline_for, steps_of
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
 from stepmark.interchange.formats import dcp
 from stepmark.interchange.formats.dcp_store import is_store, read_store
@@ -53,6 +54,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if not options.model_only:
         found.optimizer = _optimizer(folder, found, outline)
         found.schedule = _schedule(folder)
+        _check_steps(found)
     found.lost += _left(folder)
     return finish(found, options, outline)
 
@@ -69,7 +71,7 @@ def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, ForeignTensor]
     if is_store(sharded):
         store = read_store(sharded)
         found.records += store.records
-        return dcp.model_of(store)
+        return dcp.model_of(store, None, found.lost)
     if (folder / "model_1.safetensors").exists():
         found.lost.append(
             "model_1.safetensors and later ones: accelerate saved several models; only the first is taken"
@@ -136,6 +138,34 @@ def _schedule(folder: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _check_steps(found: ForeignCheckpoint) -> None:
+    """Compares what counts steps. Raises CheckpointMismatch where the optimizer is of a later step than the rest."""
+    counted = steps_of(found.optimizer) if found.optimizer is not None else None
+    if found.step is not None and counted is not None and counted > found.step:
+        raise CheckpointMismatch(
+            f"{found.folder}: its optimizer has taken {counted} steps, and {STATE} says {found.step}; the files are of "
+            "several saves. Import the model alone with --model-only"
+        )
+    if found.step is not None and counted is not None and counted < found.step:
+        found.assumed.append(f"the optimizer has taken {counted} of the {found.step} steps, as after skipped ones")
+    step = found.step if found.step is not None else counted
+    if found.schedule is not None and step is not None:
+        found.schedule = _schedule_of_step(found, found.schedule, step)
+
+
+def _schedule_of_step(found: ForeignCheckpoint, schedule: Mapping[str, Any], step: int) -> Mapping[str, Any]:
+    """The schedule by steps of the optimizer: accelerate advances it once for each process."""
+    last, ranks = schedule.get("last_epoch"), len(list(found.folder.glob("random_states_*.pkl")))
+    if found.step is None and ranks > 1 and last == ranks * step and "lr_lambdas" in schedule:
+        found.assumed.append(
+            f"the schedule counts {last}, {ranks} for each step, since accelerate advances it on every rank"
+        )
+        return {**schedule, "last_epoch": step}
+    if type(last) is int and last != step:
+        found.assumed.append(f"the schedule is at {last}, and the optimizer at step {step}")
+    return schedule
+
+
 def _left(folder: Path) -> list[str]:
     """What is never taken along, as far as it is there."""
     lost = []
@@ -143,6 +173,8 @@ def _left(folder: Path) -> list[str]:
         lost.append("random numbers: Stepmark draws them from the seed and the step, not from a saved generator")
     if (folder / "training_args.bin").exists():
         lost.append("training_args.bin: it is a pickle of the tool's own classes; give the arguments again")
+    if any((folder / name).exists() for name in ("scaler.pt", "scaler.bin")):
+        lost.append("scaler.pt: the loss scale; a run with fp16 begins with its own")
     if any(folder.glob("custom_checkpoint_*.pkl")):
         lost.append("custom_checkpoint_*.pkl: objects of the saving program")
     return lost

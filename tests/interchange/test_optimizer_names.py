@@ -1,0 +1,136 @@
+"""Whose a numbered optimizer's states are: by its own names, by the order of the program that saved, or by nobody's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stepmark.errors import CheckpointMismatch, UsageError
+from stepmark.interchange.foreign import ImportOptions
+from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.optimizer_names import numbered_names
+from stepmark.interchange.recognition import open_foreign
+from tests.support import foreign_checkpoints
+from tests.support.foreign_checkpoints import GROUP, Truth, save_dcp, torch_xla_folder, trainer_folder, truth
+
+SILENT = ImportListener(lambda size: None, lambda size: None)
+KEY, VALUE = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+
+
+def states(source: Path, **options: Any) -> dict[str, torch.Tensor]:
+    out = source.with_name(f"{source.name}-out")
+    write_checkpoint(open_foreign(source, ImportOptions(**options)), out, SILENT)
+    return load_file(out / "optimizer" / "optimizer.safetensors")
+
+
+def check(source: Path, **options: Any) -> None:
+    found, expected = states(source, **options), truth()
+    for name, moments in expected.moments.items():
+        assert all(torch.equal(found[f"{name}/{key}"], value) for key, value in moments.items()), name
+
+
+def values_first(names: Any) -> list[str]:
+    """Another order, in which all shapes are the same."""
+    found = list(names)
+    one, other = found.index(KEY), found.index(VALUE)
+    found[one], found[other] = VALUE, KEY
+    return found
+
+
+def numbered(names: list[str], *, own: list[str] | None = None) -> dict[str, Any]:
+    """An AdamW over all parameters in this order, in one group, perhaps with names of its own."""
+    moments = truth().moments
+    group = {**GROUP, "params": list(range(len(names))), **({"param_names": own} if own else {})}
+    return {"state": {number: moments[name] for number, name in enumerate(names)}, "param_groups": [group]}
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize("form", ["trainer", "file", "store"])
+def test_names_that_the_optimizer_has(form: str, prefix: str, tmp_path: Path) -> None:
+    """torch keeps them where an optimizer was made of named parameters, which may be in any order."""
+    source, names = tmp_path / "source", values_first(truth().model)
+    optimizer = numbered(names, own=[prefix + name for name in names])
+    if form == "trainer":
+        torch.save(optimizer, trainer_folder(source, truth()) / "optimizer.pt")
+    elif form == "file":
+        torch.save({"model": truth().model, "optimizer": optimizer}, source)
+    else:
+        save_dcp({"model": truth().model, "optimizer": optimizer}, source)
+    check(source)
+
+
+def test_names_of_another_model(tmp_path: Path) -> None:
+    names = list(truth().model)
+    source = trainer_folder(tmp_path / "source", truth())
+    torch.save(numbered(names, own=["other.weight", *names[1:]]), source / "optimizer.pt")
+    with pytest.raises(CheckpointMismatch, match=r"optimizer\.pt.*'other\.weight'.*--model-only"):
+        states(source)
+    torch.save(numbered(names, own=[names[-2], *names[1:-2], names[0], names[-1]]), source / "optimizer.pt")
+    with pytest.raises(CheckpointMismatch, match=r"optimizer\.pt.*state 0 is .*64, 32.*norm"):
+        states(source)
+
+
+@pytest.mark.parametrize("form", ["file", "store"])
+def test_order_of_another_program(form: str, tmp_path: Path) -> None:
+    """Whose names a map changes: its class, and not the config's, has the order that its optimizer numbers."""
+    source, drawn = tmp_path / "source", truth()
+    names = values_first(drawn.model)
+    model = {name.replace("model.layers", "net.blocks"): drawn.model[name] for name in names}
+    state = {"model": model, "optimizer": numbered(names), "step": 3}
+    torch.save(state, source) if form == "file" else save_dcp(state, source)
+    config = foreign_checkpoints.write_config(tmp_path / "config")
+    pairs = [(f"net.blocks.*{rest}", f"model.layers.*{rest}") for rest in (".*.weight", ".*.*.weight")]
+    check(source, config=config, names=pairs)
+
+
+@pytest.mark.parametrize("form", ["file", "store", "torch_xla"])
+def test_two_orders_that_fit(form: str, tmp_path: Path) -> None:
+    """The names are the config's, the order is not, and shapes do not tell: taking either would be a guess."""
+    source, drawn = tmp_path / "source", truth()
+    names = values_first(drawn.model)
+    model = {name: drawn.model[name] for name in names}
+    state = {"model": model, "optimizer": numbered(names), "step": 3}
+    if form == "torch_xla":
+        torch_xla_folder(source, Truth(model, {name: drawn.moments[name] for name in names}), form="state dict")
+    else:
+        torch.save(state, source) if form == "file" else save_dcp(state, source)
+    config = foreign_checkpoints.write_config(tmp_path / "config")
+    with pytest.raises(CheckpointMismatch, match=r"order of names.* differ in which is which.*--model-only"):
+        states(source, config=config)
+    assert open_foreign(source, ImportOptions(config=config, model_only=True)).model
+    if form != "torch_xla":
+        check(source)
+
+
+def test_two_rules_that_fit() -> None:
+    """As many norms as biases, of one size: which of them do not decay is not known."""
+    parameters = {"a.norm.weight": (4,), "b.bias": (4,), "c.weight": (4,), "d.rms.bias": (4,)}
+    groups = [{"params": [0, 1]}, {"params": [2, 3]}]
+    shapes = dict.fromkeys(range(4), (4,))
+    with pytest.raises(CheckpointMismatch, match="several rules fit"):
+        numbered_names(groups, shapes, parameters, "here", frozenset({"a.norm.weight"}))
+
+
+def test_map_renames_the_names_of_a_store(tmp_path: Path) -> None:
+    source, drawn = tmp_path / "source", truth()
+    new = {name: f"inner.{name}" for name in drawn.model}
+    groups = [{**GROUP, "params": list(new.values())}]
+    moments = {new[name]: one for name, one in drawn.moments.items()}
+    weights = {new[name]: tensor for name, tensor in drawn.model.items()}
+    save_dcp({"model": weights, "optimizer": {"state": moments, "param_groups": groups}}, source)
+    config = foreign_checkpoints.write_config(tmp_path / "config")
+    pairs = [(f"inner.{stars}", stars) for stars in (".".join("*" * count) for count in range(2, 7))]
+    check(source, config=config, names=[pair for pair in pairs if pair[0].count("*") in (2, 3, 5, 6)])
+
+
+def test_options_of_other_formats(tmp_path: Path) -> None:
+    """An option that would change nothing is an error."""
+    source = trainer_folder(tmp_path / "source", truth())
+    with pytest.raises(UsageError, match="--map: .*source has the names of its tool"):
+        open_foreign(source, ImportOptions(names=[("a", "b")]))
+    with pytest.raises(UsageError, match="--heads: .*source has no replicated heads"):
+        open_foreign(source, ImportOptions(heads="natural"))
