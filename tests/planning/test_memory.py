@@ -24,7 +24,7 @@ from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe, write_text
 
 LIMIT = 500  # seconds for a run; products in bfloat16 are slow on some processors
-TOLERANCE = 0.03  # promised are 0.1
+TOLERANCE = 0.04  # promised are 0.1
 LENGTH = 128
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4},
@@ -156,8 +156,8 @@ def pipeline_cases() -> list[Any]:
     pairs = [(model, mesh) for mesh in PIPELINES for model in (DEEP if mesh in NEED_LAYERS else SHALLOW_STAGES)]
     pairs += [(model, "pp") for model in DEEP]
     each = [(model, mesh, checkpointing) for model, mesh in pairs for checkpointing in (False, True)]
-    sample = ("gpt2", "pp", False)
-    return [pytest.param(*case, marks=[pytest.mark.prove] * (case != sample)) for case in each]
+    sample = (("gpt2", "pp", False), ("llama", "pp", True))
+    return [pytest.param(*case, marks=[pytest.mark.prove] * (case not in sample)) for case in each]
 
 
 @pytest.mark.parametrize(("model", "mesh", "checkpointing"), pipeline_cases())

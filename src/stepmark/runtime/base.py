@@ -82,6 +82,9 @@ class Runtime(Protocol):
         """The state of the generator of the device's random operations, on the host; int64 numbers or bytes. Waits for
         nothing."""
 
+    def drew_since(self, state: Tensor) -> bool:
+        """Whether random numbers were drawn since `generator_state` returned this."""
+
     def set_generator_state(self, state: Tensor) -> None:
         """Continues from what `generator_state` returned, on this rank or on another."""
 

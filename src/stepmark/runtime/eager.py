@@ -50,6 +50,9 @@ class EagerRuntime:
         state: Tensor = torch.get_device_module(self.device).get_rng_state(self.device)
         return state
 
+    def drew_since(self, state: Tensor) -> bool:
+        return not torch.equal(state, self.generator_state())
+
     def set_generator_state(self, state: Tensor) -> None:
         if self.host_memory:
             torch.set_rng_state(state)

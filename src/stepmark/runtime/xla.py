@@ -106,6 +106,9 @@ class XlaRuntime:
     def generator_state(self) -> Tensor:
         return torch.tensor([_signed(xm.get_rng_state(str(self.device)))])
 
+    def drew_since(self, state: Tensor) -> bool:
+        return not torch.equal(state, self.generator_state())
+
     def set_generator_state(self, state: Tensor) -> None:
         self.seed(int(state) % 2**64)
 

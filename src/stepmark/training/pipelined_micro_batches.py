@@ -154,7 +154,7 @@ class _Step:
         self._kept[task.stage, task.micro_batch] = _Forward(activation, None if again else output, Form.of(output))
         before_drawing, self._random_numbers = self._random_numbers, None
         if before_drawing is not None:
-            self.drew |= not torch.equal(before_drawing, self._runtime.generator_state())
+            self.drew |= self._runtime.drew_since(before_drawing)
 
     def _watch_generator(self) -> None:
         """Notes where the generator is, to see whether a forward pass draws from it."""
