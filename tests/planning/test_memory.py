@@ -24,7 +24,8 @@ from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe, write_text
 
 LIMIT = 500  # seconds for a run; products in bfloat16 are slow on some processors
-TOLERANCE = 0.04  # promised are 0.1
+TOLERANCE = 0.02  # promised are 0.1
+OF_STAGES = 0.03  # which hold less, so that the small tensors of the loop weigh more
 LENGTH = 128
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4},
@@ -172,7 +173,7 @@ def test_planned_stages_are_the_measured_ones(
         first = stage.rank * size // fields["pipeline_parallel_size"]
         difference = sum(stage.trace.highest[1].values()) / peaks[first] - 1
         print(f"pipeline rank {stage.rank}: planned {difference:+.2%} of what was allocated")
-        assert abs(difference) < TOLERANCE
+        assert abs(difference) < OF_STAGES
     record_property("runs planned and measured", 1)
 
 

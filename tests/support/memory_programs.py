@@ -57,7 +57,7 @@ class _HeldWork:
 def _released_here() -> Iterator[None]:
     """gloo's threads hold the tensors of a collective a little longer than its caller waits. What they release, the
     profiler, which watches one thread, would count as allocated for ever; so this thread releases last."""
-    names = ("all_reduce", "all_gather_into_tensor", "all_to_all_single")
+    names = ("all_reduce", "all_gather_into_tensor", "isend", "irecv")
     originals = {name: getattr(dist, name) for name in names}
 
     def held(original: Callable[..., Any]) -> Callable[..., Any]:
