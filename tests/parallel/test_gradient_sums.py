@@ -27,7 +27,9 @@ class Net(nn.Module):
 
 def sums_of(net: Net, seen: list[int] | None = None) -> GradientSums:
     buckets = make_buckets([list(net.named_parameters())], NoCollectives(), 1, Mesh.create(device="cpu").runtime)
-    return GradientSums(buckets, Mesh.create(device="cpu").runtime, (seen if seen is not None else []).append)
+    return GradientSums(
+        buckets, Mesh.create(device="cpu").runtime, lambda number, _: (seen if seen is not None else []).append(number)
+    )
 
 
 def found(sums: GradientSums) -> list[float]:
@@ -91,7 +93,7 @@ def test_gradients_that_are_cleared_between_passes_do_not_count() -> None:
 def test_sparse_gradients_are_added() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     buckets = make_buckets([list(table.named_parameters())], NoCollectives(), 1, Mesh.create(device="cpu").runtime)
-    sums = GradientSums(buckets, Mesh.create(device="cpu").runtime, lambda _: None)
+    sums = GradientSums(buckets, Mesh.create(device="cpu").runtime, lambda *_: None)
     for _ in range(2):
         table(torch.tensor([1, 1, 3])).sum().backward()
     assert sums.complete(0).tolist() == [0.0, 0.0, 4.0, 4.0, 0.0, 0.0, 2.0, 2.0]

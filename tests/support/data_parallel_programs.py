@@ -1,4 +1,4 @@
-"""Programs for ranks: data parallel training of models of which not every parameter takes part."""
+"""Programs for ranks: data parallel training of models whose parameters take part in a step never or several times."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stepmark import Trainer, TrainingArguments
 
@@ -33,6 +34,27 @@ class Branches(nn.Module):
         return {"loss": (result.float() - labels).square().mean()}
 
 
+class Reused(nn.Module):
+    """Two layers that are used twice in turn, under reentrant checkpoints: their gradients arrive twice in a pass."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+        self.to(dtype)
+
+    def forward(self, features: Tensor, chosen: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = features.requires_grad_()  # no gradient arrives after the layers'
+        for layer in [*self.layers, *self.layers]:
+            hidden = checkpoint(self._block, layer, hidden, use_reentrant=True)
+        return {"loss": (self.head(hidden).squeeze(-1) - labels).square().mean()}
+
+    @staticmethod
+    def _block(layer: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(layer(hidden))
+
+
 class Data(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Every second sample is `chosen` in the first step, none in the third."""
 
@@ -52,9 +74,9 @@ class Data(torch.utils.data.Dataset[dict[str, Tensor]]):
         }
 
 
-def train(folder: str, batch: int, options: dict[str, Any]) -> dict[str, list[float]]:
-    """Trains with an optimizer that was given all parameters; the weights in the end."""
-    model = Branches(getattr(torch, options.get("dtype", "float32")))
+def train(folder: str, model_name: str, batch: int, options: dict[str, Any]) -> dict[str, list[float]]:
+    """The weights after training; the optimizer of `Branches` was given all parameters."""
+    model = {"Branches": Branches, "Reused": Reused}[model_name](getattr(torch, options.get("dtype", "float32")))
     args = TrainingArguments(
         output_dir=str(Path(folder) / "out"),
         device="cpu",
@@ -64,10 +86,11 @@ def train(folder: str, batch: int, options: dict[str, Any]) -> dict[str, list[fl
         save_strategy="no",
         disable_tqdm=True,
         lr_scheduler_type="constant",
+        learning_rate=0.05,
         **options,
     )
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5)
-    trainer = Trainer(model, args, train_dataset=Data(), optimizers=(optimizer, None))
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=0.05, weight_decay=0.5)
+    given = optimizer if model_name == "Branches" else None
+    trainer = Trainer(model, args, train_dataset=Data(), optimizers=(given, None))
     trainer.train()
     return {name: p.detach().double().flatten().tolist() for name, p in model.named_parameters()}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from stepmark.config.recipe import read_recipe
@@ -67,13 +68,18 @@ def _released_here() -> Iterator[None]:
 
         return call
 
-    for name, original in originals.items():
-        setattr(dist, name, held(original))
     try:
+        for name, original in originals.items():
+            _replace(name, held(original))
         yield
     finally:
         for name, original in originals.items():
-            setattr(dist, name, original)
+            _replace(name, original)
+
+
+def _replace(name: str, function: Callable[..., Any]) -> None:
+    for module in (dist, distributed_c10d):  # P2POp takes what the second one calls isend
+        setattr(module, name, function)
 
 
 def peak_of(events: Any) -> int:

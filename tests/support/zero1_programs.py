@@ -89,7 +89,7 @@ def announced(bad: bool) -> dict[str, Any]:
             if announce:
                 optimizer.last_backward()
             net(second).backward()
-            if bad and announce:
+            if bad and announce and step == 1:  # the first step sends nothing before its end
                 try:
                     net(first).backward()
                 except UsageError as error:

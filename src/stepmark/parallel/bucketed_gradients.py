@@ -43,9 +43,9 @@ class BucketedGradients:
             self._overlap = OverlappedReduction(self._buckets, self._axis, mesh.runtime.device, self._send)
         self.sums = GradientSums(self._buckets, mesh.runtime, self._arrived)
 
-    def _arrived(self, number: int) -> None:
+    def _arrived(self, number: int, position: int) -> None:
         if self._overlap is not None:
-            self._overlap.arrived(number)
+            self._overlap.arrived(number, position)
 
     def begin(self, tokens: Tensor) -> None:
         """Tells the other ranks this one's target tokens in the step. Optional."""

@@ -23,10 +23,10 @@ class GradientSums:
     Attributes:
         flat: The sums, `bucket.padded` elements each. Those of parameters without a gradient are undefined until
             `complete`.
-        arrived: Called with the number of a bucket whenever one of its gradients is there.
+        arrived: Called with the number of a bucket and the position of its member whenever a gradient is there.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], runtime: Runtime, arrived: Callable[[int], None]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], runtime: Runtime, arrived: Callable[[int, int], object]) -> None:
         self._buckets = list(buckets)
         zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self._buckets]
         self.flat: list[Tensor] = list(runtime.place(zeros))
@@ -52,7 +52,7 @@ class GradientSums:
             sums = me()
             if sums is not None:
                 sums.collect(parameter)
-                sums._arrived(sums._index[id(parameter)][0])
+                sums._arrived(*sums._index[id(parameter)])
 
         parameters: list[nn.Parameter] = [member.parameter for bucket in self._buckets for member in bucket.members]
         trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -1,8 +1,8 @@
 """Reduces gradients among ranks while the backward pass that computes them is still running.
 
-All ranks send the buckets in the same order: in the first pass from the last bucket to the first, afterwards in the
-order in which the buckets were complete in the first pass, averaged over the ranks, so that no bucket waits long for
-another.
+The first pass sends nothing before its end. It shows how often each gradient arrives: more than once where a layer that
+is used several times is computed again by reentrant checkpoints. All ranks send the buckets in the same order, that in
+which they were complete in the first pass, averaged over the ranks, so that no bucket waits long for another.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class OverlappedReduction:
         self._order = [number for number in reversed(range(len(self._buckets))) if self._is_independent(number)]
         self._learned = False
         self.running = False
+        self._needed = [[0] * len(bucket.members) for bucket in self._buckets]
+        self._count = [list(each) for each in self._needed]
         self._missing: list[int] = []
         self._completed: list[int] = []
         self._sent: dict[int, Callable[[], Tensor]] = {}
@@ -49,13 +51,14 @@ class OverlappedReduction:
         return not replication.partial or replication.count == 1
 
     def begin(self) -> None:
-        """From now on a bucket is sent as soon as a gradient of each of its parameters has arrived."""
-        self._missing = [len(bucket.members) for bucket in self._buckets]
+        """From now on a bucket is sent as soon as all gradients of its parameters have arrived."""
+        self._count = [[0] * len(bucket.members) for bucket in self._buckets]
+        self._missing = [sum(each) for each in self._needed]
         self._completed, self._sent = [], {}
         self.running = True
 
-    def arrived(self, number: int) -> None:
-        """Tells that one more gradient of a bucket is there; nothing follows unless `running`.
+    def arrived(self, number: int, position: int) -> None:
+        """Tells that a gradient of a bucket's member is there; nothing follows unless `running`.
 
         Raises:
             UsageError: The bucket was sent already.
@@ -67,9 +70,12 @@ class OverlappedReduction:
                 "a backward pass ran after the one that last_backward() announced as the step's last, and its "
                 "gradients would be lost; call last_backward() before the last one"
             )
-        self._missing[number] -= 1
-        if not self._missing[number]:
-            self._completed.append(number)
+        self._count[number][position] += 1
+        if not self._learned:
+            self._completed = [each for each in self._completed if each != number] + [number]
+            return
+        if self._count[number][position] <= self._needed[number][position]:
+            self._missing[number] -= 1
         for waiting in self._order[len(self._sent) :]:
             if self._missing[waiting] > 0:
                 break
@@ -98,7 +104,9 @@ class OverlappedReduction:
             self.finish()
 
     def _learn(self) -> None:
-        """Sets the order of all further passes: by when each bucket was complete, averaged over the ranks."""
+        """Sets the order of all further passes, by when each bucket was complete, averaged over the ranks, and how many
+        gradients complete a bucket here; a parameter without one in the first pass may have one later."""
+        self._needed = [[max(1, count) for count in each] for each in self._count]
         places = [float(len(self._buckets))] * len(self._buckets)
         for place, number in enumerate(self._completed):
             places[number] = float(place)
