@@ -217,6 +217,19 @@ def test_files_of_two_saves(tmp_path: Path) -> None:
     refused(source, tmp_path, CheckpointMismatch, "replicas", "weight_k")
 
 
+def test_optimizer_of_a_later_save(tmp_path: Path) -> None:
+    """Where trainer_state.json counts the steps, an optimizer cannot have taken more; a step of the user's own may be
+    another one."""
+    source = foreign_checkpoints.optimum_folder(tmp_path / "source", truth())
+    (source / "trainer_state.json").write_text(json.dumps({"global_step": 2}))
+    refused(source, tmp_path, CheckpointMismatch, "has taken 3 steps", "says 2")
+    other = foreign_checkpoints.nxd_folder(tmp_path / "other", truth())
+    torch.save({"total_steps": 2}, other / "user_content.pt")
+    found = open_foreign(other, ImportOptions())
+    assert found.step == 2
+    assert "the step is 2, as the checkpoint says; its optimizer has taken 3" in found.assumed
+
+
 def test_norms_of_two_saves(tmp_path: Path) -> None:
     source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth(), tp=2)
     other = foreign_checkpoints.nxd_folder(tmp_path / "other", truth(1), tp=2)
