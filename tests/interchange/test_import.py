@@ -148,6 +148,19 @@ def test_low_precision_gets_master_weights_and_fp32_states(tmp_path: Path) -> No
         assert torch.equal(states[f"{name}/exp_avg"], low.moments[name]["exp_avg"].float())
 
 
+def test_learning_rates_are_those_of_the_schedule(tmp_path: Path) -> None:
+    """The groups of optimum-neuron's ZeRO-1 have the schedule's first rates."""
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", truth())
+
+    def rates(out: Path) -> object:
+        return json.loads((take(source, out) / "state.json").read_text())["sections"]["run"]["value"]["rates"]
+
+    torch.save({"last_epoch": 3, "lr_lambdas": [{}, {}], "_last_lr": [0.004, 0.002]}, source / "scheduler.pt")
+    assert rates(tmp_path / "scheduled") == [0.004, 0.002]
+    (source / "scheduler.pt").unlink()
+    assert rates(tmp_path / "constant") == [0.01, 0.01]
+
+
 def test_names_of_another_program(tmp_path: Path) -> None:
     expected = truth()
     torch.save({name.replace("model.layers", "net.blocks"): t for name, t in expected.model.items()}, tmp_path / "m.pt")
