@@ -131,6 +131,9 @@ def test_what_comes_along(row: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     found = load_file(states)
     assert all(torch.equal(found[f"{n}/{k}"], v) for n, state in expected.moments.items() for k, v in state.items())
     assert json.loads(Path("OUT/manifest.json").read_text())["step"] == foreign.STEP
+    if "log history" in row[4]:
+        state = json.loads(Path("OUT/trainer_state.json").read_text())
+        assert (state["best_metric"], state["log_history"]) == (1.5, [{"step": 1, "loss": 2.0}])
 
 
 @pytest.mark.parametrize("row", OUT.values(), ids=[row[-1].split("--to ")[1].strip("`") for row in OUT.values()])
