@@ -293,7 +293,9 @@ def test_a_full_disk_gets_room_from_checkpoints_that_need_not_be_kept(
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with Checkpointer(tmp_path, keep_last=2) as checkpointer:
-        with pytest.raises(CheckpointError, match=r"needs 16\.8 MB in .*, and 16\.8 MB to spare\), and 1.05 MB are free"):
+        with pytest.raises(
+            CheckpointError, match=r"needs 16\.8 MB in .*, and 16\.8 MB to spare\), and 1.05 MB are free"
+        ):
             checkpointer.save(5, state_of())
         assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 3]
         room = 2
