@@ -200,6 +200,22 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert all((state[name] == value).all() for name, value in weights.items())
 
 
+def test_an_evaluation_of_the_best_model_is_one_of_its_step(tmp_path: Path) -> None:
+    options = {**steps("eval", 4), **steps("save", 4), "load_best_model_at_end": True}
+    made, _ = trainer(tmp_path, Losses([5.0, 3.0, 4.0]), **options)
+    made.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    known = {line["step"]: (line["eval_loss"], line["epoch"]) for line in lines if "eval_loss" in line}
+    made.remove_callback(Losses)
+    found = made.evaluate()
+    again = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert len(set(known.values())) == 3
+    assert (again["step"], again["eval_loss"], again["epoch"]) == (8, *known[8])
+    assert (found["eval_loss"], found["epoch"]) == known[8]
+    assert made.state.log_history[-1]["step"] == 8
+    assert made.final_evaluation() == found
+
+
 def test_early_stopping(tmp_path: Path) -> None:
     script = Losses([5.0, 4.0, 4.5, 4.6, 1.0, 1.0])
     options = {**steps("eval", 2), **steps("save", 2), "load_best_model_at_end": True}

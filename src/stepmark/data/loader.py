@@ -48,7 +48,8 @@ class DataLoader:
         collate_fn: makes a batch of a list of samples; default: `stepmark.data.collate.collate`.
         num_workers: worker processes, default 0: the calling process fetches.
         fixed_shape: fill incomplete micro-batches with rows that are not in the loss, as lazy devices need; see
-            `MicroBatch`. Default False: only a rank without samples in a step gets such rows.
+            `MicroBatch`. A batch whose labels cannot say which rows count stays as it is. Default False: only a rank
+            without samples in a step gets such rows.
         pad_to: one length in tokens for all sequences, or several, of which the smallest that fits is used. With
             `fixed_shape` and several ranks, all ranks use the same one, for which every sample is read once at the
             start. Default None: the longest sequence of the batch.
@@ -246,8 +247,13 @@ class DataLoader:
                     worker.kill()
 
     def _check_shape(self, micro_batch: MicroBatch) -> None:
-        """With a fixed shape and no stated lengths, every micro-batch must have the shapes of the first."""
+        """With a fixed shape and no stated lengths, every micro-batch must have the shapes of the first; one that was
+        not filled has fewer rows."""
         if not self.fixed_shape or self._padding.lengths or not isinstance(micro_batch.inputs, Mapping):
+            return
+        if 0 < micro_batch.rows < self.layout.batch_size and not self._fetcher.labels.can_ignore_rows(
+            micro_batch.inputs
+        ):
             return
         shapes = {name: value.shape for name, value in micro_batch.inputs.items() if isinstance(value, Tensor)}
         self._shapes = self._shapes or shapes

@@ -159,7 +159,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self._made: tuple[Any, Any] = (None, None)  # the optimizer and the schedule of the run before
         self._step_optimizer: StepOptimizer | None = None
         self._made_tensors: set[int] = set()  # that it updates
-        self._best_step: int | None = None  # of the best model, where the model holds its weights
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
         self._pausable: PausableEvaluation | None = None  # that of the evaluation in the training loop
@@ -507,7 +506,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         folder = Path(self.args.output_dir)
         prepare_output_folder(folder, self.context.host)
         self._callbacks.reset()
-        self._best_step = None
         if self._factory is not None:
             self._factory.begin_run(self.model, self.mesh)
         align_special_tokens(self.model, self.processing_class)
@@ -581,7 +579,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         seconds, steps = time.perf_counter() - began, self.state.global_step - first
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             checkpointer.restore({"model": self._saved}, Path(self.state.best_model_checkpoint))
-            self._best_step = self.state.best_global_step
+            callbacks.best_step = self.state.best_global_step
         samples = steps * parts.loader.layout.global_batch
         metrics = {
             "epoch": self.state.epoch,
