@@ -216,6 +216,27 @@ def test_an_evaluation_of_the_best_model_is_one_of_its_step(tmp_path: Path) -> N
     assert made.final_evaluation() == found
 
 
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        (
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+            "a step has 4 samples (1 per device x",
+        ),
+        ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, "set gradient_accumulation_steps: 2"),
+        ({"per_device_train_batch_size": 3}, "and had 2 before; for the same batches as before set per_device_train"),
+        ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, None),
+    ],
+)
+def test_steps_of_another_size_are_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], warning: str | None
+) -> None:
+    run(tmp_path, **steps("save", 4), max_steps=4)
+    made, _ = trainer(tmp_path, max_steps=5, **options)
+    made.train(resume_from_checkpoint=True)
+    assert warning in caplog.text if warning else "a step has" not in caplog.text
+
+
 def test_early_stopping(tmp_path: Path) -> None:
     script = Losses([5.0, 4.0, 4.5, 4.6, 1.0, 1.0])
     options = {**steps("eval", 2), **steps("save", 2), "load_best_model_at_end": True}
