@@ -9,7 +9,6 @@ _PRECISION = "use bf16 or fp16 (autocast) or dtype: bfloat16 (with fp32 master w
 _SHARDING = "use zero_1, tensor_parallel_size and sequence_parallel"
 _LOADER = "leave it out, or override get_train_dataloader and get_eval_dataloader"
 _REPORT = "use report_to with a callback of your own"
-_CHECKPOINTING = "use gradient_checkpointing: true"
 _IN_PYTHON = "recipes lack it; TrainingArguments in Python have it"
 _DEADLINE = "use join_timeout and save_timeout, which are Stepmark's deadlines"
 
@@ -29,9 +28,8 @@ INSTEAD = {
     "torch_compile": "pass torch.compile(model); a lazy device compiles in any case",
     "torch_compile_backend": "pass torch.compile(model, backend=…)",
     "torch_compile_mode": "pass torch.compile(model, mode=…)",
-    "gradient_checkpointing_kwargs": _CHECKPOINTING,
-    "activation_checkpointing": _CHECKPOINTING,
-    "activation_checkpointing_kwargs": _CHECKPOINTING,
+    "activation_checkpointing": "use gradient_checkpointing: true",
+    "activation_checkpointing_kwargs": "use gradient_checkpointing_kwargs",
     "use_liger_kernel": "use a model that has the kernels",
     "liger_kernel_config": "use a model that has the kernels",
     "optim_target_modules": "override create_optimizer, or pass optimizers=(optimizer, None)",

@@ -85,6 +85,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "fp16": FieldHelp("float16 autocast over float32 parameters, with a dynamic loss scale", "true"),
         "dtype": FieldHelp("the parameters' type: float32, or bfloat16 with fp32 master weights", "bfloat16"),
         "gradient_checkpointing": FieldHelp("compute activations again instead of keeping them", "true"),
+        "gradient_checkpointing_kwargs": FieldHelp("options of torch.utils.checkpoint", "{use_reentrant: true}"),
     },
     "device and parallelism": {
         "device": FieldHelp("auto, xla, cuda, neuron or cpu", "cpu"),

@@ -10,10 +10,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from stepmark.config.activation_checkpointing import check_checkpointing, checkpointing_options
 from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
 from stepmark.config.optimizers import check_whole_parameters
+from stepmark.config.option_text import parse_options
 from stepmark.config.transformers_defaults import AcceptingDefaults
-from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 
 STRATEGIES = ("no", "steps", "epoch")
@@ -39,6 +40,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
         dtype: The type of the parameters: `float32` (the default), or `bfloat16` with fp32 master weights in the
             optimizer. `bf16` is autocast over float32 parameters instead.
         fp16: float16 autocast over float32 parameters, with a dynamic loss scale, on GPUs and the CPU. Default: false.
+        gradient_checkpointing_kwargs: With `gradient_checkpointing`, options of `torch.utils.checkpoint`:
+            `use_reentrant` (default: false), `preserve_rng_state`, `determinism_check` and `debug`. On lazy devices
+            torch_xla's own function is used, whatever `use_reentrant` says, and the last two are errors. Default: None.
         zero_1: Shards the optimizer's states over the data parallel ranks. Default: false.
         tensor_parallel_size: Neighbouring ranks that hold the model together, each a shard of it; data parallelism uses
             the remaining factor of the world size. Default: 1.
@@ -101,6 +105,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     bf16: bool = False
     fp16: bool = False
     gradient_checkpointing: bool = False
+    gradient_checkpointing_kwargs: dict | str | None = None
     logging_strategy: str = "steps"
     logging_steps: float = 500
     logging_first_step: bool = False
@@ -198,6 +203,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
         return parse_options("lr_scheduler_kwargs", options) if isinstance(options, str) else dict(options or {})
 
     @property
+    def checkpointing_options(self) -> dict[str, Any]:
+        """`gradient_checkpointing_kwargs` as a mapping."""
+        return checkpointing_options(self.gradient_checkpointing_kwargs)
+
+    @property
     def optimizer_options(self) -> dict[str, Any]:
         """`optim_args` as a mapping."""
         return parse_options("optim_args", self.optim_args or "")
@@ -227,30 +237,6 @@ class TrainingFields(metaclass=AcceptingDefaults):
 def _bool_or_path(value: Any) -> Any:
     """A path, or true or false, also as text, which a flag of a script gives."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def parse_options(field: str, text: str) -> dict[str, Any]:
-    """Parses `"momentum=0.9,nesterov=true"`, whose values are YAML, or a JSON object into a mapping. `field` is for
-    error messages."""
-    if text.lstrip().startswith("{"):
-        return _parse_object(field, text)
-    options: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, separator, value = part.partition("=")
-        if not separator:
-            raise UsageError(f"{field}: should be name=value pairs with commas between, and has {part!r}")
-        try:
-            options[key.strip()] = parse_yaml(value)
-        except ValueError as error:
-            raise UsageError(f"{field}: cannot read {part!r}: {error}") from error
-    return options
-
-
-def _parse_object(field: str, text: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(text))
-    except ValueError as error:
-        raise UsageError(f"{field}: is not a valid JSON object: {error}") from error
 
 
 def _check_ranges(args: TrainingFields) -> None:
@@ -328,6 +314,7 @@ def _check_agreement(args: TrainingFields) -> None:
             "them"
         )
     check_whole_parameters(args.optim, args.tensor_parallel_size)
+    check_checkpointing(args.checkpointing_options, args.pipeline_parallel_size)
     if args.save_on_signal and args.save_only_model:
         raise UsageError(
             "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
-from stepmark.config.transformers_defaults import IGNORED, LATE, check_ignored, ignored_argument
+from stepmark.config.transformers_defaults import ALIASES, IGNORED, LATE, check_ignored, ignored_argument
 from stepmark.errors import UsageError
 from stepmark.launch.accelerate_variables import asked_by_accelerate
 from stepmark.launch.world import World
@@ -90,6 +90,7 @@ class TrainingArguments(TrainingFields):
         self._take_variables()
         super().__post_init__()
         self.lr_scheduler_kwargs, self.report_to = self.scheduler_options or None, self.reporters
+        self.gradient_checkpointing_kwargs = self.checkpointing_options or None
         self.include_for_metrics = list(self.include_for_metrics or [])
         unknown = sorted(set(self.include_for_metrics) - {"inputs", "loss"})
         if unknown:
@@ -127,6 +128,7 @@ class TrainingArguments(TrainingFields):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises UsageError for an argument of transformers that would have no effect."""
+        name = ALIASES.get(name, name)
         if check_ignored(self, name, value):
             vars(self).setdefault(IGNORED, {})[name] = value
         else:
