@@ -40,7 +40,6 @@ INSTEAD = {
     "dataloader_multiprocessing_context": _LOADER,
     "dataloader_in_order": _LOADER,
     "dataloader_pin_memory": _LOADER,
-    "length_column_name": "override get_train_dataloader",
     "average_tokens_across_devices": "leave it out: a step's loss is the mean over its targets on all ranks",
     "use_cache": "leave it out: training needs no cache",
     "ddp_bucket_cap_mb": "leave it out",

@@ -53,7 +53,10 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "remove_unused_columns": FieldHelp("of a Dataset in Python: leave out what the model does not take", "false"),
         "label_names": FieldHelp("which inputs are labels; unset: those that the model's class names", "[labels]"),
         "dataloader_drop_last": FieldHelp("leave out the last, smaller batch of an epoch", "true"),
-        "train_sampling_strategy": FieldHelp("order of the samples in an epoch: random or sequential", "sequential"),
+        "train_sampling_strategy": FieldHelp(
+            "order of the samples: random, sequential or group_by_length", "sequential"
+        ),
+        "length_column_name": FieldHelp("of a Dataset in Python: the column that holds lengths", "tokens"),
     },
     "length and batch": {
         "max_steps": FieldHelp("optimizer steps of the run; -1: num_train_epochs", "1000"),
@@ -143,7 +146,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "device": ("auto", "xla", "cuda", "neuron", "cpu"),
     "log_format": ("text", "json"),
-    "train_sampling_strategy": ("random", "sequential"),
+    "train_sampling_strategy": ("random", "sequential", "group_by_length"),
     "pipeline_schedule": ("gpipe", "1f1b", "interleaved"),
     "log_level": ("debug", "info", "warning", "error", "critical", "passive"),
 }

@@ -20,6 +20,8 @@ from stepmark.errors import UsageError
 STRATEGIES = ("no", "steps", "epoch")
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+GROUP_BY_LENGTH = "group_by_length"
+SAMPLING_STRATEGIES = ("random", "sequential", GROUP_BY_LENGTH)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 
@@ -56,6 +58,10 @@ class TrainingFields(metaclass=AcceptingDefaults):
         pipeline_layers: The number of layers of each stage. Default (None): so that all stages cost as much, the
             embedding, the head and the loss counted.
         pipeline_chunks: Stages on each rank, 2 or more with the interleaved schedule. Default: 1.
+        train_sampling_strategy: `random` (the default), `sequential`, or `group_by_length`: samples of about the same
+            length come in the same step. Lengths are those of a column `length_column_name`, else of `input_ids`, or of
+            what the tokenizer or processor names first, for which every sample is read once at the start.
+        length_column_name: Default: `length`.
         async_save: Training continues while a checkpoint is written. A callback that defines `on_save` is called once
             the checkpoint is complete on disk, so that it may read it and add files to it; training waits for that.
             Default: true.
@@ -136,6 +142,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     dataloader_num_workers: int = 0
     dataloader_drop_last: bool = False
     train_sampling_strategy: str = "random"
+    length_column_name: str = "length"
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     disable_tqdm: bool | None = None
@@ -290,7 +297,7 @@ def _check_ranges(args: TrainingFields) -> None:
         "log_level": LOG_LEVELS,
         "log_format": ("text", "json"),
         "pipeline_schedule": PIPELINE_SCHEDULES,
-        "train_sampling_strategy": ("random", "sequential"),
+        "train_sampling_strategy": SAMPLING_STRATEGIES,
     }
     for name, accepted in choices.items():
         if getattr(args, name) not in accepted:

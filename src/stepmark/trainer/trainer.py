@@ -530,7 +530,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 checkpointer.claim()
                 loop.withdraw_stop_request()
             own = parts.loader  # callbacks get a second loader, whose position is not that of the run
-            self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else self.train_loader())
+            self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             try:
                 with loop.stopping_at_signals(), watch_peers(self.mesh, self._callbacks, self.args.save_timeout):
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
