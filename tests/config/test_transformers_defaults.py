@@ -131,5 +131,5 @@ def test_arguments_that_are_lacking_can_be_read_and_keep_their_defaults() -> Non
 def test_what_is_done_anyway_may_be_asked_for() -> None:
     made = TrainingArguments(eval_accumulation_steps=2, ddp_find_unused_parameters=False)  # type: ignore[call-arg]
     assert (made.eval_accumulation_steps, made.ddp_find_unused_parameters) == (2, False)
-    with pytest.raises(UsageError, match="^save_on_each_node: "):
-        TrainingArguments(save_on_each_node=True)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="^ddp_backend: "):
+        TrainingArguments(ddp_backend="mpi")  # type: ignore[call-arg]

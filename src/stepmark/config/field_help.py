@@ -130,6 +130,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "save_total_limit": FieldHelp("keep the newest so many checkpoints; unset: all", "3"),
         "save_only_model": FieldHelp("save weights alone; such a checkpoint cannot be resumed from", "true"),
         "resume_from_checkpoint": FieldHelp("true: the newest valid checkpoint; or the path of one", "true"),
+        "ignore_data_skip": FieldHelp("resume at the beginning of the epoch, not at the next batch", "true"),
         "async_save": FieldHelp("write checkpoints while training continues", "false"),
         "save_timeout": FieldHelp("seconds for each phase of a save, and without a heartbeat", "600"),
         "save_on_signal": FieldHelp("save and end with code 75 at SIGTERM or SIGUSR1", "false"),

@@ -62,6 +62,8 @@ class TrainingFields(metaclass=AcceptingDefaults):
             length come in the same step. Lengths are those of a column `length_column_name`, else of `input_ids`, or of
             what the tokenizer or processor names first, for which every sample is read once at the start.
         length_column_name: Default: `length`.
+        ignore_data_skip: A resumed run begins the epoch that it was in again, and ends after as many steps as without
+            this. Default: false: it takes the next batch.
         async_save: Training continues while a checkpoint is written. A callback that defines `on_save` is called once
             the checkpoint is complete on disk, so that it may read it and add files to it; training waits for that.
             Default: true.
@@ -135,6 +137,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     resume_from_checkpoint: str | None = None  # or true; HfArgumentParser reads no union with bool
+    ignore_data_skip: bool = False
     seed: int = 42
     data_seed: int | None = None
     report_to: list | str | None = "none"  # text second: HfArgumentParser reads that

@@ -21,7 +21,6 @@ DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dataloader_prefetch_factor": (lambda value: value is None, "batches are prefetched"),
     "torch_empty_cache_steps": (lambda value: value is None, "the cache is left alone"),
     "eval_use_gather_object": (lambda value: True, "predictions are gathered as objects"),
-    "save_on_each_node": (lambda value: value is False, "a checkpoint is written once, by all ranks"),
 }
 
 

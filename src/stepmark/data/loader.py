@@ -166,6 +166,10 @@ class DataLoader:
         if self._groups is not None and self._groups.size != state["group_size"]:
             self._groups = dataclasses.replace(self._groups, size=int(state["group_size"]))
 
+    def begin_epoch(self) -> None:
+        """Moves to the beginning of the epoch."""
+        self._position = Position(self._position.epoch, 0)
+
     def again(self) -> DataLoader:
         """Another loader of the same samples, at its beginning."""
         other = copy.copy(self)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from stepmark.config.training_fields import GROUP_BY_LENGTH, TrainingFields
-from stepmark.data.collate import Padding, PadTo
+from stepmark.data.collate import Padding, PadTo, collate, pad_collated
 from stepmark.data.length_groups import LengthGroups, sample_lengths
 from stepmark.data.loader import DataLoader
 from stepmark.data.stream_loader import StreamLoader, check_readable_again, is_stream
@@ -51,6 +52,20 @@ class LoaderFactory:
                 )
             return self._stream(dataset, self.args.per_device_train_batch_size)
         return PlainBatches(self.train_loader(dataset))
+
+    def sampled_batches(self, dataset: Any, sampler: Any) -> Any:
+        """The batches of training data in the order of a sampler; None: in that of the dataset."""
+        check_readable_again("train_dataset", dataset)
+        padded, columns = self._padded, self._columns
+        padding = Padding.of(padded.lengths if padded else None, self._pad_token_id, free=not self.mesh.runtime.lazy)
+        return torch.utils.data.DataLoader(
+            dataset if columns is None else UsedColumns(dataset, columns),
+            batch_size=self.args.per_device_train_batch_size,
+            sampler=sampler,
+            collate_fn=partial(_collated, padded.collate_fn if padded else self.data_collator, padding),
+            num_workers=self.args.dataloader_num_workers,
+            drop_last=self.args.dataloader_drop_last,
+        )
 
     def eval_batches(self, dataset: Any) -> Any:
         """The batches of evaluation data, in order."""
@@ -151,6 +166,11 @@ class LoaderFactory:
         collator = self.data_collator
         own_collator = collator is not None and not _of_transformers(collator) and self._padded is None
         return own_collator or self.loss.override is not None
+
+
+def _collated(collator: Callable[[list[Any]], Any] | None, padding: Padding, samples: list[Any]) -> Any:
+    places = range(len(samples))
+    return collate(samples, places, padding) if collator is None else pad_collated(collator(samples), places, padding)
 
 
 def _of_transformers(collator: Any) -> bool:
