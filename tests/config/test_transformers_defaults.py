@@ -128,6 +128,11 @@ def test_arguments_that_are_lacking_can_be_read_and_keep_their_defaults() -> Non
         made.torch_compiled  # noqa: B018
 
 
+def test_all_arguments_that_are_refused_are_named_at_once() -> None:
+    with pytest.raises(UsageError, match="^evaluation_strategy: .*use eval_strategy; torch_compile: .*; no_cuda: "):
+        TrainingArguments(evaluation_strategy="no", torch_compile=True, seed=3, no_cuda=True)  # type: ignore[call-arg]
+
+
 def test_what_is_done_anyway_may_be_asked_for() -> None:
     made = TrainingArguments(eval_accumulation_steps=2, ddp_find_unused_parameters=False)  # type: ignore[call-arg]
     assert (made.eval_accumulation_steps, made.ddp_find_unused_parameters) == (2, False)

@@ -112,15 +112,15 @@ def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict
     """The `options` that are `known`.
 
     Raises:
-        UsageError: Another one is not that of a transformers field, or neither has its default value nor asks for what
-            is done anyway.
+        UsageError: Others are not transformers fields, or neither have their default value nor ask for what is done
+            anyway. All are named.
     """
     others = {name: value for name, value in options.items() if name not in known and not is_done(name, value)}
     if others:
         defaults = transformers_defaults()
-        for name, value in others.items():
-            if name not in defaults or not _equal(value, defaults[name]):
-                raise UsageError(unknown_field(name, known))
+        refused = [name for name, value in others.items() if name not in defaults or not _equal(value, defaults[name])]
+        if refused:
+            raise UsageError("; ".join(unknown_field(name, known) for name in refused))
     return {name: value for name, value in options.items() if name in known}
 
 
