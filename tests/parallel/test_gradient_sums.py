@@ -112,3 +112,22 @@ def test_two_optimizers_of_one_model_and_one_that_is_gone() -> None:
         assert found(sums) == [4.0] * 6 + [30.0] + [0.0] * 3
     assert not seen
     assert len(net.first._post_accumulate_grad_hooks) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_are_weighted_on_arrival_make_the_same_sums(dtype: torch.dtype) -> None:
+    """`scale` has one from before; that of `first` comes in the weighted pass alone, and twice."""
+    results = []
+    for weighing in ((0,), ()):
+        net = Net(dtype)
+        sums = sums_of(net)
+        (net.scale.float() * 3).sum().backward()
+        sums.collect_all()
+        sums.weigh_arriving(0.5, weighing)
+        for _ in range(2):
+            net(torch.ones(2, 3)).backward()
+        sums.collect_all()
+        results.append(sums.weighted(0, 0.5).tolist())
+        assert sums.got() == [True, True, False]
+    assert results[0] == results[1]
+    assert results[0][:7] == [2.0] * 6 + [3 * 0.5 + 15.0]

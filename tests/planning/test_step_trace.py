@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,6 +17,7 @@ from stepmark.planning.allocations import ACTIVATIONS, COMMUNICATION, Allocation
 from stepmark.planning.simulated_mesh import DEVICES
 from stepmark.planning.step_setup import StepSetup
 from stepmark.planning.step_trace import trace_step
+from stepmark.runtime import collectives
 
 MEGABYTE = 2**20
 
@@ -48,9 +50,10 @@ def test_a_gradient_with_another_holder_is_not_added_in_place() -> None:
     assert highest(compute) == 5
 
 
-def test_sharded_gradients_are_sent_while_others_are_computed() -> None:
+def test_sharded_gradients_are_sent_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step sends them at its end, and learns when they are complete."""
-    width = 512
+    monkeypatch.setattr(collectives, "SPARE_BYTES", 0)
+    width = 1024
     assert 12 * width**2 > 2 * HOST_BUCKET_ELEMENTS
     config = GPT2Config(n_layer=2, n_embd=width, n_head=4, vocab_size=67, n_positions=32)
     args = TrainingFields(zero_1=True, gradient_accumulation_steps=2)
@@ -58,3 +61,10 @@ def test_sharded_gradients_are_sent_while_others_are_computed() -> None:
     assert peaks["backward pass 1, second half"][COMMUNICATION] > HOST_BUCKET_ELEMENTS
     assert peaks["backward pass 0, second half"][COMMUNICATION] < 1000
     assert "forward pass 2" not in peaks
+
+
+def test_what_hosts_have_received_gradients_in_is_kept_up_to_a_size() -> None:
+    config = GPT2Config(n_layer=2, n_embd=1024, n_head=4, vocab_size=67, n_positions=32)
+    peaks = trace_step(StepSetup(config, TrainingFields(zero_1=True), 2, 32, DEVICES["cpu"])).peaks
+    parts = 2 * 12 * 1024**2 * 4 // 2  # half of the layers' gradients, in float32
+    assert parts / 2 < peaks["forward pass 0"][COMMUNICATION] < 1.1 * min(parts, collectives.SPARE_BYTES)

@@ -17,7 +17,7 @@ from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 
 Finish = Callable[[], Tensor]
-Start = Callable[[GroupCollectives, int, Tensor, RankWeights], Finish]
+Start = Callable[[int, RankWeights], Finish]
 
 
 class BucketedGradients:
@@ -27,16 +27,19 @@ class BucketedGradients:
         buckets: Parameters in the order of the model.
         mesh: The mesh.
         start: Starts the reduction of one bucket's sums, given its number, to their mean by the ranks' weights.
+        weigh_arriving: Whether gradients are multiplied by this rank's weight on their way into the bucket, so that
+            `start` asks for `sums.weighted`.
 
     Attributes:
         sums: The gradients.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, start: Start) -> None:
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, start: Start, *, weigh_arriving: bool = False) -> None:
         self._buckets = list(buckets)
         self._mesh = mesh
         self._axis = mesh.data_parallel
         self._start = start
+        self._weigh_arriving = weigh_arriving
         self._weights: RankWeights | None = None
         self._overlap: OverlappedReduction | None = None
         if isinstance(self._axis, GroupCollectives):
@@ -57,6 +60,8 @@ class BucketedGradients:
         if self._overlap is not None:
             assert self._weights is not None, "begin() was not called"
             self._overlap.begin()
+            if self._weigh_arriving:
+                self.sums.weigh_arriving(self._weights.factor(), self._overlap.independent)
 
     @torch.no_grad()
     def reduce(self, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -83,9 +88,8 @@ class BucketedGradients:
 
     @torch.no_grad()
     def _send(self, number: int) -> Finish:
-        assert isinstance(self._axis, GroupCollectives)
         assert self._weights is not None
-        return self._start(self._axis, number, self.sums.complete(number), self._weights)
+        return self._start(number, self._weights)
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""

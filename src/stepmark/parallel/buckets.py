@@ -19,7 +19,7 @@ from stepmark.runtime.collectives import Collectives
 from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of
 from stepmark.sharding.replication import replication_of
 
-HOST_BUCKET_ELEMENTS = 2**20  # several are in flight while received ones are added up, and they fit in caches
+HOST_BUCKET_ELEMENTS = 4 * 2**20  # several in flight while received ones are added up, each worth its overhead
 EAGER_BUCKET_ELEMENTS = 8 * 2**20  # the full bandwidth between accelerators, and still several to overlap
 LAZY_BUCKET_ELEMENTS = 32 * 2**20  # few large collectives in a graph, and little memory beside the model
 

@@ -49,7 +49,7 @@ class OverlappedGradients:
         )
         position = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self._order = [position[id(member.parameter)] for bucket in self._buckets for member in bucket.members]
-        self._bucketed = BucketedGradients(self._buckets, mesh, _start_all_reduce)
+        self._bucketed = BucketedGradients(self._buckets, mesh, self._start, weigh_arriving=True)
 
     def begin(self, tokens: Tensor) -> None:
         """Announces the step, and this rank's tokens in it: the value that `reduce` will be given."""
@@ -92,14 +92,13 @@ class OverlappedGradients:
             ordered[index] = place if there else None
         return ordered
 
+    def _start(self, number: int, weights: RankWeights) -> Callable[[], Tensor]:
+        return self._axis.start_all_reduce(self._bucketed.sums.weighted(number, weights.factor()))
+
     @torch.no_grad()
     def reset(self) -> None:
         """Clears the sums for the next step."""
         self._bucketed.reset()
-
-
-def _start_all_reduce(axis: GroupCollectives, number: int, flat: Tensor, weights: RankWeights) -> Callable[[], Tensor]:
-    return axis.start_all_reduce(flat, weights)
 
 
 class DataParallelGradients:

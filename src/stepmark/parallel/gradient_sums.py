@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from stepmark.parallel.buckets import Bucket
 from stepmark.runtime.base import Runtime
 
+Weight = Tensor | float  # a tensor where a number would have to be waited for
+
 
 class GradientSums:
     """One flat float32 tensor per bucket, which gets each gradient as soon as autograd has made it.
@@ -19,6 +21,9 @@ class GradientSums:
     Autograd makes the first gradient of a step in memory of its own, from where it is copied; where the bucket has the
     same dtype and order, `parameter.grad` is then a view of the bucket, to which autograd adds further ones. Nothing
     has to be cleared between steps.
+
+    Gradients that are sent as soon as they are there can be multiplied by this rank's weight on their way into the
+    bucket (`weigh_arriving`): that saves reading and writing them once more.
 
     Attributes:
         flat: The sums, `bucket.padded` elements each. Those of parameters without a gradient are undefined until
@@ -41,6 +46,9 @@ class GradientSums:
         ]
         self._present = [[False for _ in bucket.members] for bucket in self._buckets]
         self._got = [[False for _ in bucket.members] for bucket in self._buckets]
+        self._weighted = [[False for _ in bucket.members] for bucket in self._buckets]
+        self._weight: Weight | None = None
+        self._weighing: Collection[int] = ()
         self._arrived = arrived
         self._watch()
 
@@ -51,8 +59,12 @@ class GradientSums:
         def hook(parameter: Tensor) -> None:
             sums = me()
             if sums is not None:
-                sums.collect(parameter)
-                sums._arrived(*sums._index[id(parameter)])
+                number, position = sums._index[id(parameter)]
+                if torch.is_grad_enabled():  # backward(create_graph=True)
+                    sums.collect(parameter)
+                else:
+                    sums._collect(parameter, number, position)
+                sums._arrived(number, position)
 
         parameters: list[nn.Parameter] = [member.parameter for bucket in self._buckets for member in bucket.members]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -63,27 +75,51 @@ class GradientSums:
     def collect(self, parameter: Tensor) -> None:
         """Takes what is in `parameter.grad`: the sum itself where that is a view of the bucket and the user has
         assigned another tensor, else one more gradient."""
-        number, position = self._index[id(parameter)]
+        self._collect(parameter, *self._index[id(parameter)])
+
+    def _collect(self, parameter: Tensor, number: int, position: int) -> None:
         gradient, view = parameter.grad, self._views[number][position]
         if gradient is None:
-            if view is not None:  # nothing has arrived, or the user has cleared it
+            if view is not None and not self._weighted[number][position]:  # none has arrived, or the user cleared it
                 self._present[number][position] = self._got[number][position] = False
             return
         if gradient is view:
             return
-        present = self._present[number][position] and view is None
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        boxes = self._buckets[number].members[position].boxes_of(dense)
-        for place, box in zip(self._places[number][position], boxes, strict=True):
-            place.add_(box) if present else place.copy_(box)
+        places = self._places[number][position]
+        boxes = [dense] if len(places) == 1 else self._buckets[number].members[position].boxes_of(dense)
+        parameter.grad = view if self._put(number, position, places, boxes) else None
         self._present[number][position] = self._got[number][position] = True
-        parameter.grad = view
 
+    def _put(self, number: int, position: int, places: Sequence[Tensor], boxes: Sequence[Tensor]) -> bool:
+        """Writes or adds a gradient; whether autograd may add further ones to it."""
+        weighted, present = self._weighted[number], self._present[number][position]
+        if weighted[position]:  # another one in the same backward pass
+            assert self._weight is not None
+            for place, box in zip(places, boxes, strict=True):
+                place.add_(box.float() * self._weight)
+            return False
+        if self._weight is not None and not present and number in self._weighing and boxes[0].dtype == torch.float32:
+            for place, box in zip(places, boxes, strict=True):
+                torch.mul(box, self._weight, out=place)
+            weighted[position] = True
+            return False
+        adds = present and self._views[number][position] is None
+        for place, box in zip(places, boxes, strict=True):
+            place.add_(box) if adds else place.copy_(box)
+        return True
+
+    def weigh_arriving(self, weight: Weight, numbers: Collection[int]) -> None:
+        """From now on, gradients of these buckets that are the first of their parameters are multiplied by `weight`,
+        until `reset`. `parameter.grad` stays empty then."""
+        self._weight, self._weighing = weight, numbers
+
+    @torch.no_grad()
     def collect_all(self) -> None:
         """Takes what the user has assigned to `parameter.grad` since the backward passes."""
-        for bucket in self._buckets:
-            for member in bucket.members:
-                self.collect(member.parameter)
+        for number, bucket in enumerate(self._buckets):
+            for position, member in enumerate(bucket.members):
+                self._collect(member.parameter, number, position)
 
     @torch.no_grad()
     def complete(self, number: int) -> Tensor:
@@ -95,14 +131,27 @@ class GradientSums:
             present[position] = True
         return self.flat[number]
 
+    @torch.no_grad()
+    def weighted(self, number: int, weight: Weight) -> Tensor:
+        """The same, multiplied by this rank's weight."""
+        flat, done = self.complete(number), self._weighted[number]
+        if not any(done):
+            return flat.mul_(weight)
+        for position, places in enumerate(self._places[number]):
+            for place in () if done[position] else places:
+                place.mul_(weight)
+        return flat
+
     def got(self) -> list[bool]:
         """Whether each parameter has got a gradient in this step, bucket by bucket."""
         return [each for bucket in self._got for each in bucket]
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""
-        for bucket, present, got in zip(self._buckets, self._present, self._got, strict=True):
-            present[:] = got[:] = [False] * len(present)
+        self._weight = None
+        for bucket, *flags in zip(self._buckets, self._present, self._got, self._weighted, strict=True):
+            for each in flags:
+                each[:] = [False] * len(each)
             for member in bucket.members:
                 member.parameter.grad = None
 

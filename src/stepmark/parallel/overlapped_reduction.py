@@ -23,6 +23,10 @@ class OverlappedReduction:
     """Sends each bucket once a step, overlapped with one backward pass from `begin` on, to `finish`.
 
     `send` starts the reduction of one bucket and returns a function that waits for what this rank gets of it.
+
+    Attributes:
+        running: Whether a backward pass has begun whose gradients are sent.
+        independent: The numbers of the buckets that can be sent during it.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class OverlappedReduction:
         self._device = device
         self._send = send
         self._order = [number for number in reversed(range(len(self._buckets))) if self._is_independent(number)]
+        self.independent = frozenset(self._order)
         self._learned = False
         self.running = False
         self._needed = [[0] * len(bucket.members) for bucket in self._buckets]

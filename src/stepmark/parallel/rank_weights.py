@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.runtime.collectives import GroupCollectives
 
@@ -21,14 +22,22 @@ class RankWeights:
         self._rank = axis.rank
         self._finish: Callable[[], Tensor] | None = axis.start_all_gather(tokens.reshape(1))
         self._tokens = tokens
+        self._on_host: list[float] | None = None
 
     def own(self) -> Tensor:
         """This rank's share: a 0-dim float32 tensor on the device."""
         return self._shares()[self._rank]
 
+    def factor(self) -> Tensor | float:
+        """This rank's share, as a number where that is known without waiting for the device."""
+        known = self._tokens.device.type == "cpu" and not is_fake(self._tokens)
+        return self.on_host()[self._rank] if known else self.own()
+
     def on_host(self) -> list[float]:
         """The share of each rank; waits for the device."""
-        return [float(share) for share in self._shares().tolist()]
+        if self._on_host is None:
+            self._on_host = [float(share) for share in self._shares().tolist()]
+        return self._on_host
 
     def total(self) -> Tensor:
         """The tokens of all ranks: a 0-dim float32 tensor on the device."""

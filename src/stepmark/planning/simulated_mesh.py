@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from stepmark.launch.world import World
 from stepmark.planning.allocations import COMMUNICATION, AllocationTracker
-from stepmark.runtime.collectives import Collectives, GroupCollectives, NoCollectives, Reduction, Shares
+from stepmark.runtime.collectives import (
+    Collectives,
+    GroupCollectives,
+    NoCollectives,
+    Reduction,
+    Shares,
+    SpareBuffers,
+)
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.host_group import HostGroup
@@ -164,7 +170,7 @@ class SimulatedCollectives(GroupCollectives):
     def __init__(self, size: int, tracker: AllocationTracker, rank: int, *, host_memory: bool) -> None:
         self.rank, self.size = rank, size
         self._tracker, self._host_memory = tracker, host_memory
-        self._reducing = deque()
+        self._spare = SpareBuffers()
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         with self._tracker.within(COMMUNICATION):
@@ -185,9 +191,7 @@ class SimulatedCollectives(GroupCollectives):
         with self._tracker.within(COMMUNICATION):
             return super().start_reduce_scatter(tensor, shares, dtype)
 
-    def start_all_reduce(self, tensor: Tensor, shares: Shares) -> Callable[[], Tensor]:
-        if self._between_hosts(tensor):
-            return super().start_all_reduce(tensor, shares)
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:

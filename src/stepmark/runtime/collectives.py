@@ -26,7 +26,7 @@ from stepmark.runtime.process_groups import Group
 Reduction = Literal["sum", "max"]
 
 IN_FLIGHT = 4  # tensors sent between hosts at a time; each needs a buffer of its size
-REDUCING = 2  # sums between hosts that are in their first phase at a time
+SPARE_BYTES = 2**26  # of buffers for what hosts receive, kept for the next step
 REDUCED, GATHERED = 7101, 7102  # tags of what hosts send each other
 
 
@@ -92,7 +92,7 @@ class GroupCollectives:
         self._group = Group(group)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._reducing: deque[_HostAllReduce] = deque()
+        self._spare = SpareBuffers()
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -156,10 +156,17 @@ class GroupCollectives:
         self, tensor: Tensor, shares: Shares | None, dtype: torch.dtype | None
     ) -> Callable[[], Tensor]:
         sent = tensor if dtype is None else tensor.to(dtype)
-        parts = sent.new_empty(self.size - 1, sent.shape[0] // self.size, *sent.shape[1:])
+        parts = self._spare.take(sent, (self.size - 1, sent.shape[0] // self.size, *sent.shape[1:]))
         received = dict(zip([rank for rank in range(self.size) if rank != self.rank], parts, strict=True))
         works = self._exchange(lambda rank: received[rank], lambda rank: self._shard(sent, rank), REDUCED)
-        return lambda: _after(works, lambda: self._add(self.own_shard(tensor), received, shares))
+
+        def finish() -> Tensor:
+            _wait(works)
+            total = self._add(self.own_shard(tensor), received, shares)
+            self._spare.give_back(parts)
+            return total
+
+        return finish
 
     def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: Shares | None) -> Tensor:
         """Adds what the other ranks have sent to this rank's own shard, in rank order."""
@@ -189,26 +196,10 @@ class GroupCollectives:
         length = tensor.shape[0] // self.size
         return tensor[rank * length : (rank + 1) * length]
 
-    def start_all_reduce(self, tensor: Tensor, shares: Shares) -> Callable[[], Tensor]:
-        """Starts the sum of one contiguous tensor over the ranks, weighted by their shares; calling the result waits
-        for it. The tensor must not be used afterwards.
-
-        Between hosts it is a reduce-scatter and an all-gather. The latter begins when the tensor after the next one is
-        started, or when a result is waited for, so that starting one never waits long.
-        """
-        if not self._between_hosts(tensor):
-            work = dist.all_reduce(tensor.mul_(shares.own()), group=self._group.process_group, async_op=True)
-            return lambda: _after([work], lambda: tensor)
-        started = _HostAllReduce(tensor, self.start_reduce_scatter(tensor, shares), self.start_gather_in_place)
-        self._reducing.append(started)
-        if len(self._reducing) > REDUCING:
-            self._reducing.popleft().gather()
-        return lambda: self._finish_all_reduce(started)
-
-    def _finish_all_reduce(self, started: _HostAllReduce) -> Tensor:
-        while self._reducing:
-            self._reducing.popleft().gather()
-        return started.finish()
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts the sum of one contiguous tensor over the ranks, in place; calling the result waits for it."""
+        work = dist.all_reduce(tensor, group=self._group.process_group, async_op=True)
+        return lambda: _after([work], lambda: tensor)
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Starts the concatenation over the ranks of one contiguous tensor; calling the result waits for it."""
@@ -230,19 +221,25 @@ class GroupCollectives:
         return tensor.narrow(dim, self.rank * length, length)
 
 
-class _HostAllReduce:
-    """A sum between hosts, on its way: first each rank gets its shard of it, then all ranks all shards."""
+class SpareBuffers:
+    """Host memory for what is received, used again: to get new pages from the kernel costs as much as receiving."""
 
-    def __init__(
-        self, tensor: Tensor, reduced: Callable[[], Tensor], start_gather: Callable[[Tensor], Callable[[], Tensor]]
-    ) -> None:
-        self._tensor, self._reduced, self._start_gather = tensor, reduced, start_gather
-        self.finish: Callable[[], Tensor] = lambda: self._tensor
+    def __init__(self) -> None:
+        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        self._bytes = 0
 
-    def gather(self) -> None:
-        """Waits for this rank's shard, which is a part of the tensor, and starts the second phase."""
-        self._reduced()
-        self.finish = self._start_gather(self._tensor)
+    def take(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the dtype of `like`, with any values."""
+        free = self._free.get((shape, like.dtype))
+        if not free:
+            return like.new_empty(shape)
+        self._bytes -= free[-1].nbytes
+        return free.pop()
+
+    def give_back(self, tensor: Tensor) -> None:
+        if self._bytes + tensor.nbytes <= SPARE_BYTES:
+            self._bytes += tensor.nbytes
+            self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
 
 
 def gather_in_place(axis: Collectives, tensors: Sequence[Tensor]) -> None:

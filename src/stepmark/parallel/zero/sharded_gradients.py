@@ -55,8 +55,13 @@ class ShardedGradients:
         loss, square, _ = totals(shards, self._buckets, loss, tokens, self._mesh)
         return ReducedGradients(list(shards), loss / total, total, square.sqrt())
 
-    def _start(self, axis: GroupCollectives, number: int, flat: Tensor, weights: RankWeights) -> Callable[[], Tensor]:
-        finish = axis.start_reduce_scatter(flat, weights, None if self._reduce_in_fp32 else self._buckets[number].dtype)
+    def _start(self, number: int, weights: RankWeights) -> Callable[[], Tensor]:
+        assert isinstance(self._mesh.data_parallel, GroupCollectives)
+        sums, dtype = (
+            self._bucketed.sums.complete(number),
+            None if self._reduce_in_fp32 else self._buckets[number].dtype,
+        )
+        finish = self._mesh.data_parallel.start_reduce_scatter(sums, weights, dtype)
         return lambda: finish().float()
 
     def reset(self) -> None:
