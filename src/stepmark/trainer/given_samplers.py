@@ -17,7 +17,7 @@ def call_sampler(trainer: Any) -> Sampler[int] | None:
     sampler = trainer._get_train_sampler(trainer.train_dataset) if takes_dataset else trainer._get_train_sampler()
     if sampler is not None and not hasattr(sampler, "__iter__"):
         raise UsageError(f"_get_train_sampler: returned {type(sampler).__name__}, which is not a sampler")
-    return sampler  # type: ignore[no-any-return]
+    return sampler
 
 
 def sampler_of(dataset: Any, strategy: str) -> Sampler[int]:

@@ -58,8 +58,9 @@ class LoaderFactory:
         check_readable_again("train_dataset", dataset)
         padded, columns = self._padded, self._columns
         padding = Padding.of(padded.lengths if padded else None, self._pad_token_id, free=not self.mesh.runtime.lazy)
+        samples: Any = dataset if columns is None else UsedColumns(dataset, columns)
         return torch.utils.data.DataLoader(
-            dataset if columns is None else UsedColumns(dataset, columns),
+            samples,
             batch_size=self.args.per_device_train_batch_size,
             sampler=sampler,
             collate_fn=partial(_collated, padded.collate_fn if padded else self.data_collator, padding),
