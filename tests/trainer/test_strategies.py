@@ -299,5 +299,5 @@ def test_samples_in_their_own_order(tmp_path: Path) -> None:
 
 
 def test_an_unknown_order_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="train_sampling_strategy: 'group_by_length' is unknown; choose one of random"):
-        trainer(tmp_path, train_sampling_strategy="group_by_length")
+    with pytest.raises(UsageError, match="train_sampling_strategy: 'by_length' is unknown; choose one of random"):
+        trainer(tmp_path, train_sampling_strategy="by_length")

@@ -119,6 +119,11 @@ class GivenLoader:
         if self._begun and not state["samples"] and not state["ended"]:  # a callback has ended the epoch early
             self._position = self._state(state["epoch"], 0, ended=False)
 
+    def begin_epoch(self) -> None:
+        """Moves to the beginning of the epoch, whose random numbers it draws again."""
+        if self._position["samples"]:
+            self._position = {**self._position, "samples": 0, "loader": None}
+
     def state_after(self, steps: int, epoch: float) -> dict[str, Any]:
         """The position of a run that another tool trained for `steps` steps with this loader. `epoch` is not needed."""
         group = self._size * self.layout.accumulation
