@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from stepmark.config.option_text import parse_options
 from stepmark.config.recipe import ModelArguments
-from stepmark.config.training_fields import parse_options
 from stepmark.data.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.launch.imports import quick_imports
