@@ -29,7 +29,7 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
     """Runs the recipe as one of the ranks. `metrics`, `module:function`, adds metrics to evaluations. Collective."""
     functions, context = begin(recipe, metrics)
     from stepmark.recipe.model import build_model
-    from stepmark.recipe.used_recipe import recipe_writer
+    from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
     from stepmark.trainer.outputs import prepare_output_folder
 
     prepare_output_folder(Path(recipe.training.output_dir), context.host)
@@ -41,6 +41,7 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
         build=build_model,
         callbacks=[recipe_writer(recipe)],
     )
+    trainer.checkpoint_files.append(lambda folder: write_used_recipe(folder, recipe))
     output = trainer.train(save_model=True)
     _say(context, _last_line(recipe.training, output.global_step), recipe.training.log_format)
 

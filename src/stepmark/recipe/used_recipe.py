@@ -1,4 +1,5 @@
-"""`used_recipe.yaml`: the recipe of the run in a folder, file and flags together, for commands that read the run."""
+"""`used_recipe.yaml`: the recipe of a run, file and flags together, in its folder and in each of its checkpoints, for
+commands that read them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def write_used_recipe(folder: Path, recipe: Recipe) -> None:
             value = getattr(part, field.name)
             if value != field.default:
                 values[field.name] = _absolute(field.name, value)
-    head = "# The recipe of the run in this folder. Written by stepmark train, and again when it is resumed.\n"
+    head = "# The recipe of the run that wrote this folder. Written by stepmark train, and again when it is resumed.\n"
     files.replace_file(folder / USED_RECIPE, (head + format_yaml(values)).encode())
 
 
@@ -45,6 +46,13 @@ def recipe_writer(recipe: Recipe) -> Any:
                 write_used_recipe(Path(args.output_dir), recipe)
 
     return WriteRecipe()
+
+
+def recipe_file_of(model: Path) -> Path | None:
+    """The recipe of the run that saved a checkpoint or model: beside its weights, else in the run's folder around it;
+    None where there is none."""
+    candidates = (folder / USED_RECIPE for folder in (model, model.absolute().parent))
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def read_used_recipe(folder: Path) -> Recipe | None:

@@ -20,7 +20,7 @@ def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, d
     samples = len(dataset) if hasattr(dataset, "__len__") else None
     return {
         "model": _model(model),
-        "tokenizer": _tokenizer(processing_class),
+        "tokenizer": tokenizer_digest(processing_class),
         "data": getattr(dataset, "fingerprint", None) or {"samples": samples},
         "seed": seed,
         "data_seed": data_seed,
@@ -59,7 +59,8 @@ def _model(model: nn.Module) -> dict[str, Any]:
     return {"class": type(model).__name__, **shapes}
 
 
-def _tokenizer(processing_class: Any) -> str | None:
+def tokenizer_digest(processing_class: Any) -> str | None:
+    """A checksum of what a tokenizer does; None without one."""
     if processing_class is None:
         return None
     backend = getattr(processing_class, "backend_tokenizer", None)
