@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limit = "limit the samples of each set (default: as in the run; all of --data)"
     add("--max_samples", type=int, metavar="INT", help=limit)
     add("--batch_size", type=int, metavar="INT", help="samples per rank and batch (default: as in the run)")
-    add("--metrics", metavar="MODULE:FUNCTION", help="compute_metrics(EvalPrediction), a dict of numbers")
+    metrics = "compute_metrics(EvalPrediction), a dict of numbers (default: as in the run; none: without)"
+    add("--metrics", metavar="MODULE:FUNCTION", help=metrics)
     add("--evaluator", metavar="MODULE:FUNCTION", help="evaluate(model, tokenizer, context), a dict of numbers")
     best = "metric that selects the best checkpoint (default: as in the run, else the loss)"
     add("--metric", metavar="NAME", help=best)

@@ -13,6 +13,7 @@ from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
 from stepmark.launch.imports import quick_imports
+from stepmark.recipe.early_checks import check_metrics
 from stepmark.recipe.hub import work_offline_without_hub
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from stepmark.trainer.trainer import Trainer
 
 
-def train(recipe: Recipe, metrics: str | None = None) -> None:
-    """Runs the recipe as one of the ranks. `metrics`, `module:function`, adds metrics to evaluations. Collective."""
-    functions, context = begin(recipe, metrics)
+def train(recipe: Recipe) -> None:
+    """Runs the recipe as one of the ranks. Collective."""
+    functions, context = begin(recipe)
     from stepmark.recipe.model import build_model
     from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
     from stepmark.trainer.outputs import prepare_output_folder
@@ -46,7 +47,7 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
     _say(context, _last_line(recipe.training, output.global_step), recipe.training.log_format)
 
 
-def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None, Context]:
+def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
     """Checks what can be checked at once, and opens the device: the metrics functions and this rank's context.
     Collective."""
     args = recipe.training
@@ -57,7 +58,8 @@ def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None,
         leave_out_torch_xla()
     unreachable = work_offline_without_hub(recipe)
     _check_names(args)
-    functions = _load_metrics(metrics, args)
+    check_metrics(recipe)
+    functions = _load_metrics(recipe.evaluation.metrics)
     prepare_compile_cache(args.compile_cache)
     context = start(args.device_name, args.join_timeout)
     open_compile_cache(context.runtime, args.compile_cache, context.world)
@@ -123,14 +125,10 @@ def build_trainer(
     )
 
 
-def _load_metrics(name: str | None, args: TrainingFields) -> MetricsFunctions | None:
+def _load_metrics(name: str | None) -> MetricsFunctions | None:
     from stepmark.evaluation.metric_functions import load_metrics
 
-    if name is None:
-        return None
-    if args.eval_strategy == "no":
-        raise UsageError("--metrics and eval_strategy: metrics need evaluations; set eval_strategy to steps or epoch")
-    return load_metrics(name, "--metrics")
+    return None if name is None else load_metrics(name, "metrics")
 
 
 def _model_factory(args: TrainingFields, context: Context) -> Any:

@@ -27,7 +27,7 @@ _FILES = ("train_file", "validation_file")
 def write_used_recipe(folder: Path, recipe: Recipe) -> None:
     """Writes every field that differs from its default, with absolute paths; atomically."""
     values: dict[str, Any] = {}
-    for part in (recipe.training, recipe.model, recipe.data):
+    for part in (recipe.training, recipe.model, recipe.data, recipe.evaluation):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if value != field.default:

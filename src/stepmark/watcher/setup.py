@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ logger = logging.getLogger("stepmark")
 
 PREFIX = "eval"
 DEFAULT_BATCH_SIZE = 8
+NO_METRICS = "none"  # as --metrics
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,19 @@ class Functions:
         return cls(
             metrics,
             evaluator,
-            load_metrics(metrics, "--metrics") if metrics else None,
+            load_metrics(metrics, "--metrics") if metrics not in (None, NO_METRICS) else None,
             load_function(evaluator, "--evaluator") if evaluator else None,
         )
+
+    def of_run(self, recipe: Recipe | None) -> Functions:
+        """With the metrics of the run's recipe, unless others, or none, were given. Raises UsageError as `load`."""
+        if self.metrics == NO_METRICS:
+            return replace(self, metrics=None)
+        named = None if recipe is None else recipe.evaluation.metrics
+        if self.metrics is not None or named is None:
+            return self
+        loaded = load_metrics(named, f"metrics (of the run; --metrics {NO_METRICS} evaluates without)")
+        return replace(self, metrics=named, loaded_metrics=loaded)
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,7 @@ class EvaluationSetup:
         Raises DataError or UsageError where there is nothing to evaluate on, and CheckpointNotFound, on all ranks,
         where the checkpoint has been deleted in the meantime.
         """
+        functions = functions.of_run(recipe)
         tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint)
         sets: dict[str | None, EvaluationSet] = {}
         if choice.sources or recipe is not None or functions.evaluator is None:

@@ -194,7 +194,7 @@ def test_bad_calls(
 def test_a_metric_that_evaluations_lack(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["evaluate", str(folder), "--metric", "nope"]) == 2
     *_, error = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: --metric nope: the evaluation has no such metric; it has eval_loss")
+    assert error.startswith("error: --metric nope: the evaluation has no such metric; it has eval_accuracy, eval_loss")
 
 
 def test_a_run_that_has_ended_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,3 +336,34 @@ def test_a_run_whose_texts_are_gone_says_how_to_name_others(folder: Path, capsys
     assert run(["evaluate", str(folder), "--device", "cpu"]) == 2
     assert "gone.txt does not exist" in (told := capsys.readouterr().err)
     assert "; name other data with --data" in told
+
+
+OWN_METRIC = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "accuracy"}
+
+
+def test_metrics_of_the_recipe_are_those_of_the_run_its_resumption_and_its_evaluations(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, **OWN_METRIC, output_dir=str(tmp_path / "own"), validation_split_percentage=20)
+    own = tmp_path / "own"
+    assert run(["train", str(recipe), "--metrics", "own_functions:accuracy"]) == 0
+    more = ["--max_steps", "3", "--resume_from_checkpoint", "true"]
+    assert run(["train", str(own / "used_recipe.yaml"), *more]) == 0
+    accuracies = {step: line["eval_accuracy"] for step, line in in_run(own).items()}
+    assert sorted(accuracies) == [1, 2, 3]
+    found, told = evaluated(capsys, own)
+    assert {line["step"]: line["eval_accuracy"] for line in found["evaluations"]} == accuracies
+    assert "; metrics own_functions:accuracy" in told
+    shutil.copytree(own / "checkpoint-2", tmp_path / "copied")
+    assert evaluated(capsys, tmp_path / "copied")[0]["eval_accuracy"] == accuracies[2]
+    assert "eval_accuracy" not in evaluated(capsys, tmp_path / "copied", "--metrics", "none")[0]
+
+
+def test_metrics_of_a_run_whose_module_is_not_here(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = folder / "used_recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("own_functions:", "absent_functions:"))
+    assert run(["evaluate", str(folder), "--device", "cpu"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: metrics (of the run; --metrics none evaluates without): no module")
