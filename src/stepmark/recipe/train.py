@@ -13,7 +13,7 @@ from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
 from stepmark.launch.imports import quick_imports
-from stepmark.recipe.early_checks import check_metrics
+from stepmark.recipe.early_checks import check_early, check_metrics
 from stepmark.recipe.hub import work_offline_without_hub
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
@@ -70,6 +70,23 @@ def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
     return functions, context
 
 
+def check_recipe(recipe: Recipe) -> None:
+    """All that a run checks before it reads data or weights, on this machine alone; and that a new model can be made.
+
+    Raises:
+        StepmarkError: A run of the recipe would be refused.
+    """
+    from stepmark.recipe.model import build_tokenizer, check_config, check_new_model
+
+    check_early(recipe)
+    work_offline_without_hub(recipe)
+    _check_names(recipe.training)
+    _load_metrics(recipe.evaluation.metrics)
+    tokenizer = build_tokenizer(recipe.model)
+    check_config(recipe, tokenizer)
+    check_new_model(recipe.model, tokenizer)
+
+
 def build_trainer(
     recipe: Recipe,
     context: Context,
@@ -96,11 +113,12 @@ def build_trainer(
     import torch
 
     with quick_imports():
-        from stepmark.recipe.model import build_tokenizer, check_sharding
+        from stepmark.recipe.model import build_tokenizer, check_block_size, check_config, check_sharding
         from stepmark.trainer.trainer import Trainer
 
     args = recipe.training
     tokenizer = build_tokenizer(recipe.model)
+    check_config(recipe, tokenizer)
     # An adapter is made over the complete model, and sharded with it.
     make = _model_factory(args, context) if recipe.model.peft is None else None
     if make is not None:
@@ -109,7 +127,7 @@ def build_trainer(
     if args.eval_strategy != "no" and data.validation is None:
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
     model = build(recipe.model, tokenizer, args.seed, make, getattr(torch, args.dtype))
-    _check_block_size(model, data.train)
+    check_block_size(model.config, data.train.block_size)
     _check_vocabulary(model, tokenizer)
     data.train.fingerprint = data.fingerprint
     return Trainer(
@@ -184,16 +202,6 @@ def _collator(recipe: Recipe, dataset: Any, context: Context) -> Any:
     if recipe.data.messages_column is None:
         return None
     return dataset.padding(fixed=context.runtime.lazy or recipe.training.sequence_parallel)
-
-
-def _check_block_size(model: Any, dataset: Any) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
-    length = dataset.block_size
-    if longest is not None and length > longest:
-        raise DataError(
-            f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
-            "the positions in config_overrides"
-        )
 
 
 def _last_line(args: TrainingFields, step: int) -> str:
