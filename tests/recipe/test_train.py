@@ -47,3 +47,17 @@ def test_a_wrong_configuration_is_found_before_data_are_tokenized(
     monkeypatch.setattr(train, "prepare_data", lambda *_: pytest.fail("the data are tokenized"))
     assert run(["train", str(write_recipe(tmp_path, **fields))]) != 0
     assert f"error: {named}" in capsys.readouterr().err
+
+
+def test_a_refused_resumption_says_which_of_the_data_have_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_recipe(tmp_path, save_steps=2))
+    assert run(["train", recipe]) == 0
+    resume = ["--resume_from_checkpoint", "true", "--max_steps", "3"]
+    assert run(["train", recipe, *resume, "--block_size", "16"]) == 1
+    assert "its training data have changed (block_size was 32 and is now 16); resume" in capsys.readouterr().err
+    with (tmp_path / "text.txt").open("a") as text:
+        text.write("one more line\n")
+    assert run(["train", recipe, *resume]) == 1
+    assert f"(train_file {tmp_path}/text.txt: changed); resume" in capsys.readouterr().err

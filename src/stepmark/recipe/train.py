@@ -130,6 +130,7 @@ def build_trainer(
     check_block_size(model.config, data.train.block_size)
     _check_vocabulary(model, tokenizer)
     data.train.fingerprint = data.fingerprint
+    data.train.description = getattr(data, "description", None)
     return Trainer(
         model,
         args,

@@ -570,6 +570,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             step=self.make_step(optimizer),
             total_steps=total_steps,
             identity=self.identity(),
+            data=getattr(self.train_dataset, "description", None),
         )
 
     def _train(

@@ -348,7 +348,7 @@ class TrainingLoop:
             self._step,
             {"model": self._parts.saved} if model_only else self.sections(),
             files=self._write_files,
-            metadata={"identity": self._parts.identity, "model_only": model_only},
+            metadata={"identity": self._parts.identity, "data": self._parts.data, "model_only": model_only},
             model_only=model_only,
             metrics=self._best_metric_now(),
         )
