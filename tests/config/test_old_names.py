@@ -8,6 +8,7 @@ import pytest
 import stepmark
 from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
+from stepmark.config.coercion import field_names
 from stepmark.config.old_names import EXPORTS, FIELDS
 from stepmark.config.recipe import all_fields, read_recipe
 from stepmark.errors import UsageError
@@ -26,7 +27,7 @@ def test_an_old_name_in_a_recipe_says_ours(tmp_path: Path, name: str) -> None:
 
 
 def test_what_is_named_instead_exists() -> None:
-    ours = {*all_fields(), *stepmark.__all__, "processing_class"}
+    ours = {*all_fields(), *field_names(TrainingArguments), *stepmark.__all__, "processing_class"}
     for message in (*FIELDS.values(), *(f"use {message}" for message in EXPORTS.values())):
         for name in NAMED.findall(message):
             assert name in ours, message

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from stepmark import TrainingArguments
-from stepmark.config.optimizers import check_optimizer
+from stepmark.config.optimizers import INSTEAD, OPTIMIZERS, check_optimizer
 from stepmark.errors import UsageError
 
 
@@ -24,3 +24,10 @@ def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest
 def test_what_needs_complete_parameters_is_refused_where_they_are_sharded(name: str) -> None:
     with pytest.raises(UsageError, match=f"^optim and tensor_parallel_size: {name} needs complete parameters"):
         TrainingArguments(optim=name, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_another_optimizer_of_transformers_says_which_to_use(name: str) -> None:
+    with pytest.raises(UsageError, match=f"^optim: '{name}' is not supported; use adamw_"):
+        check_optimizer(name)
+    assert INSTEAD[name].partition(",")[0] in OPTIMIZERS

@@ -15,7 +15,7 @@ from stepmark import TrainingArguments
 from stepmark.config.absent_arguments import INSTEAD
 from stepmark.config.old_names import FIELDS
 from stepmark.config.recipe import all_fields
-from stepmark.config.transformers_defaults import DONE_ANYWAY, SWITCHES
+from stepmark.config.transformers_defaults import ALIASES, DONE_ANYWAY, SWITCHES
 from stepmark.errors import UsageError
 
 
@@ -100,14 +100,14 @@ def test_every_argument_that_is_lacking_is_on_the_page_about_transformers() -> N
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}
     mentioned = {word.partition("=")[0] for word in re.findall(r"`([\w=]+)`", page)}
     assert theirs - ours - mentioned == set()
-    assert {*DONE_ANYWAY, *SWITCHES, *INSTEAD} <= mentioned
+    assert {*DONE_ANYWAY, *SWITCHES, *ALIASES, *INSTEAD} <= mentioned
 
 
 def test_every_argument_that_is_lacking_is_refused_with_a_remedy() -> None:
     theirs = {each.name for each in dataclasses.fields(transformers.TrainingArguments) if each.init}
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}
     assert theirs - ours - set(SWITCHES) - set(INSTEAD) - set(FIELDS) <= set(DONE_ANYWAY)
-    for name in sorted(set(INSTEAD) - ours):
+    for name in sorted(set(INSTEAD) - ours - set(ALIASES)):
         with pytest.raises(UsageError, match=f"^{name}: .*does not support; {re.escape(INSTEAD[name])}$"):
             TrainingArguments(**{name: "another value"})
 
@@ -128,8 +128,13 @@ def test_arguments_that_are_lacking_can_be_read_and_keep_their_defaults() -> Non
         made.torch_compiled  # noqa: B018
 
 
+def test_all_arguments_that_are_refused_are_named_at_once() -> None:
+    with pytest.raises(UsageError, match="^evaluation_strategy: .*use eval_strategy; torch_compile: .*; no_cuda: "):
+        TrainingArguments(evaluation_strategy="no", torch_compile=True, seed=3, no_cuda=True)  # type: ignore[call-arg]
+
+
 def test_what_is_done_anyway_may_be_asked_for() -> None:
     made = TrainingArguments(eval_accumulation_steps=2, ddp_find_unused_parameters=False)  # type: ignore[call-arg]
     assert (made.eval_accumulation_steps, made.ddp_find_unused_parameters) == (2, False)
-    with pytest.raises(UsageError, match="^save_on_each_node: "):
-        TrainingArguments(save_on_each_node=True)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="^ddp_backend: "):
+        TrainingArguments(ddp_backend="mpi")  # type: ignore[call-arg]

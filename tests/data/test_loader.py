@@ -140,12 +140,22 @@ class TestTheLastStep:
         assert [[len(micro.inputs["labels"]) for micro in step] for step in steps] == [[2, 2], [1, 2]]
         assert [[micro.targets for micro in step] for step in steps] == [[4, 0], [2, 0]]
 
-    def test_without_labels_rows_are_counted(self) -> None:
-        def collate_fn(rows: list[Any]) -> dict[str, torch.Tensor]:
-            return {"x": torch.stack([row["input_ids"] for row in rows]).float(), "labels": torch.rand(len(rows))}
+    @pytest.mark.parametrize("labels", [{}, {"labels": torch.rand}, {"labels": torch.zeros, "more_labels": torch.rand}])
+    def test_rows_that_no_label_can_leave_out_are_not_added(self, labels: dict[str, Any]) -> None:
+        """Only where a rank has no sample at all, and its batch therefore no weight."""
 
-        step = self.last(1, fixed_shape=True, collate_fn=collate_fn)
-        assert [(micro.rows, micro.targets, len(micro.inputs["x"])) for micro in step] == [(1, None, 2), (0, None, 2)]
+        def collate_fn(rows: list[Any]) -> dict[str, torch.Tensor]:
+            return {"x": torch.rand(len(rows)), **{name: make(len(rows)) for name, make in labels.items()}}
+
+        rule = LabelRule(("labels", "more_labels"))
+        step = self.last(1, fixed_shape=True, collate_fn=collate_fn, labels=rule)
+        assert [(micro.rows, micro.targets, len(micro.inputs["x"])) for micro in step] == [(1, None, 1), (0, None, 2)]
+        again = self.last(1, fixed_shape=False, collate_fn=collate_fn, labels=rule)
+        assert torch.equal(step[0].inputs["x"], again[0].inputs["x"])  # the same draws
+
+    @pytest.mark.parametrize("rule", [LabelRule(skips_ignored=False), LabelRule(by_sample=True)])
+    def test_rows_that_the_model_does_not_leave_out_are_not_added(self, rule: LabelRule) -> None:
+        assert [len(micro.inputs["labels"]) for micro in self.last(1, fixed_shape=True, labels=rule)] == [1, 2]
 
     def test_labels_that_are_the_inputs_tensor(self) -> None:
         def collate_fn(rows: list[Any]) -> dict[str, torch.Tensor]:
@@ -158,11 +168,13 @@ class TestTheLastStep:
 
     def test_a_collator_that_empties_its_samples(self) -> None:
         def collate_fn(rows: list[Any]) -> dict[str, torch.Tensor]:
-            return {"input_ids": torch.stack([row.pop("input_ids") for row in rows])}
+            return {"input_ids": torch.stack([row.pop("input_ids") for row in rows])}  # and no labels
 
         rows = [dict(row) for row in ROWS]
         (step,) = DataLoader(rows[:1], 4, fixed_shape=True, collate_fn=collate_fn)
-        assert step[0].inputs["input_ids"].shape == (4, 3)
+        assert step[0].inputs["input_ids"].shape == (1, 3)
+        (step,) = DataLoader(rows[:1], 4, fixed_shape=True)
+        assert step[0].inputs["labels"].shape == (4, 3)
 
     def test_a_collator_that_joins_rows_cannot_be_filled(self) -> None:
         with pytest.raises(DataError, match="the collate_fn returned 1 rows of labels for 2 samples"):

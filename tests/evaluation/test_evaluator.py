@@ -22,6 +22,7 @@ from stepmark.training.loss import MicroBatchLoss
 from tests.support.label_models import make, mean_by_hand
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 from tests.support.ranks import Ranks
+from tests.support.smaller_batches import OwnModule
 from tests.training.test_loss import ManyOutputs, classes
 
 CPU = EagerRuntime(torch.device("cpu"))
@@ -267,6 +268,25 @@ def test_a_model_that_needs_no_labels_for_its_loss() -> None:
 
     rows = [{"features": torch.full((2,), float(index))} for index in range(5)]
     assert evaluator(Contrast())(loader(rows, 2)).loss == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("own_label_names", [None, ["y"]])
+def test_a_module_whose_labels_have_other_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, own_label_names: list[str] | None
+) -> None:
+    """Its loss counts all the same, over samples; that its metrics need label_names is said."""
+    torch.manual_seed(0)
+    samples = [{"x": torch.randn(4), "y": torch.tensor(index % 3)} for index in range(7)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path), device="cpu", per_device_eval_batch_size=2, label_names=own_label_names
+    )
+    model = OwnModule()
+    trainer = Trainer(model, args, eval_dataset=samples, compute_metrics=lambda found: {"rows": len(found.label_ids)})
+    metrics = trainer.evaluate()
+    outputs = model(*(torch.stack([sample[name] for sample in samples]) for name in ("x", "y")))
+    assert metrics["eval_loss"] == pytest.approx(outputs["loss"].item(), rel=1e-6)
+    assert metrics.get("eval_rows") == (None if own_label_names is None else 7)
+    assert ("no input of the model is known to be a label" in caplog.text) == (own_label_names is None)
 
 
 def test_arrays_of_different_widths_are_padded() -> None:

@@ -103,6 +103,21 @@ def test_every_setting_trains_on_as_many_samples_a_step(size: int, fields: dict[
         assert samples == 4 * 4 * 4 // size
 
 
+@pytest.mark.parametrize(
+    ("fields", "stages"),
+    [
+        ({"neftune_noise_alpha": 5.0}, {1}),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, {1}),
+        ({"optim": "adafactor"}, {1, 2, 4}),
+    ],
+)
+def test_settings_that_the_recipe_excludes_are_left_out(fields: dict[str, Any], stages: set[int]) -> None:
+    args = TrainingFields(gradient_accumulation_steps=4, **fields)
+    settings = [*neighbours(args, 4), *smaller(args, 4)]
+    assert {made.pipeline_parallel_size for made in settings} == stages
+    assert len(settings) > 3
+
+
 def test_a_model_that_cannot_train_a_step_is_an_error(tmp_path: Path) -> None:
     overrides = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
     with pytest.raises(UsageError, match="config_name and config_overrides: "):

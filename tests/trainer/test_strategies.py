@@ -200,6 +200,43 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert all((state[name] == value).all() for name, value in weights.items())
 
 
+def test_an_evaluation_of_the_best_model_is_one_of_its_step(tmp_path: Path) -> None:
+    options = {**steps("eval", 4), **steps("save", 4), "load_best_model_at_end": True}
+    made, _ = trainer(tmp_path, Losses([5.0, 3.0, 4.0]), **options)
+    made.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    known = {line["step"]: (line["eval_loss"], line["epoch"]) for line in lines if "eval_loss" in line}
+    made.remove_callback(Losses)
+    found = made.evaluate()
+    again = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert len(set(known.values())) == 3
+    assert (again["step"], again["eval_loss"], again["epoch"]) == (8, *known[8])
+    assert (found["eval_loss"], found["epoch"]) == known[8]
+    assert made.state.log_history[-1]["step"] == 8
+    assert made.final_evaluation() == found
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        (
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+            "a step has 4 samples (1 per device x",
+        ),
+        ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, "set gradient_accumulation_steps: 2"),
+        ({"per_device_train_batch_size": 3}, "and had 2 before; for the same batches as before set per_device_train"),
+        ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, None),
+    ],
+)
+def test_steps_of_another_size_are_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], warning: str | None
+) -> None:
+    run(tmp_path, **steps("save", 4), max_steps=4)
+    made, _ = trainer(tmp_path, max_steps=5, **options)
+    made.train(resume_from_checkpoint=True)
+    assert warning in caplog.text if warning else "a step has" not in caplog.text
+
+
 def test_early_stopping(tmp_path: Path) -> None:
     script = Losses([5.0, 4.0, 4.5, 4.6, 1.0, 1.0])
     options = {**steps("eval", 2), **steps("save", 2), "load_best_model_at_end": True}
@@ -262,5 +299,5 @@ def test_samples_in_their_own_order(tmp_path: Path) -> None:
 
 
 def test_an_unknown_order_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="train_sampling_strategy: 'group_by_length' is unknown; choose one of random"):
-        trainer(tmp_path, train_sampling_strategy="group_by_length")
+    with pytest.raises(UsageError, match="train_sampling_strategy: 'by_length' is unknown; choose one of random"):
+        trainer(tmp_path, train_sampling_strategy="by_length")

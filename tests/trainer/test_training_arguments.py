@@ -111,6 +111,22 @@ def test_a_rank_that_the_launcher_does_not_know_is_refused(monkeypatch: pytest.M
     )
 
 
+def test_the_machines_of_a_run_log_and_save_as_the_arguments_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank of the second machine."""
+    assert TrainingArguments(save_on_each_node=True).should_save
+    for name, value in {"RANK": 2, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert TrainingArguments().should_log
+    made = TrainingArguments(log_on_each_node=False, log_level="info")
+    assert (made.should_log, made.get_process_log_level()) == (False, logging.WARNING)
+    with pytest.raises(UsageError, match="^save_on_each_node: output_dir is one folder that all machines see"):
+        TrainingArguments(save_on_each_node=True)
+    with pytest.raises(UsageError, match="^save_on_each_node: "):
+        made.save_on_each_node = True
+
+
 def test_fields_of_a_recipe_become_arguments(tmp_path: Path) -> None:
     """Callbacks read `args` as transformers' callbacks do."""
     trainer = Trainer(tiny_model(), TrainingFields(str(tmp_path), device="cpu", max_steps=2), train_dataset=Blocks(4))

@@ -131,7 +131,28 @@ def test_label_names() -> None:
 def test_rules_of_particular_tasks() -> None:
     assert label_rule(make("SegformerForSemanticSegmentation").model).ignored == 255
     assert label_rule(make("Wav2Vec2ForCTC").model).by_sample
-    assert label_rule(nn.Linear(1, 1)) == LabelRule(causal_shift=False)
+    assert label_rule(nn.Linear(1, 1)) == LabelRule(causal_shift=False, skips_ignored=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "skips"),
+    [
+        ("GPT2LMHeadModel", {}, True),
+        ("BertForSequenceClassification", {}, True),
+        ("BertForSequenceClassification", {"num_labels": 1}, False),
+        ("BertForSequenceClassification", {"problem_type": "regression"}, False),
+        ("BertForTokenClassification", {}, True),
+        ("ViTForImageClassification", {}, True),
+        ("ResNetForImageClassification", {}, False),
+        ("MixtralForCausalLM", {}, True),
+        ("MixtralForCausalLM", {"output_router_logits": True}, False),
+    ],
+)
+def test_what_leaves_out_rows_with_ignored_labels(name: str, options: dict[str, Any], skips: bool) -> None:
+    model = make(name).model
+    for option, value in options.items():
+        setattr(model.config, option, value)
+    assert label_rule(model).skips_ignored is skips
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in torch 2.13

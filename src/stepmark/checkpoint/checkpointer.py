@@ -49,6 +49,7 @@ from stepmark.checkpoint.save.request import (
     SaveRequest,
     agree,
     check_disk,
+    disk_need,
     prepare_save,
 )
 from stepmark.checkpoint.save.snapshot import copy_to_host, extents_of, plan_copies, staging_sizes
@@ -254,6 +255,7 @@ class Checkpointer:
         self._check_memory(plan, reports)
         if self._group.rank == 0:
             self._background.tidy()
+            self._background.make_room(self.folder, disk_need(plan), request.save)
             check_disk(self.folder, plan)
         entries = request.entries()
         runtime = self._runtime_of([entry.tensor for entry in entries.values()])

@@ -12,7 +12,7 @@ from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointError
 from stepmark.launch.restarts import Restarts
-from stepmark.launch.step_board import MIXED, StepPlace
+from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 
 if TYPE_CHECKING:
     from stepmark.trainer.telemetry.run_log import RunLog
@@ -81,9 +81,11 @@ def describe_samples(place: StepPlace) -> str:
     """The samples of a step, by their indices in the training data."""
     from stepmark.data.order import sample_order
 
+    last = place.first + place.samples
     if place.shuffled == MIXED:
-        last = place.first + place.samples
         return f"samples {place.first + 1} to {last} of the mixture's epoch {place.epoch}"
+    if place.shuffled == GROUPED:
+        return f"samples {place.first + 1} to {last} of epoch {place.epoch}, which is grouped by length"
     order = sample_order(place.size, place.seed, place.epoch, bool(place.shuffled))
     indices = order[place.first : place.first + place.samples].tolist()
     shown = ", ".join(map(str, indices[:_SHOWN])) + (f" and {len(indices) - _SHOWN} more" * (len(indices) > _SHOWN))

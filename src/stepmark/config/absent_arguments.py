@@ -9,7 +9,6 @@ _PRECISION = "use bf16 or fp16 (autocast) or dtype: bfloat16 (with fp32 master w
 _SHARDING = "use zero_1, tensor_parallel_size and sequence_parallel"
 _LOADER = "leave it out, or override get_train_dataloader and get_eval_dataloader"
 _REPORT = "use report_to with a callback of your own"
-_CHECKPOINTING = "use gradient_checkpointing: true"
 _IN_PYTHON = "recipes lack it; TrainingArguments in Python have it"
 _DEADLINE = "use join_timeout and save_timeout, which are Stepmark's deadlines"
 
@@ -29,9 +28,8 @@ INSTEAD = {
     "torch_compile": "pass torch.compile(model); a lazy device compiles in any case",
     "torch_compile_backend": "pass torch.compile(model, backend=…)",
     "torch_compile_mode": "pass torch.compile(model, mode=…)",
-    "gradient_checkpointing_kwargs": _CHECKPOINTING,
-    "activation_checkpointing": _CHECKPOINTING,
-    "activation_checkpointing_kwargs": _CHECKPOINTING,
+    "activation_checkpointing": "use gradient_checkpointing: true",
+    "activation_checkpointing_kwargs": "use gradient_checkpointing_kwargs",
     "use_liger_kernel": "use a model that has the kernels",
     "liger_kernel_config": "use a model that has the kernels",
     "optim_target_modules": "override create_optimizer, or pass optimizers=(optimizer, None)",
@@ -42,7 +40,6 @@ INSTEAD = {
     "dataloader_multiprocessing_context": _LOADER,
     "dataloader_in_order": _LOADER,
     "dataloader_pin_memory": _LOADER,
-    "length_column_name": "override get_train_dataloader",
     "average_tokens_across_devices": "leave it out: a step's loss is the mean over its targets on all ranks",
     "use_cache": "leave it out: training needs no cache",
     "ddp_bucket_cap_mb": "leave it out",
@@ -50,13 +47,12 @@ INSTEAD = {
     "ddp_backend": "leave it out: the backend is that of the device",
     "ddp_timeout": _DEADLINE,
     "logging_nan_inf_filter": "leave it out: losses are logged as they are, so a nan is seen",
-    "log_on_each_node": "use log_level",
+    "log_on_each_node": _IN_PYTHON,
     "log_level_replica": "use log_level",
     "debug": "leave it out: signs of trouble are in events.jsonl",
     "include_num_input_tokens_seen": "leave it out: every log has tokens_per_second",
     "skip_memory_metrics": "leave it out: every log has the memory in use",
-    "save_on_each_node": "leave it out: output_dir is one folder that all ranks see",
-    "ignore_data_skip": "leave it out: a run resumes at its next batch",
+    "save_on_each_node": _IN_PYTHON,
     "full_determinism": "leave it out: a run is repeatable on a device whose operations are",
     "push_to_hub": _IN_PYTHON,
     "hub_model_id": _IN_PYTHON,

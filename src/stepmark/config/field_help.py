@@ -53,7 +53,10 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "remove_unused_columns": FieldHelp("of a Dataset in Python: leave out what the model does not take", "false"),
         "label_names": FieldHelp("which inputs are labels; unset: those that the model's class names", "[labels]"),
         "dataloader_drop_last": FieldHelp("leave out the last, smaller batch of an epoch", "true"),
-        "train_sampling_strategy": FieldHelp("order of the samples in an epoch: random or sequential", "sequential"),
+        "train_sampling_strategy": FieldHelp(
+            "order of the samples: random, sequential or group_by_length", "sequential"
+        ),
+        "length_column_name": FieldHelp("of a Dataset in Python: the column that holds lengths", "tokens"),
     },
     "length and batch": {
         "max_steps": FieldHelp("optimizer steps of the run; -1: num_train_epochs", "1000"),
@@ -85,6 +88,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "fp16": FieldHelp("float16 autocast over float32 parameters, with a dynamic loss scale", "true"),
         "dtype": FieldHelp("the parameters' type: float32, or bfloat16 with fp32 master weights", "bfloat16"),
         "gradient_checkpointing": FieldHelp("compute activations again instead of keeping them", "true"),
+        "gradient_checkpointing_kwargs": FieldHelp("options of torch.utils.checkpoint", "{use_reentrant: true}"),
     },
     "device and parallelism": {
         "device": FieldHelp("auto, xla, cuda, neuron or cpu", "cpu"),
@@ -127,6 +131,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "save_total_limit": FieldHelp("keep the newest so many checkpoints; unset: all", "3"),
         "save_only_model": FieldHelp("save weights alone; such a checkpoint cannot be resumed from", "true"),
         "resume_from_checkpoint": FieldHelp("true: the newest valid checkpoint; or the path of one", "true"),
+        "ignore_data_skip": FieldHelp("resume at the beginning of the epoch, not at the next batch", "true"),
         "async_save": FieldHelp("write checkpoints while training continues", "false"),
         "save_timeout": FieldHelp("seconds for each phase of a save, and without a heartbeat", "600"),
         "save_on_signal": FieldHelp("save and end with code 75 at SIGTERM or SIGUSR1", "false"),
@@ -143,7 +148,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "device": ("auto", "xla", "cuda", "neuron", "cpu"),
     "log_format": ("text", "json"),
-    "train_sampling_strategy": ("random", "sequential"),
+    "train_sampling_strategy": ("random", "sequential", "group_by_length"),
     "pipeline_schedule": ("gpipe", "1f1b", "interleaved"),
     "log_level": ("debug", "info", "warning", "error", "critical", "passive"),
 }

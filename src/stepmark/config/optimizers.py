@@ -15,9 +15,21 @@ OPTIMIZERS = (*ADAMW, SGD, ADAFACTOR, *ADAMW_8BIT, MUON)
 # They use more of a parameter than the element that they update: norms, rows and columns, blocks of its elements.
 WHOLE_PARAMETERS = frozenset({ADAFACTOR, *ADAMW_8BIT, MUON})
 
+# Other optimizers of transformers, and which makes the same updates.
+INSTEAD = {
+    "paged_adamw_8bit": "adamw_8bit, which makes the same updates and keeps its state in the device's memory",
+    "paged_adamw_32bit": "adamw_torch, which makes the same updates and keeps its state in the device's memory",
+    "adamw_hf": "adamw_torch",
+    "adamw_apex_fused": "adamw_torch_fused",
+    "adamw_torch_xla": "adamw_torch",
+    "adamw_torch_npu_fused": "adamw_torch",
+}
+
 
 def check_optimizer(name: str) -> None:
     """Raises UsageError for a name that is not in OPTIMIZERS, or whose library is not installed."""
+    if name in INSTEAD:
+        raise UsageError(f"optim: {name!r} is not supported; use {INSTEAD[name]}")
     if name not in OPTIMIZERS:
         raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
     if name in ADAMW_8BIT and importlib.util.find_spec("bitsandbytes") is None:

@@ -10,15 +10,18 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from stepmark.config.activation_checkpointing import check_checkpointing, checkpointing_options
 from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
 from stepmark.config.optimizers import check_whole_parameters
+from stepmark.config.option_text import parse_options
 from stepmark.config.transformers_defaults import AcceptingDefaults
-from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 
 STRATEGIES = ("no", "steps", "epoch")
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+GROUP_BY_LENGTH = "group_by_length"
+SAMPLING_STRATEGIES = ("random", "sequential", GROUP_BY_LENGTH)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 
@@ -39,6 +42,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
         dtype: The type of the parameters: `float32` (the default), or `bfloat16` with fp32 master weights in the
             optimizer. `bf16` is autocast over float32 parameters instead.
         fp16: float16 autocast over float32 parameters, with a dynamic loss scale, on GPUs and the CPU. Default: false.
+        gradient_checkpointing_kwargs: With `gradient_checkpointing`, options of `torch.utils.checkpoint`:
+            `use_reentrant` (default: false), `preserve_rng_state`, `determinism_check` and `debug`. On lazy devices
+            torch_xla's own function is used, whatever `use_reentrant` says, and the last two are errors. Default: None.
         zero_1: Shards the optimizer's states over the data parallel ranks. Default: false.
         tensor_parallel_size: Neighbouring ranks that hold the model together, each a shard of it; data parallelism uses
             the remaining factor of the world size. Default: 1.
@@ -52,6 +58,12 @@ class TrainingFields(metaclass=AcceptingDefaults):
         pipeline_layers: The number of layers of each stage. Default (None): so that all stages cost as much, the
             embedding, the head and the loss counted.
         pipeline_chunks: Stages on each rank, 2 or more with the interleaved schedule. Default: 1.
+        train_sampling_strategy: `random` (the default), `sequential`, or `group_by_length`: samples of about the same
+            length come in the same step. Lengths are those of a column `length_column_name`, else of `input_ids`, or of
+            what the tokenizer or processor names first, for which every sample is read once at the start.
+        length_column_name: Default: `length`.
+        ignore_data_skip: A resumed run begins the epoch that it was in again, and ends after as many steps as without
+            this. Default: false: it takes the next batch.
         async_save: Training continues while a checkpoint is written. A callback that defines `on_save` is called once
             the checkpoint is complete on disk, so that it may read it and add files to it; training waits for that.
             Default: true.
@@ -101,6 +113,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     bf16: bool = False
     fp16: bool = False
     gradient_checkpointing: bool = False
+    gradient_checkpointing_kwargs: dict | str | None = None
     logging_strategy: str = "steps"
     logging_steps: float = 500
     logging_first_step: bool = False
@@ -124,6 +137,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     resume_from_checkpoint: str | None = None  # or true; HfArgumentParser reads no union with bool
+    ignore_data_skip: bool = False
     seed: int = 42
     data_seed: int | None = None
     report_to: list | str | None = "none"  # text second: HfArgumentParser reads that
@@ -131,6 +145,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     dataloader_num_workers: int = 0
     dataloader_drop_last: bool = False
     train_sampling_strategy: str = "random"
+    length_column_name: str = "length"
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     disable_tqdm: bool | None = None
@@ -198,6 +213,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
         return parse_options("lr_scheduler_kwargs", options) if isinstance(options, str) else dict(options or {})
 
     @property
+    def checkpointing_options(self) -> dict[str, Any]:
+        """`gradient_checkpointing_kwargs` as a mapping."""
+        return checkpointing_options(self.gradient_checkpointing_kwargs)
+
+    @property
     def optimizer_options(self) -> dict[str, Any]:
         """`optim_args` as a mapping."""
         return parse_options("optim_args", self.optim_args or "")
@@ -227,30 +247,6 @@ class TrainingFields(metaclass=AcceptingDefaults):
 def _bool_or_path(value: Any) -> Any:
     """A path, or true or false, also as text, which a flag of a script gives."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def parse_options(field: str, text: str) -> dict[str, Any]:
-    """Parses `"momentum=0.9,nesterov=true"`, whose values are YAML, or a JSON object into a mapping. `field` is for
-    error messages."""
-    if text.lstrip().startswith("{"):
-        return _parse_object(field, text)
-    options: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, separator, value = part.partition("=")
-        if not separator:
-            raise UsageError(f"{field}: should be name=value pairs with commas between, and has {part!r}")
-        try:
-            options[key.strip()] = parse_yaml(value)
-        except ValueError as error:
-            raise UsageError(f"{field}: cannot read {part!r}: {error}") from error
-    return options
-
-
-def _parse_object(field: str, text: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(text))
-    except ValueError as error:
-        raise UsageError(f"{field}: is not a valid JSON object: {error}") from error
 
 
 def _check_ranges(args: TrainingFields) -> None:
@@ -304,7 +300,7 @@ def _check_ranges(args: TrainingFields) -> None:
         "log_level": LOG_LEVELS,
         "log_format": ("text", "json"),
         "pipeline_schedule": PIPELINE_SCHEDULES,
-        "train_sampling_strategy": ("random", "sequential"),
+        "train_sampling_strategy": SAMPLING_STRATEGIES,
     }
     for name, accepted in choices.items():
         if getattr(args, name) not in accepted:
@@ -328,6 +324,7 @@ def _check_agreement(args: TrainingFields) -> None:
             "them"
         )
     check_whole_parameters(args.optim, args.tensor_parallel_size)
+    check_checkpointing(args.checkpointing_options, args.pipeline_parallel_size)
     if args.save_on_signal and args.save_only_model:
         raise UsageError(
             "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "

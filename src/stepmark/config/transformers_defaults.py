@@ -21,7 +21,6 @@ DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dataloader_prefetch_factor": (lambda value: value is None, "batches are prefetched"),
     "torch_empty_cache_steps": (lambda value: value is None, "the cache is left alone"),
     "eval_use_gather_object": (lambda value: True, "predictions are gathered as objects"),
-    "save_on_each_node": (lambda value: value is False, "a checkpoint is written once, by all ranks"),
 }
 
 
@@ -31,13 +30,19 @@ IGNORED = "_ignored"  # the attribute with arguments that were accepted and igno
 # Switches of transformers that are a value of another field here.
 SWITCHES: dict[str, tuple[str, Any]] = {"use_cpu": ("device", "cpu"), "enable_jit_checkpoint": ("save_on_signal", True)}
 
+# Newer names of transformers, which has both.
+ALIASES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+
 
 class AcceptingDefaults(type):
     """Makes dataclasses, subclasses of them included, whose constructor ignores arguments that it lacks, if they have
     the value that they have in transformers by default, or ask for what is done anyway (`DONE_ANYWAY`). Any other value
-    is a UsageError that names the argument. `SWITCHES` set other fields. What was ignored can be read as an attribute,
-    as any argument of transformers can: one that was not given has its default value. The constructor also takes fields
-    that are declared with `init=False`, so that `HfArgumentParser` makes no options of them."""
+    is a UsageError that names the argument. `SWITCHES` and `ALIASES` set other fields. What was ignored can be read as
+    an attribute, as any argument of transformers can: one that was not given has its default value. The constructor
+    also takes fields that are declared with `init=False`, so that `HfArgumentParser` makes no options of them."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -45,7 +50,8 @@ class AcceptingDefaults(type):
         known = [field.name for field in fields if field.init]
         made: Any = cls.__new__(cls, *args, **options)  # type: ignore[arg-type]
         vars(made)[LATE] = late
-        made.__init__(*args, **without_defaults(_without_switches(options, known), known))
+        named = _without_aliases(_without_switches(options, known))
+        made.__init__(*args, **without_defaults(named, known))
         vars(made)[IGNORED] = {name: value for name, value in options.items() if name not in known}
         return made
 
@@ -57,6 +63,8 @@ def ignored_argument(args: Any, name: str) -> Any:
         AttributeError: It is not an argument of transformers.
     """
     given = vars(args).get(IGNORED, {})
+    if name in ALIASES:
+        return getattr(args, ALIASES[name])
     if name in given:
         return given[name]
     if name.startswith("_") or name not in transformers_defaults():
@@ -87,19 +95,32 @@ def _without_switches(options: Mapping[str, Any], known: Collection[str]) -> dic
     return result
 
 
+def _without_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by the names that they have here. Raises UsageError where two names have different values."""
+    result = {name: value for name, value in options.items() if name not in ALIASES}
+    for name, own in ALIASES.items():
+        value = options.get(name)
+        if value is None:
+            continue
+        if own in result and result[own] not in (None, value):
+            raise UsageError(f"{name}, {own}: they are the same, and are {value} and {result[own]}; leave one out")
+        result[own] = value
+    return result
+
+
 def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The `options` that are `known`.
 
     Raises:
-        UsageError: Another one is not that of a transformers field, or neither has its default value nor asks for what
-            is done anyway.
+        UsageError: Others are not transformers fields, or neither have their default value nor ask for what is done
+            anyway. All are named.
     """
     others = {name: value for name, value in options.items() if name not in known and not is_done(name, value)}
     if others:
         defaults = transformers_defaults()
-        for name, value in others.items():
-            if name not in defaults or not _equal(value, defaults[name]):
-                raise UsageError(unknown_field(name, known))
+        refused = [name for name, value in others.items() if name not in defaults or not _equal(value, defaults[name])]
+        if refused:
+            raise UsageError("; ".join(unknown_field(name, known) for name in refused))
     return {name: value for name, value in options.items() if name in known}
 
 

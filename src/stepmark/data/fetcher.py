@@ -6,7 +6,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ CollateFn = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class MicroTask:
-    """What to fetch: the samples of the first `rows` rows, then `filler` rows that repeat the last of `indices`.
+    """What to fetch: the samples of the first `rows` rows, then `filler` rows that repeat the last of `indices`, unless
+    the labels cannot say that these do not count.
 
     `indices` has one sample even if `rows` is 0. `key` seeds random numbers: seed, epoch and position
     in the epoch. `length` is the length of sequences if all ranks must agree on it.
@@ -66,7 +67,9 @@ class Fetcher(Dataset[MicroBatch]):
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
         with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key):
             try:
-                return self._labelled(self._collate(self._samples(task), task), task)
+                inputs = self._collate(self._samples(task), task)
+                if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs):
+                    return self._labelled(inputs, task)
             except StepmarkError:
                 raise
             except Exception as error:
@@ -74,6 +77,7 @@ class Fetcher(Dataset[MicroBatch]):
                     f"samples {', '.join(map(str, task.indices))} could not be collated"
                     f" ({type(error).__name__}: {str(error).strip()}); check the dataset and the collate_fn"
                 ) from error
+        return self.fetch(replace(task, filler=0))
 
     def __getitem__(self, task: MicroTask) -> MicroBatch | WorkerFailure:  # type: ignore[override]
         """As `fetch`, for a worker process: an error is a result."""
@@ -87,10 +91,11 @@ class Fetcher(Dataset[MicroBatch]):
             samples = list(self.dataset.__getitems__(list(task.indices)))
         else:
             samples = [self.dataset[index] for index in task.indices]
-        repeated = samples[-1]
-        # A collator may change a mapping that it is given, so each row has its own.
-        copies = [dict(repeated) if isinstance(repeated, dict) else repeated for _ in range(task.filler)]
-        return samples[: task.rows] + copies
+        if not task.filler:
+            return samples
+        # A collator may change a mapping that it is given, so each row has its own; and the samples may be read again.
+        rows = samples[: task.rows] + [samples[-1]] * task.filler
+        return [dict(row) if isinstance(row, dict) else row for row in rows]
 
     def _collate(self, samples: list[Any], task: MicroTask) -> Any:
         indices = task.indices[: task.rows] + task.indices[-1:] * task.filler

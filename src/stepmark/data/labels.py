@@ -31,12 +31,15 @@ class LabelRule:
             None: unknown until the model is probed (`MicroBatchLoss.count`).
         ignored: the label that is not a target.
         by_sample: the loss is a mean over samples, even where a sample has many labels (CTC).
+        skips_ignored: a row whose labels are all `ignored` adds nothing to the loss, nor to what else the model learns
+            from a batch.
     """
 
     names: tuple[str, ...] = ("labels",)
     causal_shift: bool | None = None
     ignored: int = IGNORED
     by_sample: bool = False
+    skips_ignored: bool = True
 
     def present(self, inputs: Any) -> dict[str, Any]:
         """The labels of a batch, by name."""
@@ -77,6 +80,15 @@ class LabelRule:
         length = _sequence_length(inputs)
         inside = positions if length is None else positions[positions < length]
         return TargetCount(inside.numel(), 0)
+
+    def can_ignore_rows(self, inputs: Any) -> bool:
+        """Whether `without` leaves nothing of the rows: not where labels are not integers, or there are none."""
+        if not self.skips_ignored or self.by_sample:
+            return False
+        integers = self.integers(inputs)
+        if not integers or not integers.keys() >= self.present(inputs).keys():
+            return False
+        return _sequence_length(inputs) is not None or not any(name in POSITIONS for name in integers)
 
     def without(self, inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
         """`inputs` with the labels of all rows after the first `rows` ignored."""

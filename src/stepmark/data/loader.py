@@ -6,6 +6,8 @@ workers. The loader combines the two and keeps the position that the consumer ha
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -19,6 +21,7 @@ from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.data.collate import FIXED_SHAPES, Padding, sample_length
 from stepmark.data.fetcher import CollateFn, Fetcher, MicroTask, WorkerFailure
 from stepmark.data.labels import LabelRule
+from stepmark.data.length_groups import LengthGroups
 from stepmark.data.mixture import MixtureOrder
 from stepmark.data.order import BatchLayout, Epoch, Position, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
@@ -26,6 +29,7 @@ from stepmark.launch.signal_handlers import STOPPING
 
 # Version of the algorithm that orders samples; a position saved under another one is rejected.
 ORDERS = {True: "shuffled-1", False: "sequential-1"}
+GROUPED = "grouped-1"
 
 
 class DataLoader:
@@ -48,11 +52,14 @@ class DataLoader:
         collate_fn: makes a batch of a list of samples; default: `stepmark.data.collate.collate`.
         num_workers: worker processes, default 0: the calling process fetches.
         fixed_shape: fill incomplete micro-batches with rows that are not in the loss, as lazy devices need; see
-            `MicroBatch`. Default False: only a rank without samples in a step gets such rows.
+            `MicroBatch`. A batch whose labels cannot say which rows count stays as it is. Default False: only a rank
+            without samples in a step gets such rows.
         pad_to: one length in tokens for all sequences, or several, of which the smallest that fits is used. With
             `fixed_shape` and several ranks, all ranks use the same one, for which every sample is read once at the
             start. Default None: the longest sequence of the batch.
         pad_token_id: pads `input_ids`, default 0.
+        lengths: of every sample by its index, int64: then samples of about the same length come together, see
+            `LengthGroups`. Default None: the order does not depend on lengths.
         labels: how the model's loss uses labels, `MicroBatchLoss(model).labels`; default: an argument `labels`, of
             which -100 is ignored.
 
@@ -77,6 +84,7 @@ class DataLoader:
         fixed_shape: bool = False,
         pad_to: int | Sequence[int] | None = None,
         pad_token_id: int = 0,
+        lengths: np.ndarray | None = None,
         labels: LabelRule | None = None,
     ) -> None:
         self.dataset = dataset
@@ -88,6 +96,7 @@ class DataLoader:
         self.layout = BatchLayout(batch_size, world_size, accumulation)
         self._padding = Padding.of(pad_to, pad_token_id, free=not fixed_shape)
         self._epoch = Epoch(_checked_size(dataset), self.layout.global_batch, drop_last)
+        self._groups = None if lengths is None else LengthGroups.of(lengths, self.layout.global_batch)
         self._check()
         self._fetcher = Fetcher(dataset, collate_fn, self._padding, labels or LabelRule())
         self._mixture: MixtureOrder | None = getattr(dataset, "mixture_order", None)
@@ -100,6 +109,8 @@ class DataLoader:
             raise UsageError(f"rank must be from 0 to {self.layout.world_size - 1}, not {self.rank}")
         if self.seed < 0 or self.num_workers < 0:
             raise UsageError(f"seed and num_workers must not be negative: {self.seed}, {self.num_workers}")
+        if self._groups is not None and (not self.shuffle or len(self._groups.lengths) != self._epoch.size):
+            raise UsageError("lengths: should be one for each sample, of a dataset that is shuffled")
         if not self._epoch.size:
             raise DataError("the dataset is empty; give one with samples")
         if not self.steps_per_epoch:
@@ -139,11 +150,12 @@ class DataLoader:
         differ from those of the loader that saved it. Raises CheckpointMismatch for other data, another seed or another
         order."""
         expected = self.state_dict()
-        for name in ("dataset_size", "seed", "order"):
-            if state.get(name) != expected[name]:
+        for name in ("dataset_size", "seed", "order", "lengths"):
+            saved, now = state.get(name), expected.get(name)
+            if saved != now:
                 raise CheckpointMismatch(
-                    f"data position: {name} was {state.get(name)!r} when it was saved and is {expected[name]!r} now;"
-                    " resume with the same data and data seed"
+                    f"data position: {name} was {saved!r} when it was saved and is {now!r} now; resume with the"
+                    " same data and data seed"
                 )
         position = Position(int(state["epoch"]), int(state["samples"]))
         if position.epoch < 0 or not 0 <= position.samples <= self._epoch.size:
@@ -152,6 +164,18 @@ class DataLoader:
                 f" {self._epoch.size} samples; the saved state is corrupted"
             )
         self._position = position
+        if self._groups is not None and self._groups.size != state["group_size"]:
+            self._groups = dataclasses.replace(self._groups, size=int(state["group_size"]))
+
+    def begin_epoch(self) -> None:
+        """Moves to the beginning of the epoch."""
+        self._position = Position(self._position.epoch, 0)
+
+    def again(self) -> DataLoader:
+        """Another loader of the same samples, at its beginning."""
+        other = copy.copy(self)
+        other._position = Position(0, 0)
+        return other
 
     def state_after(self, steps: int, epoch: float) -> dict[str, Any]:
         """The position of a run that another tool trained for `steps` steps, `epoch` passes over the data: that of as
@@ -168,14 +192,22 @@ class DataLoader:
             "samples": position.samples,
             "dataset_size": self._epoch.size,
             "seed": self.seed,
-            "order": ORDERS[self.shuffle] if self._mixture is None else self._mixture.name(self.shuffle),
+            "order": self._order_name,
+            **({} if self._groups is None else {"lengths": self._groups.digest, "group_size": self._groups.size}),
         }
+
+    @property
+    def _order_name(self) -> str:
+        name = ORDERS[self.shuffle] if self._mixture is None else self._mixture.name(self.shuffle)
+        return name if self._groups is None else f"{GROUPED} {name}"
 
     def _order(self, epoch: int) -> np.ndarray:
         """The samples of an epoch in their order, by index."""
         if self._mixture is not None:
-            return self._mixture.indices(self.seed, epoch, self.shuffle)
-        return sample_order(self._epoch.size, self.seed, epoch, self.shuffle)
+            order = self._mixture.indices(self.seed, epoch, self.shuffle)
+        else:
+            order = sample_order(self._epoch.size, self.seed, epoch, self.shuffle)
+        return order if self._groups is None else self._groups.order(order)
 
     def _tasks(self, start: Position) -> Iterator[MicroTask]:
         """This rank's tasks from a position to the end of its epoch, in order."""
@@ -246,8 +278,13 @@ class DataLoader:
                     worker.kill()
 
     def _check_shape(self, micro_batch: MicroBatch) -> None:
-        """With a fixed shape and no stated lengths, every micro-batch must have the shapes of the first."""
+        """With a fixed shape and no stated lengths, every micro-batch must have the shapes of the first; one that was
+        not filled has fewer rows."""
         if not self.fixed_shape or self._padding.lengths or not isinstance(micro_batch.inputs, Mapping):
+            return
+        if 0 < micro_batch.rows < self.layout.batch_size and not self._fetcher.labels.can_ignore_rows(
+            micro_batch.inputs
+        ):
             return
         shapes = {name: value.shape for name, value in micro_batch.inputs.items() if isinstance(value, Tensor)}
         self._shapes = self._shapes or shapes

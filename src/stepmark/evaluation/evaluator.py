@@ -184,6 +184,8 @@ class Evaluator:
             if self.prediction_step is None:
                 weight = self._weight(micro_batch) if self._has_loss(inputs) else None
                 loss, logits = self._call(inputs, weight, ignore_keys)
+                if weight is None and loss is not None:
+                    loss = weighted_sum(loss, self._weight(micro_batch))
                 labels = self._labels(inputs)
             else:
                 mean, logits, labels = self.prediction_step(inputs, loss_only, ignore_keys)
@@ -205,8 +207,12 @@ class Evaluator:
         return loss, logits, self._labels(inputs)
 
     def _call(self, inputs: Any, weight: Weight | None, ignore_keys: Sequence[str] | None) -> tuple[Tensor | None, Any]:
-        """The weighted loss, None without a weight, and the predictions."""
-        loss, outputs = (None, self.model(**inputs)) if weight is None else self.loss(self.model, inputs, weight)
+        """The weighted loss, without a weight the mean that the model returns all the same, and the predictions."""
+        if weight is None:
+            outputs = self.model(**inputs)
+            loss = loss_beside(outputs)
+        else:
+            loss, outputs = self.loss(self.model, inputs, weight)
         return loss, predictions_of(outputs, ignored_outputs(self.model) if ignore_keys is None else ignore_keys)
 
     def _weight(self, micro_batch: MicroBatch) -> Weight:
@@ -280,6 +286,13 @@ class Evaluator:
         if not in_order:
             return NO_ROWS
         return SampleRows.joined(in_order) if joined else SampleRows.listed(in_order)
+
+
+def loss_beside(outputs: Any) -> Tensor | None:
+    """The loss that a model returns by name for a batch without known labels, such as a module whose labels have other
+    names: a mean over the samples."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    return loss if isinstance(loss, Tensor) else None
 
 
 def perplexity(loss: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import numbers
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from stepmark.evaluation.predictions import SampleRows
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction
 
+logger = logging.getLogger("stepmark")
+
 ComputeMetrics = Callable[["EvalPrediction"], Mapping[str, Any]]
 
 
@@ -25,8 +28,15 @@ def summarize(
 
     `causal`: the model is a causal language model, so perplexity is reported. The user's
     function is called if predictions were gathered and the dataset has labels, as in transformers. Its values may be
-    text, lists and mappings too, which are kept, but not compared. Raises MetricsError for others.
+    text, lists and mappings too, which are kept, but not compared. Raises MetricsError for others. Where it is not
+    called although there is a loss, since no label was recognized, a warning says so.
     """
+    unlabelled = evaluation.predictions is not None and evaluation.labels is None
+    if compute_metrics is not None and unlabelled and evaluation.loss is not None:
+        logger.warning(
+            "%s is not called: no input of the model is known to be a label; label_names names those that are",
+            name_of(compute_metrics),
+        )
     found: dict[str, float] = {}
     if evaluation.loss is not None:
         found["loss"] = evaluation.loss

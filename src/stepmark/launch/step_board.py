@@ -14,14 +14,15 @@ from stepmark.launch.failure_report import REPORTS
 
 _FORMAT = struct.Struct("7q")
 _FILE = "steps"
-MIXED = 2  # in place of whether the samples were shuffled: their order is that of a mixture
+# In place of whether the samples were shuffled: their order is that of a mixture, or follows their lengths.
+MIXED, GROUPED = 2, 3
 
 
 @dataclass(frozen=True)
 class StepPlace:
     """A step, from 1, and its samples: those from `first` on, `samples` of them, in the order of `epoch`, which `size`,
-    `seed` and `shuffled` determine; that of a mixture, if `shuffled` is MIXED. Before the first step `step` is 0, and
-    before the samples are known `samples`."""
+    `seed` and `shuffled` determine; another one, if `shuffled` is MIXED or GROUPED. Before the first step `step` is 0,
+    and before the samples are known `samples`."""
 
     step: int = 0
     epoch: int = 0
@@ -40,7 +41,8 @@ class StepPlace:
         if not used:  # it was the last step of an epoch; samples that drop_last leaves out follow it
             used, epoch = size // samples * samples if size % samples else size, epoch - 1
         order = str(after["order"])
-        shuffled = MIXED if order.startswith("mixture") else int(order.startswith("shuffled"))
+        known = {"mixture": MIXED, "grouped": GROUPED, "shuffled": True}
+        shuffled = int(next((value for name, value in known.items() if order.startswith(name)), False))
         return cls(step, epoch, used - samples, samples, size, int(after["seed"]), shuffled)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from stepmark.config.training_fields import TrainingFields
+from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import INTERLEAVED, ONE_F_ONE_B
 
 
@@ -54,7 +56,8 @@ def _one_row(args: TrainingFields) -> dict[str, Any]:
 
 def _changed(args: TrainingFields, ranks: int, **changes: Any) -> Iterator[TrainingFields]:
     """With the same number of samples in a step, as near as accumulation allows: fewer data parallel ranks have more
-    micro-batches each. Nothing where these cannot go through a pipeline of so many ranks."""
+    micro-batches each. Nothing where these cannot go through a pipeline of so many ranks, or other settings of the
+    recipe exclude the changes."""
     tensor = changes.get("tensor_parallel_size", args.tensor_parallel_size)
     stages = changes.get("pipeline_parallel_size", args.pipeline_parallel_size)
     if tensor == 1:
@@ -70,7 +73,8 @@ def _changed(args: TrainingFields, ranks: int, **changes: Any) -> Iterator[Train
     micro_batches = max(1, round(micro_batches * tensor * stages / shared))
     in_groups = args.pipeline_schedule == INTERLEAVED and stages > 1
     if micro_batches >= stages and not (in_groups and micro_batches % stages):
-        yield dataclasses.replace(args, **{**changes, "gradient_accumulation_steps": micro_batches})
+        with contextlib.suppress(UsageError):  # what the recipe asks for besides excludes them
+            yield dataclasses.replace(args, **{**changes, "gradient_accumulation_steps": micro_batches})
 
 
 def _different(found: list[TrainingFields]) -> list[TrainingFields]:

@@ -173,7 +173,7 @@ def train_like(model: nn.Module, args: TrainingFields) -> nn.Module:
     """The model with the gradient checkpointing that the arguments ask for."""
     if args.gradient_checkpointing:
         # Lazy devices have a function of their own; what it keeps is the same.
-        enable_gradient_checkpointing(model, _eager_runtime())
+        enable_gradient_checkpointing(model, _eager_runtime(), args.checkpointing_options)
     return model
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from stepmark.config.option_text import parse_options
 from stepmark.config.recipe import ModelArguments, Recipe
-from stepmark.config.training_fields import parse_options
 from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import DataError, StepmarkError, UsageError

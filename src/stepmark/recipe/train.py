@@ -164,7 +164,7 @@ def _model_factory(args: TrainingFields, context: Context) -> Any:
 
     def shard(model: Any) -> None:
         """What stages cost, and so how layers are divided among them, depends on it."""
-        enable_gradient_checkpointing(model, context.runtime)
+        enable_gradient_checkpointing(model, context.runtime, args.checkpointing_options)
         factory.shard(model)
 
     return dataclasses.replace(factory, shard=shard)

@@ -58,6 +58,7 @@ class RunCallbacks:
         self._leads_node = leads_node
         self._log = log
         self._machine: Metrics = {}
+        self._position: tuple[int, Any] | None = None  # of the evaluated model, while that is logged
         self.reset()
 
     def reset(self) -> None:
@@ -66,6 +67,15 @@ class RunCallbacks:
         self.control = TrainerControl()
         self.progress = ProgressDisplay(shows=False, total=0, done=0)
         self.begun = self._training = False
+        self.best_step: int | None = None  # where the model has the weights of the best one
+
+    def model_position(self) -> tuple[int, Any]:
+        """The step whose weights the model has, and its epoch: the last one, or that of the best model once it is
+        loaded."""
+        if self.best_step is None:
+            return self.state.global_step, self.state.epoch
+        epochs = [log.get("epoch") for log in self.state.log_history if log.get("step") == self.best_step]
+        return self.best_step, epochs[-1] if epochs else self.state.epoch
 
     def show(self, parts: RunParts, train_dataloader: Any) -> None:
         """Gives the callbacks what transformers gives them."""
@@ -115,8 +125,11 @@ class RunCallbacks:
 
     def evaluated(self, metrics: Metrics, prefix: str) -> None:
         """Logs the metrics of one set, whose keys begin with `prefix`, and calls `on_evaluate`."""
-        self.log(metrics)
-        step = self.state.global_step
+        self._position = self.model_position()
+        try:
+            self.log(metrics)
+        finally:
+            step, self._position = self._position[0], None
         self.progress.evaluated(step, metrics, evaluation_line(step, metrics, prefix))
         self.event("on_evaluate", metrics)
 
@@ -131,7 +144,7 @@ class RunCallbacks:
 
     def record(self, logs: Metrics) -> None:
         """Adds `logs` to the history, to metrics.jsonl and to the callbacks' logs, with the step and epoch."""
-        epoch, step = self.state.epoch, self.state.global_step
+        step, epoch = self._position or (self.state.global_step, self.state.epoch)
         machine, self._machine = self._machine, {}
         self.state.log_history.append({**logs, "epoch": epoch, "step": step})
         logs = {**logs, **machine}

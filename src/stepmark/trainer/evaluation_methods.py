@@ -40,7 +40,6 @@ class EvaluationMethods:
     get_eval_dataloader: Any
     get_test_dataloader: Any
     _autocast_dtype: Any
-    _best_step: int | None
     _callbacks: Any
     _loaders: Any
     _overridden: Callable[[str], bool]
@@ -108,7 +107,7 @@ class EvaluationMethods:
         else:
             metrics = self._evaluate_set(eval_dataset, ignore_keys, metric_key_prefix)
         if own and metric_key_prefix == "eval":
-            self._callbacks.last_evaluation = (self.state.global_step, metrics)
+            self._callbacks.last_evaluation = (self._callbacks.model_position()[0], metrics)
         return metrics
 
     def _evaluate_own_data(self, evaluation: PausableEvaluation) -> dict[str, float]:
@@ -156,8 +155,9 @@ class EvaluationMethods:
                 before_batch=evaluation.before_batch,
             )
             metrics = self._metrics(found, prefix)
-            if self.state.epoch is not None:
-                metrics["epoch"] = self.state.epoch
+            _, epoch = self._callbacks.model_position()
+            if epoch is not None:
+                metrics["epoch"] = epoch
             evaluation.completed[key] = metrics
             self._callbacks.evaluated(metrics, prefix)
         return dict(evaluation.completed[key])
@@ -177,7 +177,7 @@ class EvaluationMethods:
 
         With `load_best_model_at_end` these are the metrics of the best model. Collective.
         """
-        step = self.state.global_step if self._best_step is None else self._best_step
+        step, _ = self._callbacks.model_position()
         last = self._callbacks.last_evaluation
         if last is not None and last[0] == step:
             return last[1]

@@ -60,7 +60,8 @@ class GivenLoader:
         seed: Of the generators.
         labels: How the model's loss uses labels.
         max_steps: Steps of the run, for a loader without a length; default None: it needs one.
-        fixed_shape: Fill smaller batches with rows that are not in the loss, up to the size of the first one.
+        fixed_shape: Fill smaller batches with rows that are not in the loss, up to the size of the first one, where
+            labels can say so.
     """
 
     def __init__(
@@ -117,6 +118,11 @@ class GivenLoader:
         self._position = dict(state)
         if self._begun and not state["samples"] and not state["ended"]:  # a callback has ended the epoch early
             self._position = self._state(state["epoch"], 0, ended=False)
+
+    def begin_epoch(self) -> None:
+        """Moves to the beginning of the epoch, whose random numbers it draws again."""
+        if self._position["samples"]:
+            self._position = {**self._position, "samples": 0, "loader": None}
 
     def state_after(self, steps: int, epoch: float) -> dict[str, Any]:
         """The position of a run that another tool trained for `steps` steps with this loader. `epoch` is not needed."""
@@ -184,7 +190,8 @@ class GivenLoader:
     def _micro_batch(self, inputs: Any, *, empty: bool = False) -> MicroBatch:
         rows = _rows(inputs)
         self._full_rows = max(self._full_rows, rows)
-        if self._fixed_shape and isinstance(inputs, dict) and rows < self._full_rows:
+        fills = self._fixed_shape and isinstance(inputs, dict) and rows < self._full_rows
+        if fills and self._labels.can_ignore_rows(inputs):
             inputs = self._labels.without(_filled(inputs, rows, self._full_rows), rows)
         if empty:
             rows = 0

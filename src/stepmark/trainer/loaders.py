@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
-from stepmark.config.training_fields import TrainingFields
-from stepmark.data.collate import Padding, PadTo
+from stepmark.config.training_fields import GROUP_BY_LENGTH, TrainingFields
+from stepmark.data.collate import Padding, PadTo, collate, pad_collated
+from stepmark.data.length_groups import LengthGroups, sample_lengths
 from stepmark.data.loader import DataLoader
 from stepmark.data.stream_loader import StreamLoader, check_readable_again, is_stream
 from stepmark.errors import UsageError
@@ -42,8 +45,28 @@ class LoaderFactory:
         """The batches of training data: of a dataset with a length, or of one that can only be iterated."""
         check_readable_again("train_dataset", dataset)
         if is_stream(dataset):
+            if self.args.train_sampling_strategy == GROUP_BY_LENGTH:
+                raise UsageError(
+                    "train_sampling_strategy: samples that can only be iterated are not known before; choose random, "
+                    "or group them in the dataset"
+                )
             return self._stream(dataset, self.args.per_device_train_batch_size)
         return PlainBatches(self.train_loader(dataset))
+
+    def sampled_batches(self, dataset: Any, sampler: Any) -> Any:
+        """The batches of training data in the order of a sampler; None: in that of the dataset."""
+        check_readable_again("train_dataset", dataset)
+        padded, columns = self._padded, self._columns
+        padding = Padding.of(padded.lengths if padded else None, self._pad_token_id, free=not self.mesh.runtime.lazy)
+        samples: Any = dataset if columns is None else UsedColumns(dataset, columns)
+        return torch.utils.data.DataLoader(
+            samples,
+            batch_size=self.args.per_device_train_batch_size,
+            sampler=sampler,
+            collate_fn=partial(_collated, padded.collate_fn if padded else self.data_collator, padding),
+            num_workers=self.args.dataloader_num_workers,
+            drop_last=self.args.dataloader_drop_last,
+        )
 
     def eval_batches(self, dataset: Any) -> Any:
         """The batches of evaluation data, in order."""
@@ -58,9 +81,24 @@ class LoaderFactory:
             self.args.per_device_train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
             seed=self.data_seed,
-            shuffle=self.args.train_sampling_strategy == "random",
+            shuffle=self.args.train_sampling_strategy != "sequential",
+            lengths=self._lengths(dataset),
             drop_last=self.args.dataloader_drop_last,
         )
+
+    def _lengths(self, dataset: Any) -> np.ndarray | None:
+        """The lengths of the samples where they are grouped by these; the same on all ranks. Collective."""
+        if self.args.train_sampling_strategy != GROUP_BY_LENGTH:
+            return None
+        names = getattr(self.processing_class, "model_input_names", None)
+        lengths = sample_lengths(dataset, self.args.length_column_name, names[0] if names else "input_ids")
+        digests = self.mesh.context.host.all_gather(LengthGroups(lengths, 1).digest)
+        if len(set(digests)) > 1:
+            raise UsageError(
+                "train_sampling_strategy: group_by_length needs samples of the same lengths on all ranks, and this "
+                "dataset's differ; give it a column of lengths, or choose random"
+            )
+        return lengths
 
     def steps_of(self, batches: Any, accumulation: int = 1) -> TrainLoader:
         """The steps of `batches`: of an own loader's, or of those that an overridden method has returned."""
@@ -129,6 +167,11 @@ class LoaderFactory:
         collator = self.data_collator
         own_collator = collator is not None and not _of_transformers(collator) and self._padded is None
         return own_collator or self.loss.override is not None
+
+
+def _collated(collator: Callable[[list[Any]], Any] | None, padding: Padding, samples: list[Any]) -> Any:
+    places = range(len(samples))
+    return collate(samples, places, padding) if collator is None else pad_collated(collator(samples), places, padding)
 
 
 def _of_transformers(collator: Any) -> bool:

@@ -11,6 +11,7 @@ from stepmark.errors import UsageError
 CALLED = (
     "compute_loss",
     "get_train_dataloader",
+    "_get_train_sampler",
     "get_eval_dataloader",
     "get_test_dataloader",
     "create_optimizer",
@@ -49,7 +50,6 @@ INSTEAD = {
     "_set_signature_columns_if_needed": _BATCH,
     "_get_collator_with_removed_columns": _BATCH,
     "_get_dataloader": "get_train_dataloader and get_eval_dataloader",
-    "_get_train_sampler": "get_train_dataloader",
     "_get_eval_sampler": "get_eval_dataloader",
     "num_examples": "get_train_dataloader",
     "get_total_train_batch_size": "get_train_dataloader",

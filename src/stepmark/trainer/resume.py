@@ -62,6 +62,7 @@ def restore_run(
         _locate_best(callbacks.state, path, host)
     if host.rank == 0:
         _warn_of_later_checkpoints(path, step, folder)
+        _warn_of_another_batch(checkpointer.metadata(path).get("samples_per_step"), parts)
     return path
 
 
@@ -113,3 +114,23 @@ def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:
             ", ".join(later[:3]) + (", …" if len(later) > 3 else ""),
             later[0],
         )
+
+
+def _warn_of_another_batch(before: int | None, parts: RunParts) -> None:
+    """Steps of another size are another training, which a change of ranks brings about without asking for it."""
+    layout = parts.loader.layout
+    if before is None or before == layout.global_batch:
+        return
+    micro_batch = layout.batch_size * layout.world_size
+    steps, rest = divmod(before, micro_batch)
+    remedy = f"gradient_accumulation_steps: {steps}" if not rest else "per_device_train_batch_size"
+    logger.warning(
+        "a step has %d samples (%d per device x %d data parallel x %d accumulated), and had %d before; for the same "
+        "batches as before set %s",
+        layout.global_batch,
+        layout.batch_size,
+        layout.world_size,
+        layout.accumulation,
+        before,
+        remedy,
+    )

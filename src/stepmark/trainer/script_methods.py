@@ -36,6 +36,17 @@ class ScriptMethods:
         """The model: nothing is wrapped around it."""
         return self.model
 
+    @property
+    def label_smoother(self) -> Any:
+        """transformers' LabelSmoother where `label_smoothing_factor` asks for one, for a `compute_loss` of a subclass
+        that calls it; otherwise None."""
+        factor = self.args.label_smoothing_factor
+        if not factor:
+            return None
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        return LabelSmoother(epsilon=factor)
+
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Prints metrics on rank 0.
 

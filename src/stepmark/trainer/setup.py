@@ -94,7 +94,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     if args.fp16:
         check_fp16(runtime)
     if args.gradient_checkpointing:
-        enable_gradient_checkpointing(model, runtime)
+        enable_gradient_checkpointing(model, runtime, args.checkpointing_options)
     if args.dtype == "bfloat16":
         cast_module(model, torch.bfloat16)
     groups = mesh.same_parameters if applied else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import EvalPrediction
 
@@ -30,6 +30,7 @@ from stepmark.trainer.custom_loss import call_compute_loss
 from stepmark.trainer.evaluation_methods import EvaluationMethods
 from stepmark.trainer.finished_runs import finished, set_aside_finished_run
 from stepmark.trainer.given_loader import GivenLoader
+from stepmark.trainer.given_samplers import call_sampler, sampler_of
 from stepmark.trainer.hub_uploads import HubCallback, HubMethods, check_hub
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.silent_ranks import watch_peers
@@ -161,7 +162,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self._made: tuple[Any, Any] = (None, None)  # the optimizer and the schedule of the run before
         self._step_optimizer: StepOptimizer | None = None
         self._made_tensors: set[int] = set()  # that it updates
-        self._best_step: int | None = None  # of the best model, where the model holds its weights
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
         self._pausable: PausableEvaluation | None = None  # that of the evaluation in the training loop
@@ -309,7 +309,15 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         """
         if self.train_dataset is None:
             raise UsageError("train_dataset: training needs one")
+        if self._overridden("_get_train_sampler"):
+            return self._loaders.sampled_batches(self.train_dataset, call_sampler(self))
         return self._loaders.train_batches(self.train_dataset)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        """Returns a sampler of the training data. A subclass may override it: then the samples come in the order of
+        what it returns, and a resumed run skips the batches that were taken."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return sampler_of(dataset, self.args.train_sampling_strategy)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> Any:
         """Returns the batches of evaluation data, in order. A subclass may return any iterable of batches of its own.
@@ -510,7 +518,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         folder = Path(self.args.output_dir)
         prepare_output_folder(folder, self.context.host)
         self._callbacks.reset()
-        self._best_step = None
         if self._factory is not None:
             self._factory.begin_run(self.model, self.mesh)
         align_special_tokens(self.model, self.processing_class)
@@ -533,7 +540,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 checkpointer.claim()
                 loop.withdraw_stop_request()
             own = parts.loader  # callbacks get a second loader, whose position is not that of the run
-            self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else self.train_loader())
+            self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             try:
                 with loop.stopping_at_signals(), watch_peers(self.mesh, self._callbacks, self.args.save_timeout):
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
@@ -585,7 +592,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         seconds, steps = time.perf_counter() - began, self.state.global_step - first
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             checkpointer.restore({"model": self._saved}, Path(self.state.best_model_checkpoint))
-            self._best_step = self.state.best_global_step
+            callbacks.best_step = self.state.best_global_step
         samples = steps * parts.loader.layout.global_batch
         metrics = {
             "epoch": self.state.epoch,

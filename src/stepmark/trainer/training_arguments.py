@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
-from stepmark.config.transformers_defaults import IGNORED, LATE, check_ignored, ignored_argument
+from stepmark.config.transformers_defaults import ALIASES, IGNORED, LATE, check_ignored, ignored_argument
 from stepmark.errors import UsageError
 from stepmark.launch.accelerate_variables import asked_by_accelerate
 from stepmark.launch.world import World
@@ -53,6 +53,9 @@ class TrainingArguments(TrainingFields):
         hub_private_repo: Whether a new repository is private; default: as the hub's organization says.
         hub_always_push: Upload a checkpoint although the one before is still on its way. Default: false.
         hub_revision: The branch; default: the main one.
+        log_on_each_node: Whether the first rank of each machine logs, as `should_log` says, or rank 0 alone. Default:
+            true.
+        save_on_each_node: Accepted where all ranks are on one machine, on which it means nothing. Default: false.
 
     Raises:
         UsageError: As `TrainingFields`.
@@ -76,6 +79,8 @@ class TrainingArguments(TrainingFields):
     hub_private_repo: bool | None = None
     hub_always_push: bool = False
     hub_revision: str | None = None
+    log_on_each_node: bool = True
+    save_on_each_node: bool = False
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         for kind in cls.__mro__[: cls.__mro__.index(TrainingArguments)]:
@@ -90,6 +95,7 @@ class TrainingArguments(TrainingFields):
         self._take_variables()
         super().__post_init__()
         self.lr_scheduler_kwargs, self.report_to = self.scheduler_options or None, self.reporters
+        self.gradient_checkpointing_kwargs = self.checkpointing_options or None
         self.include_for_metrics = list(self.include_for_metrics or [])
         unknown = sorted(set(self.include_for_metrics) - {"inputs", "loss"})
         if unknown:
@@ -127,6 +133,9 @@ class TrainingArguments(TrainingFields):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises UsageError for an argument of transformers that would have no effect."""
+        name = ALIASES.get(name, name)
+        if name == "save_on_each_node" and value:
+            _check_one_node()
         if check_ignored(self, name, value):
             vars(self).setdefault(IGNORED, {})[name] = value
         else:
@@ -202,8 +211,8 @@ class TrainingArguments(TrainingFields):
 
     @property
     def should_log(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.local_process_index == 0
+        """Whether this is the first rank of its machine, or with `log_on_each_node=False` rank 0."""
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
 
     @property
     def should_save(self) -> bool:
@@ -228,7 +237,7 @@ class TrainingArguments(TrainingFields):
         from stepmark.runtime.context import start
 
         host = start(self.device_name, self.join_timeout).host
-        first = self.should_log if local else self.should_save
+        first = (self.local_process_index if local else self.process_index) == 0
         failed: BaseException | None = None
         if first:
             try:
@@ -273,3 +282,13 @@ class TrainingArguments(TrainingFields):
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "device"}
         secret = {} if self.hub_token is None else {"hub_token": "<HUB_TOKEN>"}
         return {**values, "device": self.device_name, **secret}
+
+
+def _check_one_node() -> None:
+    """Raises UsageError where each machine would have to have a folder of its own."""
+    world = World.from_environment()
+    if world.local_size < world.size:
+        raise UsageError(
+            "save_on_each_node: output_dir is one folder that all machines see, in which a checkpoint is written once, "
+            "by all ranks together; leave it out"
+        )

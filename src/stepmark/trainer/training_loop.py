@@ -142,6 +142,8 @@ class TrainingLoop:
             self._evaluate()
         self._monitor.begin()
         self._finish_step_of_earlier_process()
+        if restored is not None and self._args.ignore_data_skip:
+            self._parts.loader.begin_epoch()
         if self._step < self._parts.total_steps:
             self._stop_if_asked()
         while self._step < self._parts.total_steps and not self._callbacks.control.should_training_stop:
@@ -348,7 +350,12 @@ class TrainingLoop:
             self._step,
             {"model": self._parts.saved} if model_only else self.sections(),
             files=self._write_files,
-            metadata={"identity": self._parts.identity, "data": self._parts.data, "model_only": model_only},
+            metadata={
+                "identity": self._parts.identity,
+                "data": self._parts.data,
+                "model_only": model_only,
+                "samples_per_step": self._parts.loader.layout.global_batch,
+            },
             model_only=model_only,
             metrics=self._best_metric_now(),
         )

@@ -10,7 +10,7 @@ import transformers
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import TrainingFields
-from stepmark.config.transformers_defaults import SWITCHES, is_done
+from stepmark.config.transformers_defaults import ALIASES, SWITCHES, is_done
 from stepmark.config.unknown_field_message import unknown_field
 from stepmark.errors import UsageError
 from stepmark.trainer.seq2seq_arguments import Seq2SeqTrainingArguments
@@ -40,7 +40,7 @@ def converted(args: Any) -> Any:
         name
         for name, value in values.items()
         if name in defaults
-        and name not in (*own, "local_rank")
+        and name not in (*own, *ALIASES, "local_rank")
         and value != defaults[name]
         and not is_done(name, value)
     ]

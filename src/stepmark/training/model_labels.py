@@ -27,7 +27,23 @@ def label_rule(model: nn.Module) -> LabelRule:
         causal_shift=known_shift(model),
         ignored=_ignored_label(model),
         by_sample=_is_ctc(model),
+        skips_ignored=_skips_ignored(model),
     )
+
+
+def _skips_ignored(model: nn.Module) -> bool:
+    """Whether rows with ignored labels leave no trace. They do in statistics of a batch, in losses over routers, and in
+    regressions; what a module that is not of transformers' kind does with them cannot be known."""
+    from transformers import PreTrainedModel
+
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, PreTrainedModel) or getattr(config, "num_labels", None) == 1:
+        return False
+    if getattr(config, "problem_type", None) in ("regression", "multi_label_classification"):
+        return False
+    if getattr(config, "output_router_logits", False):
+        return False
+    return not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

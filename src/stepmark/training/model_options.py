@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from stepmark.config.activation_checkpointing import for_device
 from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.training.lazy.transformers_forward import recorded_checkpoint
@@ -19,10 +21,18 @@ CHECKPOINTING = {
 }
 
 
-def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
+def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime, options: Mapping[str, Any] | None = None) -> None:
     """Makes a transformers model recompute the activations of each layer in the backward pass instead of keeping them.
 
-    Lazy devices need torch_xla's function: torch's crashes on them. Raises UsageError for a model without support.
+    Lazy devices need torch_xla's function: torch's crashes on them.
+
+    Args:
+        model: The model.
+        runtime: The device.
+        options: Of `torch.utils.checkpoint`, as in `gradient_checkpointing_kwargs`. Default: `use_reentrant=False`.
+
+    Raises:
+        UsageError: The model has no support for it, or the device lacks an option.
     """
     method = next((name for name in CHECKPOINTING if hasattr(model, name)), None)
     if method is None:
@@ -30,18 +40,24 @@ def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime) -> None:
             f"gradient_checkpointing: {type(model).__name__} does not support it: it has no method "
             "gradient_checkpointing_enable; use torch.utils.checkpoint in the model"
         )
+    chosen = for_device(options or {}, lazy=runtime.lazy)
     try:
         enable: Any = getattr(model, method)
-        enable(**{CHECKPOINTING[method]: {"use_reentrant": runtime.lazy}})
+        enable(**{CHECKPOINTING[method]: chosen})
     except ValueError as error:
         raise UsageError(f"gradient_checkpointing: {error}") from error
     if runtime.lazy:
         from stepmark.runtime.xla import checkpoint_function
 
+        function = functools.partial(checkpoint_function(), **chosen)
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
-                function: Any = recorded_checkpoint(functools.partial(checkpoint_function(), use_reentrant=True))
-                module._gradient_checkpointing_func = function
+                recorded: Any = recorded_checkpoint(function, functools.partial(_trains, module))
+                module._gradient_checkpointing_func = recorded
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def check_bf16(device: torch.device) -> None:

@@ -19,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint import host_memory as staging
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
 from stepmark.filesystem import files
@@ -275,6 +276,35 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeyp
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="and 1 bytes are free"):
         checkpointer.save(1, state_of())
     assert not list(tmp_path.glob("*checkpoint*"))
+
+
+def test_a_full_disk_gets_room_from_checkpoints_that_need_not_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a run is started again with a lower limit: what is not kept goes before the save, and no more."""
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(step, state_of())
+    room = 1
+
+    def usage(path: object) -> object:
+        free = 64 << 20 if len(list(tmp_path.glob("checkpoint-*"))) <= room else 1 << 20
+        return shutil._ntuple_diskusage(1 << 30, (1 << 30) - free, free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+        with pytest.raises(
+            CheckpointError, match=r"needs 16\.8 MB in .*, and 16\.8 MB to spare\), and 1.05 MB are free"
+        ):
+            checkpointer.save(5, state_of())
+        assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 3]
+        room = 2
+        checkpointer.save(5, state_of())
+        assert checkpointer.restore(state_of()) == 5
+    room = 0
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="are free"):
+        checkpointer.save(6, state_of())  # with no limit, nothing is deleted
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [5, 4]
 
 
 def test_a_host_without_memory_is_found_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

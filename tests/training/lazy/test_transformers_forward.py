@@ -95,3 +95,33 @@ def recorded_in_both_passes() -> list[bool]:
 def test_what_gradient_checkpointing_repeats_is_recorded_too(ranks: Ranks) -> None:
     (said,) = ranks.run(f"{HERE}:recorded_in_both_passes").check()
     assert said == [True, True, False]
+
+
+def gradients_behind_frozen_embeddings(device: str) -> list[float]:
+    """The gradient norm of each layer of a vision model whose embeddings are frozen; of a frozen layer, 0."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    from stepmark.runtime.device import create_runtime
+    from stepmark.training.model_options import enable_gradient_checkpointing
+
+    runtime = create_runtime(device)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    model: Any = ViTForImageClassification(ViTConfig(num_hidden_layers=3, **sizes))
+    model.train().vit.embeddings.requires_grad_(False)
+    model.vit.layers[0].requires_grad_(False)
+    pixels, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+    model.to(runtime.device)
+    enable_gradient_checkpointing(model, runtime)
+    model(pixel_values=runtime.place(pixels), labels=runtime.place(labels)).loss.backward()
+    found = [[p.grad for p in layer.parameters() if p.grad is not None] for layer in model.vit.layers]
+    return [sum(float(gradient.norm()) for gradient in gradients) for gradients in found]
+
+
+@pytest.mark.xla
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_layers_behind_frozen_embeddings_get_their_gradients(ranks: Ranks) -> None:
+    (lazy,) = ranks.run(f"{HERE}:gradients_behind_frozen_embeddings", "xla").check()
+    (eager,) = ranks.run(f"{HERE}:gradients_behind_frozen_embeddings", "cpu").check()
+    assert lazy == pytest.approx(eager, rel=1e-4)
+    assert lazy[0] == 0.0 < min(lazy[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
 from stepmark.checkpoint.coordination.messages import describe_error
 from stepmark.checkpoint.coordination.status_store import StatusStore
 from stepmark.checkpoint.coordination.watchdog import end_unless
-from stepmark.checkpoint.format.checkpoint_folders import remove_temporary
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, remove_temporary
 from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save_handle import SaveHandle
@@ -97,6 +98,13 @@ class Background:
         not stay full. It does not wait for all ranks to report completion, since a full disk prevents that."""
         for temporary in list(self._left):
             self._discard(temporary)
+
+    def make_room(self, folder: Path, needed: int, save: str) -> None:
+        """On rank 0: where fewer than `needed` bytes are free, deletes what the policies do not keep, as they may be
+        stricter than those of the run that saved it. What they keep stays, the newest checkpoint included."""
+        existing = checkpoints(folder)
+        if existing and shutil.disk_usage(folder).free < needed:
+            self._cleaner.after(existing[0], save)
 
     def _discard(self, temporary: Path) -> None:
         try:

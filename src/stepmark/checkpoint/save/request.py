@@ -22,7 +22,7 @@ from stepmark.checkpoint.save.table_exchange import RankTables, gather_rows, gat
 from stepmark.checkpoint.sections import Entry, Section, describe
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
-from stepmark.filesystem.sizes import distinct_sizes
+from stepmark.filesystem.sizes import distinct_sizes, size
 from stepmark.runtime.versions import software_versions
 
 _SLACK = 16 << 20  # bytes of free disk beyond the tensors: values, manifest, the file system's own
@@ -187,12 +187,17 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def disk_need(plan: SavePlan) -> int:
+    """The bytes that have to be free before a save begins."""
+    return plan.size + _SLACK
+
+
 def check_disk(folder: Path, plan: SavePlan) -> None:
     """Raises CheckpointError where the disk has no room for the save."""
     free = shutil.disk_usage(folder).free
-    needed = plan.size + _SLACK
-    if needed > free:
-        wanted, there = distinct_sizes(needed, free)
+    if disk_need(plan) > free:
+        needed, there = distinct_sizes(disk_need(plan), free)
         raise CheckpointError(
-            f"the checkpoint needs {wanted} in {folder}, and {there} are free; make room, or keep fewer checkpoints"
+            f"the checkpoint needs {needed} in {folder} ({size(plan.size)}, and {size(_SLACK)} to spare), "
+            f"and {there} are free; make room, or keep fewer checkpoints"
         )

@@ -31,9 +31,15 @@ def lazy_forward(inputs: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def recorded_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """An activation checkpointing function, `checkpoint(function, *args)`, that records `function` when the backward
-    pass calls it again, on another thread, as well."""
+def recorded_checkpoint(
+    checkpoint: Callable[..., Any], trains: Callable[[], bool] = lambda: True
+) -> Callable[..., Any]:
+    """A reentrant activation checkpointing function, `checkpoint(function, *args)`, that records `function` when the
+    backward pass calls it again, on another thread, as well.
+
+    A reentrant function gives no gradients to a layer none of whose inputs has one, as behind frozen embeddings. Where
+    `trains()` says that there are parameters to train, an input then gets a gradient, which is not used.
+    """
 
     def checkpoint_recorded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():  # nothing is kept anyway, and it would warn
@@ -43,9 +49,18 @@ def recorded_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             with recording():
                 return function(*inputs, **more)
 
-        return checkpoint(recorded, *args, **options)
+        return checkpoint(recorded, *(_with_gradient(args) if trains() else args), **options)
 
     return checkpoint_recorded
+
+
+def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs, of which one has a gradient if any can."""
+    tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+    first = next((each for each in tensors if each.is_floating_point()), None)
+    if first is None or any(each.requires_grad for each in tensors):
+        return inputs
+    return tuple(each.detach().requires_grad_() if each is first else each for each in inputs)
 
 
 @functools.cache

@@ -1,0 +1,83 @@
+"""A program for ranks: trains models with a last batch that is smaller, which a lazy device would like to fill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepmark import Trainer, TrainingArguments
+from tests.support.label_models import make
+
+SAMPLES = 5
+
+
+class OwnModule(nn.Module):
+    """Its labels have a name that nobody knows, and its loss knows no label to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        return {"loss": functional.cross_entropy(logits, y), "logits": logits}
+
+
+class OwnRegression(nn.Module):
+    """Integer labels that are numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = self.layer(x).squeeze(-1)
+        return {"loss": (found - labels).square().mean(), "logits": found}
+
+
+def cases() -> Iterator[tuple[str, nn.Module, list[dict[str, Any]]]]:
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(SAMPLES, 4, generator=generator)
+    numbers = torch.arange(SAMPLES) % 3
+    yield "own", OwnModule(), [{"x": x, "y": y} for x, y in zip(features, numbers, strict=True)]
+    yield "own regression", OwnRegression(), [{"x": x, "labels": y} for x, y in zip(features, numbers, strict=True)]
+    made = make("BertForSequenceClassification")
+    model: Any = made.model
+    model.config.num_labels, model.config.problem_type, model.num_labels = 1, None, 1
+    model.classifier = nn.Linear(model.config.hidden_size, 1)
+    rows = [made.samples[index % len(made.samples)] for index in range(SAMPLES)]
+    yield "BERT regression", model, [{**row, "labels": y} for row, y in zip(rows, numbers.float(), strict=True)]
+
+
+def losses_of(folder: str, device: str) -> dict[str, list[float]]:
+    """The losses of the steps and evaluations of two epochs, of each case."""
+    found = {}
+    for name, model, samples in cases():
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        args = TrainingArguments(
+            output_dir=str(Path(folder) / name),
+            device=device,
+            num_train_epochs=2,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            eval_strategy="epoch",
+            save_strategy="no",
+            logging_steps=1,
+            learning_rate=1e-2,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, args, train_dataset=samples, eval_dataset=samples)  # type: ignore[arg-type]
+        trainer.train()
+        logs = [log.get("loss", log.get("eval_loss")) for log in trainer.state.log_history]
+        found[name] = [float(loss) for loss in logs if loss is not None]
+    return found
