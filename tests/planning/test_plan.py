@@ -202,6 +202,13 @@ def test_the_command_says_whether_the_recipe_fits(
     assert values["options"][0]["fits"] is False
     assert run(["plan", recipe, "--nproc", "2", "--device-memory", "much"]) == 2
     assert "--device-memory: 'much' is not a size" in capsys.readouterr().err
+    assert run(["plan", recipe]) == 0  # for one rank
+    page = capsys.readouterr().out
+    assert "ranks       1: dp 1 x tp 1" in page
+    assert "the recipe's mesh and those near it, in MB:" in page
+    row = page.split("in MB:\n")[1].splitlines()[1]  # below the names of the columns
+    assert float(row.split()[-1]) > 0.1
+    assert "0.000 billion" not in page
     assert run(["plan", recipe, "--nproc", "0"]) == 2
     assert "--nproc: must be at least 1, but is 0" in capsys.readouterr().err
 

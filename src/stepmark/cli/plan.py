@@ -1,4 +1,4 @@
-"""`stepmark plan RECIPE.yaml --nproc N [--device-memory 16GB] [--FIELD VALUE …]`"""
+"""`stepmark plan RECIPE.yaml [--nproc N] [--device-memory 16GB] [--FIELD VALUE …]`"""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ HELP = "show the memory a rank of a recipe needs, its steps and checkpoints, and
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=int, metavar="N", required=True, help="plan for N ranks, over all machines")
+    ranks = "plan for N ranks, over all machines (default: 1)"
+    parser.add_argument("--nproc", type=int, metavar="N", default=1, help=ranks)
     parser.add_argument("--device-memory", metavar="SIZE", help="of each rank's device, such as 16GB or 16GiB")
     counting = "tokenize the data, as the run would, to know the steps of an epoch"
     parser.add_argument("--count-data", action="store_true", help=counting)
