@@ -31,7 +31,7 @@ def write_used_recipe(folder: Path, recipe: Recipe) -> None:
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if value != field.default:
-                values[field.name] = _absolute(field.name, value)
+                values[field.name] = _plain(field.name, _absolute(field.name, value))
     head = "# The recipe of the run that wrote this folder. Written by stepmark train, and again when it is resumed.\n"
     files.replace_file(folder / USED_RECIPE, (head + format_yaml(values)).encode())
 
@@ -62,6 +62,12 @@ def read_used_recipe(folder: Path) -> Recipe | None:
     """
     path = folder / USED_RECIPE
     return read_recipe(str(path), {}) if path.is_file() else None
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Steps as whole numbers, as they were given: only fractions of a run are not."""
+    whole = name.endswith("_steps") and isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
 
 
 def _absolute(name: str, value: Any) -> Any:
