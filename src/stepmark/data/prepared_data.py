@@ -97,8 +97,8 @@ def _prepare_source(
     """The data of one source, in the cache under `root`."""
     block_size = choose_block_size(config.block_size, tokenizer.model_max_length)
     if config.messages_column is not None:
-        chats, held_out, cached, texts = prepare_conversations(config, tokenizer, block_size, root, say)
-        description = describe_source(config, block_size, config.validation_split_percentage, texts)
+        chats, held_out, cached, contents = prepare_conversations(config, tokenizer, block_size, root, say)
+        description = describe_source(config, block_size, config.validation_split_percentage, contents)
         return Prepared(chats, held_out, chats.fingerprint, cached, description)
     encoder = TextEncoder.of(tokenizer)
     sources = open_sources(config)
@@ -123,8 +123,8 @@ def _prepare_source(
         _check_length(meta["tokens"]["train"], block_size, sources)
     train = blocks("train", config.max_train_samples)
     validation = blocks("validation", config.max_eval_samples) if "validation" in meta["tokens"] else None
-    texts = [(each.where, each.content) for each in sources.train.sources]
-    description = describe_source(config, block_size, sources.held_out, texts)
+    contents = [(each.where, each.content) for each in sources.train.sources]
+    description = describe_source(config, block_size, sources.held_out, contents)
     return Prepared(train, validation, _fingerprint(meta, train), cached, description)
 
 

@@ -191,7 +191,8 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
         recipe = read_used_recipe(request.path)
         setup = EvaluationSetup.prepare(mesh, functions, request.data, recipe, checkpoint, request.batch_size)
         if leads:
-            _say(setup.summary(_origin(request, recipe and request.path / USED_RECIPE, request.path)))
+            used = None if recipe is None else request.path / USED_RECIPE
+            _say(setup.summary(_origin(request, used, request.path)))
             if not setup.moves_best:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
         return setup
