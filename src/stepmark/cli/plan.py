@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 
 from stepmark.cli.recipe_fields import add_recipe_arguments, explain_unknown_argument, recipe_of
+from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.errors import UsageError
 from stepmark.launch.imports import quick_imports
 from stepmark.recipe.hub import work_offline_without_hub
@@ -33,7 +33,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--nproc: must be at least 1, but is {parsed.nproc}")
     recipe = recipe_of(parsed)
     memory = _memory(parsed.device_memory)
-    os.environ.setdefault("USE_TORCH_XLA", "0")  # transformers imports torch_xla otherwise, where it is installed
+    leave_out_torch_xla()
+    quiet_libraries()
     work_offline_without_hub(recipe)
     with quick_imports():
         from stepmark.planning.from_recipe import plan_recipe
