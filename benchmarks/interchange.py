@@ -363,7 +363,11 @@ def measure_trainer(folder: Path, given: argparse.Namespace) -> None:
     measure("import from dcp", store, folder, rounds, "import")
     if given.dcp:
         save_with_torch(store, folder / "theirs")
-        ratios = [load_with_torch(folder / "theirs") / load_with_torch(store) for _ in range(rounds)]
+        ratios = []
+        for number in range(rounds):  # each is first in turn
+            stores = (folder / "theirs", store)
+            seconds = {path: load_with_torch(path) for path in (stores[::-1] if number % 2 else stores)}
+            ratios.append(seconds[folder / "theirs"] / seconds[store])
         shutil.copy(store / "config.json", folder / "theirs")
         say(f"dcp.load of ours beside that of torch's own store: {in_words(ratios)} of the speed")
         shutil.rmtree(store)

@@ -148,6 +148,19 @@ def test_low_precision_gets_master_weights_and_fp32_states(tmp_path: Path) -> No
         assert torch.equal(states[f"{name}/exp_avg"], low.moments[name]["exp_avg"].float())
 
 
+def test_learning_rates_are_those_of_the_schedule(tmp_path: Path) -> None:
+    """The groups of optimum-neuron's ZeRO-1 have the schedule's first rates."""
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", truth())
+
+    def rates(out: Path) -> object:
+        return json.loads((take(source, out) / "state.json").read_text())["sections"]["run"]["value"]["rates"]
+
+    torch.save({"last_epoch": 3, "lr_lambdas": [{}, {}], "_last_lr": [0.004, 0.002]}, source / "scheduler.pt")
+    assert rates(tmp_path / "scheduled") == [0.004, 0.002]
+    (source / "scheduler.pt").unlink()
+    assert rates(tmp_path / "constant") == [0.01, 0.01]
+
+
 def test_names_of_another_program(tmp_path: Path) -> None:
     expected = truth()
     torch.save({name.replace("model.layers", "net.blocks"): t for name, t in expected.model.items()}, tmp_path / "m.pt")
@@ -215,6 +228,19 @@ def test_files_of_two_saves(tmp_path: Path) -> None:
     name = "dp_rank_00_tp_rank_03_pp_rank_00.pt"
     shutil.copy(other / "model" / name, source / "model" / name)
     refused(source, tmp_path, CheckpointMismatch, "replicas", "weight_k")
+
+
+def test_optimizer_of_a_later_save(tmp_path: Path) -> None:
+    """Where trainer_state.json counts the steps, an optimizer cannot have taken more; a step of the user's own may be
+    another one."""
+    source = foreign_checkpoints.optimum_folder(tmp_path / "source", truth())
+    (source / "trainer_state.json").write_text(json.dumps({"global_step": 2}))
+    refused(source, tmp_path, CheckpointMismatch, "has taken 3 steps", "says 2")
+    other = foreign_checkpoints.nxd_folder(tmp_path / "other", truth())
+    torch.save({"total_steps": 2}, other / "user_content.pt")
+    found = open_foreign(other, ImportOptions())
+    assert found.step == 2
+    assert "the step is 2, as the checkpoint says; its optimizer has taken 3" in found.assumed
 
 
 def test_norms_of_two_saves(tmp_path: Path) -> None:

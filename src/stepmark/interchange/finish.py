@@ -181,8 +181,7 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
             state.pop(MASTER, None)
         elif MASTER not in state and parameter.dtype in _FLOATS:
             state[MASTER] = _exact(parameter, "F32")
-    if found.step is None:
-        found.step = steps_of(optimizer)
+    _check_steps(found, optimizer)
 
 
 def _check_keys(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -> None:
@@ -212,6 +211,25 @@ def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) ->
             raise CheckpointMismatch(
                 f"{value.where} is {list(value.shape)}, and its parameter is {list(parameter.shape)}"
             )
+
+
+def _check_steps(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -> None:
+    """Compares the steps that the optimizer counts with those that another file states, and takes them where none does.
+
+    Raises CheckpointMismatch where trainer_state.json says fewer. Other files may count other things.
+    """
+    counted = steps_of(optimizer)
+    if found.step is None:
+        found.step = counted
+    elif counted is not None and counted > found.step and found.trainer_state is not None:
+        raise CheckpointMismatch(
+            f"{found.folder}: its optimizer has taken {counted} steps, and trainer_state.json says {found.step}; the "
+            "files are of several saves. Import the model alone with --model-only"
+        )
+    elif counted is not None and counted > found.step:
+        found.assumed.append(f"the step is {found.step}, as the checkpoint says; its optimizer has taken {counted}")
+    elif counted is not None and counted < found.step:
+        found.assumed.append(f"the optimizer has taken {counted} of the {found.step} steps, as after skipped ones")
 
 
 def steps_of(optimizer: ForeignOptimizer) -> int | None:

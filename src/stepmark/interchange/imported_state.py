@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from stepmark.interchange.foreign import ForeignCheckpoint
+from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer
 
 # The fields of transformers' TrainerState that any of its versions has
 _STATE_FIELDS = (
@@ -47,7 +47,7 @@ def run_values(source: ForeignCheckpoint) -> dict[str, Any]:
         "unfinished": None,
         "means": {"since_log": none, "since_start": none, "grad_norm": 0.0},
         "schedule": _schedule(source, step),
-        "rates": [_number(group.get("lr", 0.0)) for group in optimizer.groups],
+        "rates": _rates(source, optimizer),
     }
 
 
@@ -58,6 +58,14 @@ def _schedule(source: ForeignCheckpoint, step: int) -> dict[str, Any]:
         found = state.get("last_epoch")
         return {"step": found if type(found) is int else step}
     return state
+
+
+def _rates(source: ForeignCheckpoint, optimizer: ForeignOptimizer) -> list[float]:
+    """The groups' learning rates, as the schedule says: optimum-neuron's ZeRO-1 keeps the first ones in the groups."""
+    last = (source.schedule or {}).get("_last_lr")
+    if isinstance(last, list) and len(last) == len(optimizer.groups) and all(type(rate) is float for rate in last):
+        return last
+    return [_number(group.get("lr", 0.0)) for group in optimizer.groups]
 
 
 def _number(value: Any) -> float:

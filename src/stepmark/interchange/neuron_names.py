@@ -89,6 +89,8 @@ def moves_of(
         return _replicated([name], shapes) if not isinstance(dim, int) else _joined(name, shapes, dim)
     prefix, module, part = match["prefix"], match["module"], match["part"]
     tail = f"{match['base'] or ''}{(match['lora'] + '.') if match['lora'] else ''}{match['kind']}"
+    if "expert_mlps." in prefix and len(shapes[0]) != 3:
+        raise CheckpointMismatch(f"tensor {name!r} is {list(shapes[0])}; of fused experts, only weights are known")
     members = _members(module, part, len(shapes[0]))
     names = [f"{prefix}{member}.{tail}" for member in members]
     row = module in _ROW
@@ -100,7 +102,7 @@ def moves_of(
     if module not in _COLUMN and not isinstance(dim, int):
         return _replicated(names, shapes)
     if len(shapes[0]) == 3:
-        return _halves(names * 2, shapes, 2)
+        return _halves(names * 2, shapes, 2) if module == "gate_up_proj" else _joined(names[0], shapes, 2)
     if module == "gate_up_proj":
         return _halves(names, shapes, 0)
     if module == "qkv_proj" and part in (None, "qkv"):

@@ -6,15 +6,17 @@ A tag has `model/` and `optim/` with a file for each rank; `done` proves nothing
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange import neuron_lora
 from stepmark.interchange.finish import files_beside, finish, outline_for
-from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor, ImportOptions, Piece
+from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor, ImportOptions
 from stepmark.interchange.formats import neuronx_dcp
 from stepmark.interchange.formats.dcp_store import is_store
+from stepmark.interchange.neuron_experts import LOST_STORE, add_expert_optimizer, is_expert, joined_experts
 from stepmark.interchange.neuron_files import (
     Missing,
     Place,
@@ -71,6 +73,8 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     lora = neuron_lora.config_of(tag, next(iter(contents.values())))
     if options.model_only or not (optimizers or is_store(tag / "optim")):
         found.lost += [] if options.model_only else ["optimizer: the checkpoint has none"]
+    elif is_store(tag / "optim") and found.mesh["ep"] > 1:
+        found.lost.append(LOST_STORE)
     elif is_store(tag / "optim"):
         neuronx_dcp.add_optimizers(stages, tag / "optim", found)
     else:
@@ -144,46 +148,61 @@ def _rank_tensors(
     for name, value in contents[Place(pp, tp)].items():
         if name == LORA_CONFIG:
             continue
+        paths = [files[Place(pp, tp, 0, ep)] for ep in range(experts)]
         values = [contents[Place(pp, tp, 0, ep)].get(name) for ep in range(experts)]
         missing = next((item for item in values if isinstance(item, Missing)), None)
         if missing is not None:
             found[name] = missing
-        elif not all(isinstance(item, StoredArray) for item in values):
+        elif not isinstance(value, StoredArray):
             raise CheckpointMismatch(f"{files[Place(pp, tp)]}: {name!r} is a {type(value).__name__}, not a tensor")
         else:
-            found[name] = _experts(name, [item for item in values if isinstance(item, StoredArray)])
+            found[name] = _experts(name, values, paths)
     return found
 
 
-def _experts(name: str, arrays: list[StoredArray]) -> ForeignTensor:
-    """Experts follow each other along dim 0; anything else is on every expert parallel rank."""
-    first = ForeignTensor.whole(name, arrays[0])
-    if len(arrays) == 1:
+def _experts(name: str, values: list[Any], paths: list[Path]) -> ForeignTensor:
+    """Experts follow each other along dim 0; anything else is on every expert parallel rank.
+
+    Raises CheckpointDamaged where a rank does not have it: reading the first one's file instead is right for what all
+    ranks have.
+    """
+    tensors = []
+    for path, array in zip(paths, values, strict=True):
+        if not isinstance(array, StoredArray):
+            raise CheckpointDamaged(f"{path}: tensor {name!r} is not there, and other expert parallel ranks have it")
+        tensors.append(ForeignTensor.whole(name, array))
+    first = tensors[0]
+    if len(tensors) == 1:
         return first
-    if len(arrays[0].shape) != 3:
-        replicas = [piece for array in arrays[1:] for piece in ForeignTensor.whole(name, array).pieces]
+    if not is_expert(first):
+        replicas = [piece for tensor in tensors[1:] for piece in tensor.pieces]
         return ForeignTensor(name, first.dtype, first.shape, first.pieces, tuple(replicas))
-    pieces, at = [], 0
-    for array in arrays:
-        pieces.append(Piece(array, (at, 0, 0)))
-        at += array.shape[0]
-    return ForeignTensor(name, first.dtype, (at, *first.shape[1:]), tuple(pieces))
+    files = [tensor.pieces[0].array.path for tensor in tensors]
+    borrowed = next((path for path, file in zip(paths[1:], files[1:], strict=True) if file == files[0]), None)
+    if borrowed is not None:
+        raise CheckpointDamaged(f"{borrowed}: the file of its part of tensor {name!r} is missing")
+    return joined_experts(name, tensors)
 
 
 def add_optimizers(stages: list[Stage], files: dict[Place, Path], found: ForeignCheckpoint, tag: Path) -> None:
     """Adds the optimizer's states to all stages."""
-    if any(place.ep for place in files):
-        found.lost.append("optimizer: that of expert parallel models combines two, which is not supported")
-        return
-    sizes = check_grid(files, tag / "optim")
+    experts = found.mesh["ep"]
+    if experts == 1 and any(place.ep for place in files):
+        raise CheckpointDamaged(f"{tag}: the optimizer is of several expert parallel ranks, and the model of one")
+    sizes = check_grid({replace(place, ep=0): path for place, path in files.items()}, tag / "optim")
     if (sizes["tp"], sizes["pp"]) != (found.mesh["tp"], found.mesh["pp"]):
         raise CheckpointDamaged(
             f"{tag}: the optimizer is of tp {sizes['tp']}, pp {sizes['pp']}, and the model of tp {found.mesh['tp']}, "
             f"pp {found.mesh['pp']}"
         )
-    found.mesh["dp"] = sizes["dp"]
-    rule = ""
+    rules = []
     for pp, stage in enumerate(stages):
         own = {place: path for place, path in files.items() if place.pp == pp}
-        rule = add_optimizer(stage, own, found.records, found.lost)
-    found.assumed.append(f"the optimizer numbers its parameters; their names follow from the model files ({rule})")
+        if experts == 1:
+            rules.append(add_optimizer(stage, own, found.records, found.lost))
+        elif (rule := add_expert_optimizer(stage, own, experts, found.records, found.lost)) is not None:
+            rules.append(rule)
+        else:
+            return
+    found.mesh["dp"] = sizes["dp"]
+    found.assumed.append(f"the optimizer numbers its parameters; their names follow from the model files ({rules[-1]})")

@@ -53,8 +53,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         fit_model(found, outline)  # before the optimizer, whose message would say less
     if not options.model_only:
         found.optimizer = _optimizer(folder, found, outline)
-        found.schedule = _schedule(folder)
-        _check_steps(found)
+        found.schedule = _schedule_of_step(found, _schedule(folder))
     found.lost += _left(folder)
     return finish(found, options, outline)
 
@@ -138,23 +137,12 @@ def _schedule(folder: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _check_steps(found: ForeignCheckpoint) -> None:
-    """Compares what counts steps. Raises CheckpointMismatch where the optimizer is of a later step than the rest."""
-    counted = steps_of(found.optimizer) if found.optimizer is not None else None
-    if found.step is not None and counted is not None and counted > found.step:
-        raise CheckpointMismatch(
-            f"{found.folder}: its optimizer has taken {counted} steps, and {STATE} says {found.step}; the files are of "
-            "several saves. Import the model alone with --model-only"
-        )
-    if found.step is not None and counted is not None and counted < found.step:
-        found.assumed.append(f"the optimizer has taken {counted} of the {found.step} steps, as after skipped ones")
-    step = found.step if found.step is not None else counted
-    if found.schedule is not None and step is not None:
-        found.schedule = _schedule_of_step(found, found.schedule, step)
-
-
-def _schedule_of_step(found: ForeignCheckpoint, schedule: Mapping[str, Any], step: int) -> Mapping[str, Any]:
+def _schedule_of_step(found: ForeignCheckpoint, schedule: dict[str, Any] | None) -> Mapping[str, Any] | None:
     """The schedule by steps of the optimizer: accelerate advances it once for each process."""
+    counted = steps_of(found.optimizer) if found.optimizer is not None else None
+    step = found.step if found.step is not None else counted
+    if schedule is None or step is None:
+        return schedule
     last, ranks = schedule.get("last_epoch"), len(list(found.folder.glob("random_states_*.pkl")))
     if found.step is None and ranks > 1 and last == ranks * step and "lr_lambdas" in schedule:
         found.assumed.append(

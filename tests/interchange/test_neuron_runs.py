@@ -1,0 +1,111 @@
+"""What runs on Neuron devices leave: stages with layers that are not theirs, several tags, and types of XLA's flags."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stepmark.errors import CheckpointDamaged
+from stepmark.interchange.foreign import ImportOptions
+from stepmark.interchange.recognition import open_foreign
+from tests.interchange.test_import import check, refused, take
+from tests.support import foreign_checkpoints
+from tests.support.foreign_checkpoints import STEP, Truth, numbered, save_rank, truth, zero_part
+
+
+def stage_of(name: str) -> int:
+    return int(not ("embed" in name or ".layers.0." in name))
+
+
+def staged_folder(folder: Path, found: Truth) -> Path:
+    """optimum-neuron with two pipeline stages: each has memory that was never initialized for the other's layers."""
+    foreign_checkpoints.write_config(folder)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": STEP}))
+    for stage in range(2):
+        own = [name for name in found.model if stage_of(name) == stage]
+        model = {n: t if n in own else torch.full_like(t, 7e31) for n, t in found.model.items()}
+        place = f"dp_rank_00_tp_rank_00_pp_rank_{stage:02d}.pt"
+        save_rank(folder / "shards" / "model" / place, model, xser=False)
+        save_rank(folder / "shards" / "optim" / place, numbered({n: found.moments[n] for n in own}), xser=False)
+        body = {"parameters": {name: {"tensor_model_parallel": False} for name in own}}
+        (folder / "shards" / f"mp_metadata_pp_rank_{stage}.json").write_text(json.dumps(body))
+    return folder
+
+
+def test_stages_have_their_own_layers_only(tmp_path: Path) -> None:
+    expected = truth()
+    out = take(staged_folder(tmp_path / "source", expected), tmp_path / "out")
+    check(out, expected)
+    members = json.loads((out / "state.json").read_text())["sections"]["optimizer"]["members"]
+    assert members == {name: int("norm" in name) for name in expected.model}
+
+
+def test_newest_tag(tmp_path: Path) -> None:
+    """By its number, which is no text; files that were copied have any time."""
+    first, last = truth(1), truth()
+    for name, found in (("step_10", last), ("step_9", first)):
+        foreign_checkpoints.nxd_folder(tmp_path / "run" / name, found, tp=1, dp=1)
+        (tmp_path / "run" / name / "done").write_text("1")
+    os.utime(tmp_path / "run" / "step_9" / "done")
+    (tmp_path / "run" / "step_10" / "config.json").rename(tmp_path / "run" / "config.json")
+    found = open_foreign(tmp_path / "run", ImportOptions())
+    assert "step_10 is the newest of the tags; name another with --tag" in found.assumed
+    check(take(tmp_path / "run", tmp_path / "newest"), last)
+    check(take(tmp_path / "run" / "step_9", tmp_path / "first"), first)
+
+
+def masters_folder(folder: Path, found: Truth, **options: Any) -> Path:
+    """bf16 weights, and a ZeRO-1 optimizer with the fp32 values that they are rounded from."""
+    wide, xser = options.get("wide", torch.float32), options.get("xser", False)
+    foreign_checkpoints.write_config(folder)
+    names = foreign_checkpoints.rank_tensors(found.model, 0, 1, 1)
+    low = {name: tensor.bfloat16().to(options.get("weights", torch.bfloat16)) for name, tensor in names.items()}
+    path = folder / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    save_rank(path, low, xser)
+    moments = foreign_checkpoints.rank_moments(found, 0, 1, 1)
+    order = [name for group in foreign_checkpoints.grouped(list(moments)) for name in group]
+    for part in range(2):
+        state = zero_part(numbered(moments), part, 2)
+        masters = {n: {"exp_avg": names[name]} for n, name in enumerate(order)}
+        cut = zero_part({"state": masters, "param_groups": []}, part, 2)["base_state"]
+        state["sharded_master_weights"] = {number: one["exp_avg"].to(wide) for number, one in cut.items()}
+        for one in state["base_state"].values():
+            one.update(exp_avg=one["exp_avg"].to(wide), exp_avg_sq=one["exp_avg_sq"].to(wide))
+        save_rank(folder / "optim" / f"dp_rank_{part:02d}_tp_rank_00_pp_rank_00.pt", state, xser)
+    if options.get("without_weights"):
+        for number in range(len(low)):
+            (path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"xser": True},
+        {"wide": torch.float64, "weights": torch.float32},  # XLA_DOWNCAST_BF16
+        {"xser": True, "without_weights": True},  # avoid_saving_lower_precision_weights
+    ],
+)
+def test_masters_and_their_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    expected = truth()
+    out = take(masters_folder(tmp_path / "source", expected, **options), tmp_path / "out")
+    model, states = (load_file(out / name) for name in ("model.safetensors", "optimizer/optimizer.safetensors"))
+    assert model.keys() == expected.model.keys()
+    for name, tensor in expected.model.items():
+        assert torch.equal(model[name], tensor.bfloat16()), name
+        assert torch.equal(states[f"{name}/master"], tensor), name
+        assert all(torch.equal(states[f"{name}/{key}"], expected.moments[name][key]) for key in ("exp_avg", "step"))
+
+
+def test_weights_without_masters_are_missed(tmp_path: Path) -> None:
+    source = masters_folder(tmp_path / "source", truth(), xser=True, without_weights=True)
+    for path in source.glob("optim/*.pt"):
+        path.unlink()
+    refused(source, tmp_path, CheckpointDamaged, "tensor_0.pt", "embed_tokens")
