@@ -238,7 +238,7 @@ class TestSeveralFiles:
         [
             (["b.txt", "*.txt"], "train_file: .*b.txt is named more than once"),
             ("*.doc", "train_file: no file matches"),
-            ("notes*", "notes.md has an unknown extension"),
+            ("notes*", r"notes.md has an unknown extension; .* can be read from a copy, notes\.md\.txt"),
             (["b.txt", "missing.txt"], "missing.txt does not exist"),
             ("empty", "train_file: folder .*empty has no file that ends with .txt"),
         ],

@@ -17,6 +17,7 @@ from stepmark.doctor.devices import look_at_devices
 from stepmark.doctor.findings import Finding, Status
 from stepmark.doctor.graphs import look_at_graphs
 from stepmark.doctor.machine import look_at_launcher, look_at_machine
+from stepmark.doctor.recipe_fields import look_at_recipe
 from stepmark.doctor.shared_folder import file_system, look_at_folder
 from stepmark.doctor.variables import look_at_variables
 from stepmark.filesystem import files
@@ -186,3 +187,31 @@ def test_the_graphs_of_a_recipe_are_examined(tmp_path: Path, capsys: pytest.Capt
     assert run(["doctor", "--recipe", str(recipe)]) == 1
     assert "tensor_parallel_size" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"config_name": "gpt7"}, "config_name: 'gpt7' is neither a folder"),
+    ({"config_overrides": {"n_layers": 2}}, "config_overrides: GPT2Config has no n_layers"),
+    ({"config_overrides": {"n_embd": 30, "n_head": 4}}, "they do not describe a valid model"),
+    ({"train_file": "absent.txt"}, "train_file: file absent.txt does not exist"),
+    ({"block_size": 64}, "block_size: 64 tokens are more than the model's 32 positions"),
+    ({"tokenizer_name": "./absent"}, "tokenizer_name: no tokenizer could be loaded"),
+    ({"lr_scheduler_type": "sawtooth"}, "lr_scheduler_type"),
+    ({"metrics": "absent_module:metrics", "eval_strategy": "epoch"}, "metrics: no module 'absent_module'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), REFUSED, ids=[next(iter(fields)) for fields, _ in REFUSED])
+def test_a_recipe_that_train_refuses_will_fail(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+    path = str(write_recipe(tmp_path, **fields))
+    (finding,) = look_at_recipe(path, read_recipe(path, {}), "cpu")
+    assert finding.status == Status.FAILURE
+    assert named in finding.text
+
+
+def test_what_train_refuses_in_a_recipe_is_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, config_name="gpt7")
+    assert run(["doctor", "--recipe", str(recipe)]) == 1
+    page = capsys.readouterr().out
+    assert any(line.startswith("!") and "config_name: 'gpt7'" in line for line in page.splitlines())
+    assert "1 that will fail" in page

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
+from stepmark.cli import plan as plan_command
 from stepmark.cli.main import run
 from stepmark.config.recipe import Recipe, read_recipe
 from stepmark.config.training_fields import TrainingFields
@@ -25,6 +27,7 @@ from tests.support.own_code import folder_with_own_code
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
+QUIET = "TRANSFORMERS_VERBOSITY"
 HUGE = {
     "num_hidden_layers": 80,
     "hidden_size": 8192,
@@ -202,8 +205,25 @@ def test_the_command_says_whether_the_recipe_fits(
     assert values["options"][0]["fits"] is False
     assert run(["plan", recipe, "--nproc", "2", "--device-memory", "much"]) == 2
     assert "--device-memory: 'much' is not a size" in capsys.readouterr().err
+    assert run(["plan", recipe]) == 0  # for one rank
+    page = capsys.readouterr().out
+    assert "ranks       1: dp 1 x tp 1" in page
+    assert "the recipe's mesh and those near it, in MB:" in page
+    row = page.split("in MB:\n")[1].splitlines()[1]  # below the names of the columns
+    assert float(row.split()[-1]) > 0.1
+    assert "0.000 billion" not in page
     assert run(["plan", recipe, "--nproc", "0"]) == 2
     assert "--nproc: must be at least 1, but is 0" in capsys.readouterr().err
+
+
+def test_libraries_are_quiet_before_they_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads the variable once: its notices about a model of its own would stand above the plan."""
+    monkeypatch.delenv(QUIET)
+    monkeypatch.setenv("USE_TORCH_XLA", "1")
+    before: list[str | None] = []
+    monkeypatch.setattr(plan_command, "work_offline_without_hub", lambda _: before.append(os.environ.get(QUIET)))
+    assert run(["plan", str(write_recipe(tmp_path))]) == 0
+    assert before == ["error"]
 
 
 def test_models_that_read_their_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,10 @@ def test_what_is_missing_or_in_the_way_is_found_before_torch_is_imported(tmp_pat
         f"output_dir: {tmp_path}/used has checkpoints": ["--output_dir", f"{tmp_path}/used"],
         f"resume_from_checkpoint: there is no {tmp_path}/x": ["--resume_from_checkpoint", f"{tmp_path}/x"],
         "device: 'gpu' is unknown": ["--device", "gpu", "--nproc", "2"],
+        "metric_for_best_model: evaluations have no eval_accuracy without a function": [
+            *("--eval_strategy", "epoch", "--metric_for_best_model", "accuracy")
+        ],
+        "metrics and eval_strategy: metrics need evaluations": ["--metrics", "module:function"],
     }
     calls = [["train", recipe, *each] for each in flags.values()]
     done = subprocess.run(

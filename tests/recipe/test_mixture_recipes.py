@@ -56,7 +56,9 @@ def test_a_mixture_trains_resumes_exactly_and_is_evaluated(
     resume = ["--output_dir", str(part), "--resume_from_checkpoint", "true"]
     other = "[{train_file: a.txt, weight: 1}, {train_file: b.jsonl, text_column: body, weight: 2}]"
     assert call(["train", recipe, *resume, "--dataset_mixture", other]) == 1
-    assert "belongs to another run: its data was" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "belongs to another run: its training data have changed (the weights were 1, 3 and are now 1, 2; " in told
+    assert "source 2: validation_split_percentage was 20 and is now 5)" in told
     assert call(["train", recipe, *resume]) == 0
     assert losses(part)[3:] == losses(whole)[3:]
     monkeypatch.chdir("/")

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from scripts.pipeline_comparison import pipeline_mesh
+from stepmark.cli.main import run
 from stepmark.config.training_fields import TrainingFields
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.recipe import train
 from stepmark.trainer import setup
 from tests.support.models import build
+from tests.support.recipes import write_recipe
 
 
 @pytest.mark.parametrize(("checkpointing", "sizes"), [(False, [5, 4]), (True, [4, 5])])
@@ -22,3 +27,37 @@ def test_layers_are_divided_for_the_gradient_checkpointing_that_the_recipe_asks_
     stages = staged(model)
     assert stages is not None
     assert [end - begin for begin, end in stages.plan.bounds] == sizes
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"config_name": "gpt7"}, "config_name: 'gpt7' is neither a folder"),
+        ({"config_overrides": {"n_layers": 2}}, "config_overrides: GPT2Config has no n_layers"),
+        ({"block_size": 64}, "block_size: 64 tokens are more than the model's 32 positions"),
+    ],
+)
+def test_a_wrong_configuration_is_found_before_data_are_tokenized(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fields: dict[str, Any],
+    named: str,
+) -> None:
+    monkeypatch.setattr(train, "prepare_data", lambda *_: pytest.fail("the data are tokenized"))
+    assert run(["train", str(write_recipe(tmp_path, **fields))]) != 0
+    assert f"error: {named}" in capsys.readouterr().err
+
+
+def test_a_refused_resumption_says_which_of_the_data_have_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_recipe(tmp_path, save_steps=2))
+    assert run(["train", recipe]) == 0
+    resume = ["--resume_from_checkpoint", "true", "--max_steps", "3"]
+    assert run(["train", recipe, *resume, "--block_size", "16"]) == 1
+    assert "its training data have changed (block_size was 32 and is now 16); resume" in capsys.readouterr().err
+    with (tmp_path / "text.txt").open("a") as text:
+        text.write("one more line\n")
+    assert run(["train", recipe, *resume]) == 1
+    assert f"(train_file {tmp_path}/text.txt: changed); resume" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stepmark.cli.inspect_run import summarize
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.report.checkpoints import read_checkpoints
 from stepmark.report.downsampling import means, thin
@@ -216,3 +217,11 @@ def test_the_page_asks_for_nothing_from_elsewhere(run: Path) -> None:
     assert '"live":null' in text  # so that the version is not asked for
     for word in ("http:", "https:", "src=", "@import", "url(", "fetch("):
         assert word not in text.replace("https://github.com/leeoniya/uPlot", "").replace('fetch("version"', "")
+
+
+def test_the_last_step_of_a_run_that_has_ended_need_not_be_logged(run: Path) -> None:
+    write(run / "metrics.jsonl", [log(10), log(20)])
+    for state, step in (("running", 20), ("done", 26), ("interrupted", 26), ("failed", 26)):
+        (run / "status.json").write_text(json.dumps({"state": state, "step": 26, "time": 1.0}))
+        assert read_history(run).last_step == step
+        assert summarize(read_history(run))["step"] == step

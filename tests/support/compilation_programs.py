@@ -16,7 +16,7 @@ def precompiled(recipe: str, metrics: str | None = None) -> dict[str, Any]:
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        precompile(read_recipe(recipe, {}), metrics)
+        precompile(read_recipe(recipe, {} if metrics is None else {"metrics": metrics}))
     return {**asked(), "printed": printed.getvalue()}
 
 
@@ -24,7 +24,8 @@ def trained(recipe: str, steps: int, metrics: str | None = None) -> dict[str, An
     """Trains a recipe to a step, from its newest checkpoint."""
     from stepmark.recipe.train import train
 
-    train(read_recipe(recipe, {"max_steps": str(steps), "resume_from_checkpoint": "true"}), metrics)
+    flags = {"max_steps": str(steps), "resume_from_checkpoint": "true"}
+    train(read_recipe(recipe, flags if metrics is None else {**flags, "metrics": metrics}))
     return asked()
 
 
@@ -45,7 +46,7 @@ def asked() -> dict[str, int]:
 
 
 def metrics(given: Any) -> dict[str, float]:
-    """As a user's `--metrics`."""
+    """As a user's `metrics`."""
     return {"rows": float(len(given.label_ids))}
 
 

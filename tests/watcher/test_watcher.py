@@ -141,10 +141,12 @@ def test_data_is_named_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_recipe_of_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Complete, and with paths that mean the same from everywhere."""
-    path = write_recipe(tmp_path, train_file="text.txt", eval_strategy="no", lr_scheduler_kwargs={"min_lr": 1e-5})
+    fields = {"eval_strategy": "no", "lr_scheduler_kwargs": {"min_lr": 1e-5}, "logging_steps": 10, "save_steps": 0.5}
+    path = write_recipe(tmp_path, train_file="text.txt", **fields)
     monkeypatch.chdir(tmp_path)
     recipe = read_recipe(str(path), {"learning_rate": "1e-4", "save_on_signal": "false"})
     write_used_recipe(tmp_path, recipe)
+    assert {"logging_steps: 10", "save_steps: 0.5"} <= {*(tmp_path / "used_recipe.yaml").read_text().splitlines()}
     monkeypatch.chdir("/")
     kept = read_used_recipe(tmp_path)
     assert kept is not None

@@ -11,7 +11,7 @@ HELP = "show what is on this machine, and what of it would make a run fail"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recipe", metavar="RECIPE.yaml", help="examine its device and output_dir")
+    parser.add_argument("--recipe", metavar="RECIPE.yaml", help="examine its fields, device and output_dir")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 
 

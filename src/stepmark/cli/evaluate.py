@@ -39,13 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the validation data of the run)",
     )
     add("--block_size", type=int, metavar="INT", help="tokens in a sample (default: as in the run)")
-    add("--max_samples", type=int, metavar="INT", help="limit the samples of each set (default: as in the run)")
+    limit = "limit the samples of each set (default: as in the run; all of --data)"
+    add("--max_samples", type=int, metavar="INT", help=limit)
     add("--batch_size", type=int, metavar="INT", help="samples per rank and batch (default: as in the run)")
-    add("--metrics", metavar="MODULE:FUNCTION", help="compute_metrics(EvalPrediction), a dict of numbers")
+    metrics = "compute_metrics(EvalPrediction), a dict of numbers (default: as in the run; none: without)"
+    add("--metrics", metavar="MODULE:FUNCTION", help=metrics)
     add("--evaluator", metavar="MODULE:FUNCTION", help="evaluate(model, tokenizer, context), a dict of numbers")
     best = "metric that selects the best checkpoint (default: as in the run, else the loss)"
     add("--metric", metavar="NAME", help=best)
     add("--greater_is_better", choices=("true", "false"), help="whether a greater value of that metric is better")
+    moved = "let `best` of the run follow this evaluation, although --data is not the data of the run"
+    add("--update_best", action="store_true", help=moved)
     add("--device", default="auto", metavar="STR", help="auto, xla, cuda, neuron or cpu (default: auto)")
     add("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     add("--interval", type=float, default=2.0, metavar="SECONDS", help="between checks for checkpoints (default: 2)")
@@ -77,7 +81,7 @@ def _request(parsed: argparse.Namespace) -> Request:
     return Request(
         path=parsed.path,
         watch=parsed.watch,
-        data=DataChoice(tuple(parsed.data), parsed.block_size, parsed.max_samples),
+        data=DataChoice(tuple(parsed.data), parsed.block_size, parsed.max_samples, parsed.update_best),
         batch_size=parsed.batch_size,
         device=parsed.device,
         until=parsed.until,

@@ -1,12 +1,12 @@
-"""`stepmark plan RECIPE.yaml --nproc N [--device-memory 16GB] [--FIELD VALUE …]`"""
+"""`stepmark plan RECIPE.yaml [--nproc N] [--device-memory 16GB] [--FIELD VALUE …]`"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 
 from stepmark.cli.recipe_fields import add_recipe_arguments, explain_unknown_argument, recipe_of
+from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.errors import UsageError
 from stepmark.launch.imports import quick_imports
 from stepmark.recipe.hub import work_offline_without_hub
@@ -15,7 +15,8 @@ HELP = "show the memory a rank of a recipe needs, its steps and checkpoints, and
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=int, metavar="N", required=True, help="plan for N ranks, over all machines")
+    ranks = "plan for N ranks, over all machines (default: 1)"
+    parser.add_argument("--nproc", type=int, metavar="N", default=1, help=ranks)
     parser.add_argument("--device-memory", metavar="SIZE", help="of each rank's device, such as 16GB or 16GiB")
     counting = "tokenize the data, as the run would, to know the steps of an epoch"
     parser.add_argument("--count-data", action="store_true", help=counting)
@@ -32,7 +33,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--nproc: must be at least 1, but is {parsed.nproc}")
     recipe = recipe_of(parsed)
     memory = _memory(parsed.device_memory)
-    os.environ.setdefault("USE_TORCH_XLA", "0")  # transformers imports torch_xla otherwise, where it is installed
+    leave_out_torch_xla()
+    quiet_libraries()
     work_offline_without_hub(recipe)
     with quick_imports():
         from stepmark.planning.from_recipe import plan_recipe

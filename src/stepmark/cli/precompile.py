@@ -38,5 +38,5 @@ def run(parsed: argparse.Namespace) -> int:
     with quick_imports():
         from stepmark.compilation.precompile import precompile
 
-    precompile(recipe, parsed.metrics)
+    precompile(recipe)
     return 0

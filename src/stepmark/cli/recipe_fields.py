@@ -12,10 +12,8 @@ from stepmark.config.unknown_field_message import unknown_field
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how many ranks to start, and the functions of evaluations."""
+    """Adds how many ranks to start."""
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
-    own = "compute_metrics(EvalPrediction) -> dict of numbers, for evaluations"
-    parser.add_argument("--metrics", metavar="MODULE:FUNCTION", help=own)
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:

@@ -49,10 +49,10 @@ def run(parsed: argparse.Namespace) -> int:
             parsed, training.signal_grace, resumable=resumable, on_failure=record.write, restarts=restarts
         )
     check_restarts(recipe.training.max_restarts)
-    return _train(recipe, parsed.metrics)
+    return _train(recipe)
 
 
-def _train(recipe: Recipe, metrics: str | None) -> int:
+def _train(recipe: Recipe) -> int:
     from stepmark.launch.supervisor import follow_supervisor
     from stepmark.runtime.xla_environment import extracting_graphs
     from stepmark.trainer.interruption.outside_training import ending_outside_training
@@ -61,7 +61,7 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
     if extracting_graphs():  # the device returns placeholders, so there is nothing to train
         from stepmark.compilation.precompile import precompile
 
-        precompile(recipe, metrics)
+        precompile(recipe)
         return 0
     if not recipe.training.save_on_signal:
         raise_keyboard_interrupts()
@@ -70,5 +70,5 @@ def _train(recipe: Recipe, metrics: str | None) -> int:
         with quick_imports():
             from stepmark.recipe.train import train
 
-        train(recipe, metrics)
+        train(recipe)
     return 0

@@ -30,17 +30,16 @@ STEPS = 3  # a graph that differs after the first step, for example by which buf
 MICRO_BATCHES = 3
 
 
-def precompile(recipe: Recipe, metrics: str | None = None) -> None:
+def precompile(recipe: Recipe) -> None:
     """Makes every graph of the recipe's run, and prints a table of them. Collective.
 
     Args:
         recipe: The recipe, as the run will have it.
-        metrics: `module:function`, where the run has `--metrics`: it decides what an evaluation fetches.
 
     Raises:
         UsageError: The device compiles no graphs, or the recipe is not valid.
     """
-    recorder, context = graphs_of(recipe, metrics)
+    recorder, context = graphs_of(recipe)
     graphs = context.host.all_gather(recorder.graphs)
     if context.host.rank == 0:
         stages, on_host = recipe.training.pipeline_parallel_size, context.runtime.host_memory
@@ -50,14 +49,14 @@ def precompile(recipe: Recipe, metrics: str | None = None) -> None:
     context.host.barrier()
 
 
-def graphs_of(recipe: Recipe, metrics: str | None = None) -> tuple[GraphRecorder, Context]:
+def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
     """Makes every graph of the recipe's run: what this rank's device made, and the rank's context. Collective.
 
     Raises:
         UsageError: As `precompile`.
     """
     recipe = _shortened(recipe)
-    functions, context = begin(recipe, metrics)
+    functions, context = begin(recipe)
     if not context.runtime.lazy:
         raise UsageError(
             f"device: {context.runtime.name} runs operations as they come and compiles no graphs; precompile is for "

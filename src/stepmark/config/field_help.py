@@ -120,6 +120,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "eval_delay": FieldHelp("no evaluations before so many steps, or epochs with eval_strategy epoch", "1000"),
         "sample_prompts": FieldHelp("texts that the model continues at each evaluation", '["def ", "class "]'),
         "sample_tokens": FieldHelp("by so many tokens", "32"),
+        "metrics": FieldHelp("a function of your own whose numbers evaluations report too", "my_module:my_function"),
         "metric_for_best_model": FieldHelp("which metric tells the best model", "loss"),
         "greater_is_better": FieldHelp("whether a greater value of it is better", "false"),
         "load_best_model_at_end": FieldHelp("end with the best model instead of the last", "true"),

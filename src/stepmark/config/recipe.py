@@ -72,13 +72,21 @@ class ModelArguments:
 
 
 @dataclass(frozen=True)
+class EvaluationArguments:
+    """What evaluations compute besides: `metrics`, `module:function`, whose numbers they report too."""
+
+    metrics: str | None = None
+
+
+@dataclass(frozen=True)
 class Recipe:
     training: TrainingFields
     model: ModelArguments
     data: DataArguments
+    evaluation: EvaluationArguments = EvaluationArguments()
 
 
-PARTS: tuple[type, ...] = (TrainingFields, ModelArguments, DataArguments)
+PARTS: tuple[type, ...] = (TrainingFields, ModelArguments, DataArguments, EvaluationArguments)
 
 
 def all_fields() -> dict[str, tuple[str, Any]]:

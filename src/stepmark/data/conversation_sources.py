@@ -22,15 +22,18 @@ READABLE = (".json", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one split. `content` identifies them: it changes when they do. `where` names them in messages."""
+    """The rows of one split. `content` identifies them: it changes when they do. `where` names them in messages, and
+    `texts` all files or datasets, each with its content."""
 
     where: str
     content: str
     read: Callable[[], Iterator[Row]]
+    texts: tuple[tuple[str, str], ...] = ()
 
     def part(self, start: int, stop: int | None) -> Rows:
         """The rows from `start` to before `stop`."""
-        return Rows(self.where, f"{self.content}[{start}:{stop}]", lambda: islice(self.read(), start, stop))
+        content = f"{self.content}[{start}:{stop}]"
+        return Rows(self.where, content, lambda: islice(self.read(), start, stop), self.texts)
 
 
 def conversation_rows(config: DataArguments) -> tuple[Rows, Rows | None]:
@@ -70,9 +73,10 @@ def _of_files(field: str, names: str | Sequence[str]) -> Rows:
         for file in files:
             yield from _file_rows(file)
 
-    content = " + ".join(f"{file.suffix.lower()}:{checksum_of(field, file)}" for file in files)
+    texts = [(f"{field} {file}", f"{file.suffix.lower()}:{checksum_of(field, file)}") for file in files]
+    content = " + ".join(each for _, each in texts)
     more = f" and {len(files) - 1} more file{'s' if len(files) > 2 else ''}" if len(files) > 1 else ""
-    return Rows(f"{field} {files[0]}{more}", content, read)
+    return Rows(f"{field} {files[0]}{more}", content, read, tuple(texts))
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -94,6 +98,7 @@ def _of_dataset(name: str, config_name: str | None) -> tuple[Rows, Rows | None]:
         def read() -> Iterator[Row]:
             return ((f"dataset_name {name}, split {split}, row {number}", row) for number, row in enumerate(data, 1))
 
-        return Rows(f"dataset_name {name}, split {split}", f"{data._fingerprint}:{len(data)}", read)
+        where, content = f"dataset_name {name}, split {split}", f"{data._fingerprint}:{len(data)}"
+        return Rows(where, content, read, ((where, content),))
 
     return rows("train"), rows("validation") if "validation" in splits else None

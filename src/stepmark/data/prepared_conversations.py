@@ -21,8 +21,9 @@ FORMAT = 1  # of a cache entry; a new number invalidates all entries
 
 def prepare_conversations(
     config: DataArguments, tokenizer: Any, block_size: int, root: Path, say: Callable[[str], None]
-) -> tuple[Conversations, Conversations | None, bool]:
-    """Training and validation samples of `block_size` tokens at most, and whether the cache had their tokens.
+) -> tuple[Conversations, Conversations | None, bool, list[tuple[str, str]]]:
+    """Training and validation samples of `block_size` tokens at most, whether the cache had their tokens, and the names
+    of the training files or datasets, each with an identifier of its content.
 
     The key of the cache is the content of the rows, of the tokenizer and of its chat template. Every rank may call it;
     with `overwrite_cache` one has to before the others.
@@ -53,7 +54,8 @@ def prepare_conversations(
         say(_described(name, made, block_size, cached=cached))
         return made
 
-    return samples("train"), samples("validation") if validation is not None else None, cached
+    texts = list(train.texts)
+    return samples("train"), samples("validation") if validation is not None else None, cached, texts
 
 
 def _key(sets: dict[str, Rows], tokenizer: Any, config: DataArguments) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import xxhash
 
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.conversations import Conversations
+from stepmark.data.data_description import describe_mixture, describe_source
 from stepmark.data.encoding import TextEncoder, encode_texts
 from stepmark.data.mixture import JoinedSamples, Mixture, limited
 from stepmark.data.packing import PackedBlocks
@@ -38,13 +39,14 @@ class Prepared:
 
     `fingerprint` identifies the training data: the tokens, the block size and the number of blocks. A resumed run must
     have the same one. `cached`: the tokens were already in the cache. With `messages_column` the samples are
-    conversations, with `dataset_mixture` those of all sources.
+    conversations, with `dataset_mixture` those of all sources. `description`: what the training data are made of.
     """
 
     train: PackedBlocks | Conversations | Mixture
     validation: PackedBlocks | Conversations | JoinedSamples | None
     fingerprint: str
     cached: bool
+    description: Mapping[str, Any] | None = None
 
 
 def prepare(
@@ -81,7 +83,8 @@ def prepare(
     validation = limited(validations, config.max_eval_samples) if validations else None
     content = [FINGERPRINT, train.mixture_order.digest, *(part.fingerprint for part in parts)]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
-    return Prepared(train, validation, fingerprint, all(part.cached for part in parts))
+    description = describe_mixture([part.description or {} for part in parts], config.weights)
+    return Prepared(train, validation, fingerprint, all(part.cached for part in parts), description)
 
 
 def _numbered(number: int, say: Progress) -> Progress:
@@ -94,8 +97,9 @@ def _prepare_source(
     """The data of one source, in the cache under `root`."""
     block_size = choose_block_size(config.block_size, tokenizer.model_max_length)
     if config.messages_column is not None:
-        chats, held_out, cached = prepare_conversations(config, tokenizer, block_size, root, say)
-        return Prepared(chats, held_out, chats.fingerprint, cached)
+        chats, held_out, cached, contents = prepare_conversations(config, tokenizer, block_size, root, say)
+        description = describe_source(config, block_size, config.validation_split_percentage, contents)
+        return Prepared(chats, held_out, chats.fingerprint, cached, description)
     encoder = TextEncoder.of(tokenizer)
     sources = open_sources(config)
     entry = root / _key(sources, encoder)
@@ -119,7 +123,9 @@ def _prepare_source(
         _check_length(meta["tokens"]["train"], block_size, sources)
     train = blocks("train", config.max_train_samples)
     validation = blocks("validation", config.max_eval_samples) if "validation" in meta["tokens"] else None
-    return Prepared(train, validation, _fingerprint(meta, train), cached)
+    contents = [(each.where, each.content) for each in sources.train.sources]
+    description = describe_source(config, block_size, sources.held_out, contents)
+    return Prepared(train, validation, _fingerprint(meta, train), cached, description)
 
 
 def choose_block_size(wanted: int | None, longest: int) -> int:

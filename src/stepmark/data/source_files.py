@@ -62,9 +62,10 @@ def _hidden(path: Path) -> bool:
 
 def _check_extension(field: str, path: Path, extensions: Collection[str]) -> None:
     if not _readable(path, extensions):
+        copy = f"; plain text can be read from a copy, {path.name}.txt" if ".txt" in extensions else ""
         raise UsageError(
             f"{field}: {path} has an unknown extension; supported are {', '.join(extensions)}, and all but .parquet"
-            " also compressed: .gz, .bz2, .xz, .zst"
+            f" also compressed: .gz, .bz2, .xz, .zst{copy}"
         )
 
 

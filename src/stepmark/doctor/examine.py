@@ -14,6 +14,7 @@ from stepmark.doctor.findings import Finding, Status
 from stepmark.doctor.graphs import look_at_graphs
 from stepmark.doctor.known_versions import judge_versions
 from stepmark.doctor.machine import look_at_launcher, look_at_machine
+from stepmark.doctor.recipe_fields import look_at_recipe
 from stepmark.doctor.shared_folder import look_at_folder
 from stepmark.doctor.variables import look_at_variables
 from stepmark.errors import LaunchError
@@ -32,6 +33,8 @@ def examine(recipe: Recipe | None, path: str | None = None) -> list[Finding]:
     workers = 0 if recipe is None else recipe.training.dataloader_num_workers
     devices = list(look_at_devices(wish))
     device = next((each.values["device"] for each in devices if "device" in each.values), wish)
+    fields = [] if recipe is None or path is None else list(look_at_recipe(path, recipe, device))
+    makes_graphs = _makes_graphs(device) and not will_fail(fields)
     return [
         *_versions(),
         *devices,
@@ -39,7 +42,8 @@ def examine(recipe: Recipe | None, path: str | None = None) -> list[Finding]:
         *look_at_launcher(),
         *look_at_machine(workers),
         *look_at_folder(folder),
-        *(look_at_graphs(path, recipe) if recipe is not None and path is not None and _makes_graphs(device) else ()),
+        *fields,
+        *(look_at_graphs(path, recipe) if recipe is not None and path is not None and makes_graphs else ()),
     ]
 
 

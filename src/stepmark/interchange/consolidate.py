@@ -42,7 +42,8 @@ from stepmark.interchange.writers import THREADS, write_pytorch, write_safetenso
 UNLIMITED = 2**63  # bytes
 Sources = dict[str, list[StoredShard]]
 
-_OF_A_RUN = {VALUES, "trainer_state.json"}  # files that say how training went on, and nothing of the model
+# Files that say how training went on, and nothing of the model.
+_OF_A_RUN = {VALUES, "trainer_state.json", "used_recipe.yaml"}
 
 
 def _ignore(value: object) -> None:

@@ -20,7 +20,9 @@ def to_text(plan: Plan) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     length, checkpoint = plan.length, plan.checkpoint
-    yield f"model       {plan.model_class}, {plan.parameters / 1e9:.3f} billion parameters, {plan.own.args.dtype}"
+    billions = plan.parameters / 1e9
+    count = f"{billions:.3f} billion" if billions >= 0.1 else f"{plan.parameters:,}"
+    yield f"model       {plan.model_class}, {count} parameters, {plan.own.args.dtype}"
     yield f"ranks       {plan.ranks}: {_mesh(plan, plan.own)}; device {plan.device.name}"
     if plan.own.stages:
         yield f"pipeline    {_pipeline(plan.own)}"
@@ -55,14 +57,22 @@ def _own(plan: Plan) -> Iterator[str]:
     yield f"  {'sum':<16}{_gb(own.peak):>12}"
     if own.stages:
         yield ""
-        yield "the ranks of its pipeline, in GB; `kept`: forward passes whose activations a rank keeps at a time:"
-        rows = [("rank", "layers", "kept", *CATEGORIES, "peak"), *map(_stage_row, own.stages)]
+        kept = "`kept`: forward passes whose activations a rank keeps at a time"
+        yield f"the ranks of its pipeline, in {_unit(plan)[1]}; {kept}:"
+        rows = [("rank", "layers", "kept", *CATEGORIES, "peak"), *(_stage_row(plan, each) for each in own.stages)]
         yield from _aligned(rows)
 
 
-def _stage_row(stage: StageMemory) -> tuple[str, ...]:
-    usage = (f"{stage.usage[category] / GIGABYTE:.2f}" for category in CATEGORIES)
-    return (str(stage.rank), _layers(stage), str(stage.in_flight), *usage, f"{stage.peak / GIGABYTE:.2f}")
+def _stage_row(plan: Plan, stage: StageMemory) -> tuple[str, ...]:
+    unit, _ = _unit(plan)
+    usage = (f"{stage.usage[category] / unit:.2f}" for category in CATEGORIES)
+    return (str(stage.rank), _layers(stage), str(stage.in_flight), *usage, f"{stage.peak / unit:.2f}")
+
+
+def _unit(plan: Plan) -> tuple[int, str]:
+    """Bytes and name of the unit of the tables: small models have nothing to show in GB."""
+    largest = max(option.peak for option in (plan.own, *plan.options) if option.impossible is None)
+    return (GIGABYTE, "GB") if largest >= GIGABYTE / 10 else (10**6, "MB")
 
 
 def _layers(stage: StageMemory) -> str:
@@ -71,8 +81,8 @@ def _layers(stage: StageMemory) -> str:
 
 
 def _table(plan: Plan) -> Iterator[str]:
-    """One line for each setting, in GB; the first is the recipe's own."""
-    yield "the recipe's mesh and those near it, in GB:"
+    """One line for each setting; the first is the recipe's own."""
+    yield f"the recipe's mesh and those near it, in {_unit(plan)[1]}:"
     piped = any(option.stages for option in plan.options)
     columns = (*COLUMNS, *(OF_PIPELINES if piped else ()), *(() if plan.device_memory is None else ("fits",)))
     rows = [columns, *(_row(plan, option, piped) for option in plan.options if option.impossible is None)]
@@ -90,15 +100,15 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:
     """`piped`: with the columns of pipelines."""
-    args, usage = option.args, option.usage or {}
+    args, usage, (unit, _) = option.args, option.usage or {}, _unit(plan)
     cells = [
         _mesh(plan, option),
         _yes(args.zero_1),
         _yes(args.sequence_parallel),
         _yes(args.gradient_checkpointing),
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}",
-        *(f"{usage[category] / GIGABYTE:.2f}" for category in CATEGORIES),
-        f"{option.peak / GIGABYTE:.2f}",
+        *(f"{usage[category] / unit:.2f}" for category in CATEGORIES),
+        f"{option.peak / unit:.2f}",
     ]
     if piped:
         worst = option.worst

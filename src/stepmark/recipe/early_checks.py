@@ -13,12 +13,15 @@ from stepmark.errors import UsageError
 from stepmark.runtime.device_names import check_device_name
 from stepmark.trainer.existing_run import check_named_checkpoint, check_no_earlier_run
 
+METRICS = ("eval_loss", "eval_perplexity", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
 
 def check_early(recipe: Recipe) -> None:
     """Raises StepmarkError for files and folders that are missing, or in the way of the run."""
     args = recipe.training
     check_device_name(args.device_name)
     check_optimizer(args.optim)
+    check_metrics(recipe)
     resume = args.resume_from_checkpoint
     check_no_earlier_run(Path(args.output_dir), args, resumes=bool(resume))
     if isinstance(resume, str):
@@ -31,6 +34,21 @@ def check_early(recipe: Recipe) -> None:
         for field, names in (("train_file", data.train_file), ("validation_file", data.validation_file)):
             if names:
                 find_files(field, names, READERS)
+
+
+def check_metrics(recipe: Recipe) -> None:
+    """Raises UsageError where evaluations cannot have the metrics that the recipe asks for."""
+    named, training = recipe.evaluation.metrics, recipe.training
+    if training.eval_strategy == "no":
+        if named is not None:
+            raise UsageError("metrics and eval_strategy: metrics need evaluations; set eval_strategy to steps or epoch")
+        return
+    key = training.best_metric_key
+    if key is not None and key not in METRICS and named is None:
+        raise UsageError(
+            f"metric_for_best_model: evaluations have no {key} without a function that computes it; name one with "
+            f"metrics: my_module:my_function, or choose one of {', '.join(METRICS)}"
+        )
 
 
 def check_model_folder(name: str) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stepmark.config.option_text import parse_options
-from stepmark.config.recipe import ModelArguments
+from stepmark.config.recipe import ModelArguments, Recipe
+from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenizer import check_own_code, load_tokenizer
-from stepmark.errors import StepmarkError, UsageError
+from stepmark.errors import DataError, StepmarkError, UsageError
 from stepmark.launch.imports import quick_imports
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
 from stepmark.recipe.adapter import with_adapter
@@ -80,6 +82,34 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
         raise UsageError(f"config_overrides: {type(made).__name__} rejects {overrides}: {message}") from error
 
 
+def check_config(recipe: Recipe, tokenizer: Any) -> None:
+    """Checks the configuration of a new model, which costs nothing, before data are tokenized for it.
+
+    Raises UsageError as `build_config`, and DataError where blocks are longer than the model takes.
+    """
+    if recipe.model.config_name is not None:
+        length = choose_block_size(recipe.data.block_size, tokenizer.model_max_length)
+        check_block_size(build_config(recipe.model, tokenizer), length)
+
+
+def check_block_size(config: Any, length: int) -> None:
+    """Raises DataError where blocks of `length` tokens are longer than the model that `config` describes takes."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise DataError(
+            f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
+            "the positions in config_overrides"
+        )
+
+
+def check_new_model(config: ModelArguments, tokenizer: Any) -> None:
+    """Raises UsageError where no model can be made of `config_name` and `config_overrides`; it gets no weights."""
+    if config.config_name is not None:
+        model_config = build_config(config, tokenizer)
+        with torch.device("meta"):
+            _new_model(lambda: _from_config(model_config, config.trust_remote_code))
+
+
 def build_model(
     config: ModelArguments,
     tokenizer: Any,
@@ -104,26 +134,40 @@ def build_model(
 def _base_model(
     config: ModelArguments, tokenizer: Any, factory: ModelFactory | None, dtype: torch.dtype
 ) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
     trust = config.trust_remote_code
     if config.model_name_or_path is None:
         model_config = build_config(config, tokenizer)
-        try:
+
+        def make() -> torch.nn.Module:
             if factory is not None:
                 return new_model(factory, model_config, dtype=dtype, trust_remote_code=trust)
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
+            model = _from_config(model_config, trust)
             cast_module(model, dtype)
             return model
-        except StepmarkError:
-            raise
-        except Exception as error:  # every model class checks its sizes differently: ValueError, KeyError and more
-            raise UsageError(
-                f"config_name and config_overrides: they do not describe a valid model: {_first_line(error)}"
-            ) from error
+
+        return _new_model(make)
     if factory is not None:
         return _load_sharded(factory, config.model_name_or_path, dtype, trust)
     return _load(config.model_name_or_path, dtype, trust)
+
+
+def _new_model(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """What `make` returns. Raises UsageError where the fields do not describe a model."""
+    try:
+        return make()
+    except StepmarkError:
+        raise
+    except Exception as error:  # every model class checks its sizes differently: ValueError, KeyError and more
+        raise UsageError(
+            f"config_name and config_overrides: they do not describe a valid model: {_first_line(error)}"
+        ) from error
+
+
+def _from_config(model_config: Any, trust: bool) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
+    return model
 
 
 def build_untrained(

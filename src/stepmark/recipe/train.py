@@ -13,6 +13,7 @@ from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
 from stepmark.launch.imports import quick_imports
+from stepmark.recipe.early_checks import check_early, check_metrics
 from stepmark.recipe.hub import work_offline_without_hub
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from stepmark.trainer.trainer import Trainer
 
 
-def train(recipe: Recipe, metrics: str | None = None) -> None:
-    """Runs the recipe as one of the ranks. `metrics`, `module:function`, adds metrics to evaluations. Collective."""
-    functions, context = begin(recipe, metrics)
+def train(recipe: Recipe) -> None:
+    """Runs the recipe as one of the ranks. Collective."""
+    functions, context = begin(recipe)
     from stepmark.recipe.model import build_model
-    from stepmark.recipe.used_recipe import recipe_writer
+    from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
     from stepmark.trainer.outputs import prepare_output_folder
 
     prepare_output_folder(Path(recipe.training.output_dir), context.host)
@@ -41,11 +42,12 @@ def train(recipe: Recipe, metrics: str | None = None) -> None:
         build=build_model,
         callbacks=[recipe_writer(recipe)],
     )
+    trainer.checkpoint_files.append(lambda folder: write_used_recipe(folder, recipe))
     output = trainer.train(save_model=True)
     _say(context, _last_line(recipe.training, output.global_step), recipe.training.log_format)
 
 
-def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None, Context]:
+def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
     """Checks what can be checked at once, and opens the device: the metrics functions and this rank's context.
     Collective."""
     args = recipe.training
@@ -56,7 +58,8 @@ def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None,
         leave_out_torch_xla()
     unreachable = work_offline_without_hub(recipe)
     _check_names(args)
-    functions = _load_metrics(metrics, args)
+    check_metrics(recipe)
+    functions = _load_metrics(recipe.evaluation.metrics)
     prepare_compile_cache(args.compile_cache)
     context = start(args.device_name, args.join_timeout)
     open_compile_cache(context.runtime, args.compile_cache, context.world)
@@ -65,6 +68,23 @@ def begin(recipe: Recipe, metrics: str | None) -> tuple[MetricsFunctions | None,
     if unreachable:
         _say(context, "the Hugging Face hub does not answer; what was downloaded before is used", args.log_format)
     return functions, context
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """All that a run checks before it reads data or weights, on this machine alone; and that a new model can be made.
+
+    Raises:
+        StepmarkError: A run of the recipe would be refused.
+    """
+    from stepmark.recipe.model import build_tokenizer, check_config, check_new_model
+
+    check_early(recipe)
+    work_offline_without_hub(recipe)
+    _check_names(recipe.training)
+    _load_metrics(recipe.evaluation.metrics)
+    tokenizer = build_tokenizer(recipe.model)
+    check_config(recipe, tokenizer)
+    check_new_model(recipe.model, tokenizer)
 
 
 def build_trainer(
@@ -93,11 +113,12 @@ def build_trainer(
     import torch
 
     with quick_imports():
-        from stepmark.recipe.model import build_tokenizer, check_sharding
+        from stepmark.recipe.model import build_tokenizer, check_block_size, check_config, check_sharding
         from stepmark.trainer.trainer import Trainer
 
     args = recipe.training
     tokenizer = build_tokenizer(recipe.model)
+    check_config(recipe, tokenizer)
     # An adapter is made over the complete model, and sharded with it.
     make = _model_factory(args, context) if recipe.model.peft is None else None
     if make is not None:
@@ -106,9 +127,10 @@ def build_trainer(
     if args.eval_strategy != "no" and data.validation is None:
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
     model = build(recipe.model, tokenizer, args.seed, make, getattr(torch, args.dtype))
-    _check_block_size(model, data.train)
+    check_block_size(model.config, data.train.block_size)
     _check_vocabulary(model, tokenizer)
     data.train.fingerprint = data.fingerprint
+    data.train.description = getattr(data, "description", None)
     return Trainer(
         model,
         args,
@@ -122,14 +144,10 @@ def build_trainer(
     )
 
 
-def _load_metrics(name: str | None, args: TrainingFields) -> MetricsFunctions | None:
+def _load_metrics(name: str | None) -> MetricsFunctions | None:
     from stepmark.evaluation.metric_functions import load_metrics
 
-    if name is None:
-        return None
-    if args.eval_strategy == "no":
-        raise UsageError("--metrics and eval_strategy: metrics need evaluations; set eval_strategy to steps or epoch")
-    return load_metrics(name, "--metrics")
+    return None if name is None else load_metrics(name, "metrics")
 
 
 def _model_factory(args: TrainingFields, context: Context) -> Any:
@@ -185,16 +203,6 @@ def _collator(recipe: Recipe, dataset: Any, context: Context) -> Any:
     if recipe.data.messages_column is None:
         return None
     return dataset.padding(fixed=context.runtime.lazy or recipe.training.sequence_parallel)
-
-
-def _check_block_size(model: Any, dataset: Any) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
-    length = dataset.block_size
-    if longest is not None and length > longest:
-        raise DataError(
-            f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
-            "the positions in config_overrides"
-        )
 
 
 def _last_line(args: TrainingFields, step: int) -> str:

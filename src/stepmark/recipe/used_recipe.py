@@ -1,4 +1,5 @@
-"""`used_recipe.yaml`: the recipe of the run in a folder, file and flags together, for commands that read the run."""
+"""`used_recipe.yaml`: the recipe of a run, file and flags together, in its folder and in each of its checkpoints, for
+commands that read them."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ _FILES = ("train_file", "validation_file")
 def write_used_recipe(folder: Path, recipe: Recipe) -> None:
     """Writes every field that differs from its default, with absolute paths; atomically."""
     values: dict[str, Any] = {}
-    for part in (recipe.training, recipe.model, recipe.data):
+    for part in (recipe.training, recipe.model, recipe.data, recipe.evaluation):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if value != field.default:
-                values[field.name] = _absolute(field.name, value)
-    head = "# The recipe of the run in this folder. Written by stepmark train, and again when it is resumed.\n"
+                values[field.name] = _plain(field.name, _absolute(field.name, value))
+    head = "# The recipe of the run that wrote this folder. Written by stepmark train, and again when it is resumed.\n"
     files.replace_file(folder / USED_RECIPE, (head + format_yaml(values)).encode())
 
 
@@ -47,6 +48,13 @@ def recipe_writer(recipe: Recipe) -> Any:
     return WriteRecipe()
 
 
+def recipe_file_of(model: Path) -> Path | None:
+    """The recipe of the run that saved a checkpoint or model: beside its weights, else in the run's folder around it;
+    None where there is none."""
+    candidates = (folder / USED_RECIPE for folder in (model, model.absolute().parent))
+    return next((path for path in candidates if path.is_file()), None)
+
+
 def read_used_recipe(folder: Path) -> Recipe | None:
     """The recipe of the run in a folder; None where there is none, as in the folder of a custom Trainer.
 
@@ -54,6 +62,12 @@ def read_used_recipe(folder: Path) -> Recipe | None:
     """
     path = folder / USED_RECIPE
     return read_recipe(str(path), {}) if path.is_file() else None
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Steps as whole numbers, as they were given: only fractions of a run are not."""
+    whole = name.endswith("_steps") and isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
 
 
 def _absolute(name: str, value: Any) -> Any:

@@ -17,6 +17,7 @@ from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size
 RUNNING, NOT_RUNNING = "running", "not running"
+ENDED = ("done", "failed", "interrupted")
 Line = dict[str, Any]
 
 
@@ -88,8 +89,9 @@ class History:
 
     @property
     def last_step(self) -> int | None:
-        """The newest known step."""
-        return self.logs[-1]["step"] if self.logs else number(self.status.get("step"))
+        """The newest known step: of a run that has ended that of its status, which logs need not reach."""
+        last, told = self.logs[-1]["step"] if self.logs else None, number(self.status.get("step"))
+        return last if told is None or (last is not None and self.state not in ENDED) else told
 
     @property
     def last_update(self) -> float | None:

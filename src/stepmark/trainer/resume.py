@@ -16,7 +16,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.existing_run import check_named_checkpoint
-from stepmark.trainer.run_identity import check_same_run
+from stepmark.trainer.run_identity import changes_of_data, check_same_run
 from stepmark.trainer.setup import RunParts
 
 TRAINER_STATE = "trainer_state.json"
@@ -47,7 +47,8 @@ def restore_run(
     def accept(path: Path, manifest: Manifest) -> None:
         _check_manifest(path, manifest)
         if "imported" not in checkpointer.metadata(path):  # another tool does not say what a run's identity is
-            check_same_run(_saved_identity(checkpointer, path), parts.identity, str(path))
+            saved, data = _saved_identity(checkpointer, path), checkpointer.metadata(path).get("data")
+            check_same_run(saved, parts.identity, str(path), changes_of_data(data, parts.data))
 
     try:
         step = checkpointer.restore(sections, checkpoint, accept=accept)

@@ -9,9 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from stepmark.data.data_description import data_difference
 from stepmark.errors import CheckpointMismatch
 from stepmark.trainer.special_tokens import SPECIAL
 
+_CHECKSUMS = {
+    "data": "training data have changed",
+    "tokenizer": "tokenizer has changed: it has other tokens or options",
+}
 MAY_DIFFER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures", *SPECIAL}
 
 
@@ -20,23 +25,40 @@ def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, d
     samples = len(dataset) if hasattr(dataset, "__len__") else None
     return {
         "model": _model(model),
-        "tokenizer": _tokenizer(processing_class),
+        "tokenizer": tokenizer_digest(processing_class),
         "data": getattr(dataset, "fingerprint", None) or {"samples": samples},
         "seed": seed,
         "data_seed": data_seed,
     }
 
 
-def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
-    """Raises CheckpointMismatch, which names the first difference, where the identities differ."""
+def check_same_run(
+    saved: Mapping[str, Any], current: Mapping[str, Any], where: str, changes: str | None = None
+) -> None:
+    """Raises CheckpointMismatch, which names the first difference, where the identities differ. `changes`: what is
+    known of changes of the data."""
     for key, value in current.items():
         difference = _difference(key, saved.get(key), value)
         if difference is not None:
-            name, before, now = difference
             raise CheckpointMismatch(
-                f"{where} belongs to another run: its {name} was {_short(before)} and is now {_short(now)}; resume "
-                "with the same model, tokenizer, data and seeds, or start a new run in another output_dir"
+                f"{where} belongs to another run: its {_in_words(*difference, changes)}; resume with the same model, "
+                "tokenizer, data and seeds, or start a new run in another output_dir"
             )
+
+
+def changes_of_data(saved: object, current: Mapping[str, Any] | None) -> str | None:
+    """What differs between two descriptions of data; None where that is not known, as in earlier checkpoints."""
+    if not isinstance(saved, Mapping) or current is None:
+        return None
+    return data_difference(saved, current)
+
+
+def _in_words(name: str, before: Any, now: Any, changes: str | None) -> str:
+    """What was, and what is. Checksums say nothing to a reader."""
+    if isinstance(before, str) and isinstance(now, str) and name in _CHECKSUMS:
+        known = f" ({changes})" if changes is not None and name == "data" else ""
+        return f"{_CHECKSUMS[name]}{known}"
+    return f"{name} was {_short(before)} and is now {_short(now)}"
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any] | None:
@@ -59,7 +81,8 @@ def _model(model: nn.Module) -> dict[str, Any]:
     return {"class": type(model).__name__, **shapes}
 
 
-def _tokenizer(processing_class: Any) -> str | None:
+def tokenizer_digest(processing_class: Any) -> str | None:
+    """A checksum of what a tokenizer does; None without one."""
     if processing_class is None:
         return None
     backend = getattr(processing_class, "backend_tokenizer", None)

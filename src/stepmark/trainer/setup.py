@@ -48,8 +48,9 @@ OPTIMIZER_STATES = 2  # of a parameter, as many as the usual optimizers have, ea
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one run. `identity` is what a run that resumes it must have in common with it; `saved` is the module
-    that checkpoints hold: the model, or its adapter."""
+    """The parts of one run. `identity` is what a run that resumes it must have in common with it, `data` what its
+    training data are made of, where that is known; `saved` is the module that checkpoints hold: the model, or its
+    adapter."""
 
     args: TrainingFields
     context: Context
@@ -62,6 +63,7 @@ class RunParts:
     step: TrainStep
     total_steps: int
     identity: dict[str, Any]
+    data: Mapping[str, Any] | None = None
 
 
 def count_steps(args: TrainingFields, loader: TrainLoader) -> int:

@@ -108,6 +108,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     Attributes:
         optimizer: The `torch.optim` optimizer of the run; None before `create_optimizer`.
         lr_scheduler: The schedule of the run; None before `create_scheduler`.
+        checkpoint_files: Functions that are called with the folder of a new checkpoint, on rank 0, and may write files
+            there, which are then part of the checkpoint.
 
     Raises:
         UsageError: The arguments do not fit together, or not the model.
@@ -164,6 +166,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self.compute_loss_func = compute_loss_func
         self._pausable: PausableEvaluation | None = None  # that of the evaluation in the training loop
         self._saved_files = SavedFiles(Path(self.args.output_dir), self.context.host)
+        self.checkpoint_files: list[Callable[[Path], None]] = []
         self._callbacks = RunCallbacks(
             self.args,
             [each for each in (*reporters(self.args), *(callbacks or ())) if _is_called(each)],
@@ -574,6 +577,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             step=self.make_step(optimizer),
             total_steps=total_steps,
             identity=self.identity(),
+            data=getattr(self.train_dataset, "description", None),
         )
 
     def _train(
@@ -648,6 +652,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self._saved_files.move_to(folder)
         else:
             write_model_files(folder, self._saved, self.processing_class)
+        for write in self.checkpoint_files:
+            write(folder)
         self._write_state(folder)
 
     def _write_state(self, folder: Path) -> None:

@@ -352,6 +352,7 @@ class TrainingLoop:
             files=self._write_files,
             metadata={
                 "identity": self._parts.identity,
+                "data": self._parts.data,
                 "model_only": model_only,
                 "samples_per_step": self._parts.loader.layout.global_batch,
             },

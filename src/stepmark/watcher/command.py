@@ -16,7 +16,7 @@ from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, UsageError
 from stepmark.launch.imports import quick_imports
-from stepmark.recipe.used_recipe import read_used_recipe
+from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
 from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice
 from stepmark.watcher.formatting import json_of_model, json_of_run, line_of, table_of_model, table_of_run
@@ -97,7 +97,8 @@ def evaluate_command(request: Request) -> int:
 
 def _compile_cache(request: Request) -> bool | str | None:
     """Where the run keeps compiled graphs, so that its evaluations' are found there; None before it has begun."""
-    recipe = read_used_recipe(request.path) if request.is_run else _recipe_of(request.path)
+    run = request.path if request.is_run else request.path.absolute().parent
+    recipe = read_used_recipe(run) or _recipe_of(request.path)
     return None if recipe is None else recipe.training.compile_cache
 
 
@@ -138,8 +139,9 @@ def _evaluate_one(
 
     lease = _try_lease(path) if mesh.context.host.rank == 0 else None
     try:
-        recipe = _recipe_of(path)
-        setup = EvaluationSetup.prepare(mesh, functions, request.data, recipe, path, request.batch_size)
+        setup = EvaluationSetup.prepare(mesh, functions, request.data, _recipe_of(path), path, request.batch_size)
+        if mesh.context.host.rank == 0:
+            _say(setup.summary(_origin(request, recipe_file_of(path), path)))
         return {name: len(each.blocks) for name, each in setup.sets.items()}, setup.evaluate(path)
     finally:
         if lease is not None:
@@ -161,7 +163,19 @@ def _try_lease(path: Path) -> Lease | None:
 
 def _recipe_of(path: Path) -> Recipe | None:
     """The recipe of the run that saved this checkpoint or model."""
-    return read_used_recipe(path) or read_used_recipe(path.absolute().parent)
+    found = recipe_file_of(path)
+    return None if found is None else read_used_recipe(found.parent)
+
+
+def _origin(request: Request, recipe: Path | None, path: Path) -> str:
+    """Where the block size of an evaluation comes from, and a warning where no recipe says how the run evaluated."""
+    if recipe is not None:
+        return "block_size as given" if request.data.block_size is not None else f"block_size from {recipe}"
+    default = "" if request.data.block_size is not None else " is the most that the model takes, up to 1024, and"
+    return (
+        f"warning: {path} has no {USED_RECIPE} that says how its run evaluated: block_size{default} may differ "
+        "from the run's; --block_size sets it"
+    )
 
 
 def _of_run(request: Request, mesh: Any, functions: Any) -> int:
@@ -175,7 +189,13 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
 
     def make_setup(checkpoint: Path) -> Any:
         recipe = read_used_recipe(request.path)
-        return EvaluationSetup.prepare(mesh, functions, request.data, recipe, checkpoint, request.batch_size)
+        setup = EvaluationSetup.prepare(mesh, functions, request.data, recipe, checkpoint, request.batch_size)
+        if leads:
+            used = None if recipe is None else request.path / USED_RECIPE
+            _say(setup.summary(_origin(request, used, request.path)))
+            if not setup.moves_best:
+                _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
+        return setup
 
     metric, greater = _best_metric(request)
     options = WatchOptions(request.watch, request.until, request.patience, metric, greater, request.interval)
@@ -193,7 +213,7 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
     failures = watcher.run()
     if leads and not stream and watcher.records is not None:
         show = json_of_run if request.as_json else table_of_run
-        print(show(request.path, watcher.records.sorted()))
+        print(show(request.path, watcher.records.sorted(), watcher.best))
     return 1 if failures else 0
 
 

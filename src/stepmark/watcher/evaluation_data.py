@@ -18,19 +18,22 @@ _NAMED = re.compile(r"([A-Za-z]\w*)=(.+)\Z", re.DOTALL)
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Blocks of tokens, and an identifier of their content."""
+    """Blocks of tokens, an identifier of their content, and what they were read from."""
 
     blocks: Any
     content: str
+    source: str = ""
 
 
 @dataclass(frozen=True)
 class DataChoice:
-    """`sources` are the values of --data, each `[NAME=]SOURCE`; the other fields, where given, override the recipe."""
+    """`sources` are the values of --data, each `[NAME=]SOURCE`; sizes, where given, override the recipe's. With
+    `updates_best` the run's `best` follows the results also on data other than its own."""
 
     sources: tuple[str, ...] = ()
     block_size: int | None = None
     max_samples: int | None = None
+    updates_best: bool = False
 
     def check(self) -> None:
         """Raises UsageError for invalid values, before anything is loaded."""
@@ -70,14 +73,16 @@ def prepare_sets(
             data = prepare(config, tokenizer, may_be_short=in_full)
         except (DataError, UsageError) as error:  # a file that is read completely was given in another field
             given = "--data" if choice.sources else "validation_file"
-            raise type(error)(str(error).replace("train_file: ", f"{given}: ", 1) if in_full else str(error)) from error
+            message = str(error).replace("train_file: ", f"{given}: ", 1) if in_full else str(error)
+            raise type(error)(message if choice.sources else f"{message}; name other data with --data") from error
         blocks = data.train if in_full else data.validation
         where = ", ".join(file_names(config.train_file)) or config.dataset_name or "dataset_mixture"
         if blocks is None:
             raise DataError(f"{where} has no validation data; name a file with --data, all of which is then used")
         if not len(blocks):
             raise DataError(f"{where}: its validation data is empty; name other data with --data")
-        sets[name] = EvaluationSet(blocks, f"{data.fingerprint} {len(blocks)} {'all' if in_full else 'validation'}")
+        content = f"{data.fingerprint} {len(blocks)} {'all' if in_full else 'validation'}"
+        sets[name] = EvaluationSet(blocks, content, where)
     return sets
 
 

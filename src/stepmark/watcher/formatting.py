@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.best_link import best_step
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE, finite
 
@@ -37,7 +36,7 @@ def json_of_model(path: Path, samples: Samples, metrics: Mapping[str, float]) ->
     return json.dumps({"path": str(path), "step": step_of(path), "samples": named, **finite(metrics)})
 
 
-def table_of_run(run: Path, lines: Lines) -> str:
+def table_of_run(run: Path, lines: Lines, best: int | None) -> str:
     """A row for each evaluation, and the number of each status."""
     evaluated = [line for line in lines if line["status"] == EVALUATED]
     failed = sum(line["status"] == FAILED for line in lines)
@@ -45,7 +44,7 @@ def table_of_run(run: Path, lines: Lines) -> str:
     last = f"{len(evaluated)} evaluated, {skipped} skipped, {failed} failed; see {run / TABLE}"
     if not evaluated:
         return last
-    names, best = _metrics(evaluated), best_step(run)
+    names = _metrics(evaluated)
     rows = [["step", *names]]
     for line in evaluated:
         step = f"{line['step']} (best)" if line["step"] == best else str(line["step"])
@@ -53,9 +52,9 @@ def table_of_run(run: Path, lines: Lines) -> str:
     return f"{table(rows)}\n{last}"
 
 
-def json_of_run(run: Path, lines: Lines) -> str:
+def json_of_run(run: Path, lines: Lines, best: int | None) -> str:
     """The same as one JSON object."""
-    return json.dumps({"path": str(run), "best": best_step(run), "evaluations": list(lines)})
+    return json.dumps({"path": str(run), "best": best, "evaluations": list(lines)})
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

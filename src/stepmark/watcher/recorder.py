@@ -26,22 +26,31 @@ class EvaluationListener:
 
 
 class EvaluationRecorder:
-    """Keeps the records of one setup. `failures` counts the evaluations that failed."""
+    """Keeps the records of one setup. `failures` counts the evaluations that failed; `best` is the step of the best
+    evaluated checkpoint that exists, which the run's link follows with `moves_best`."""
 
     def __init__(
-        self, run: Path, records: EvaluationRecords, options: WatchOptions, listener: EvaluationListener
+        self,
+        run: Path,
+        records: EvaluationRecords,
+        options: WatchOptions,
+        listener: EvaluationListener,
+        *,
+        moves_best: bool,
     ) -> None:
         self._run = run
         self._records = records
         self._options = options
         self._listener = listener
         self._scalars = Scalars(run)
+        self._moves_best = moves_best
         self._best: BestTracker | None = None
+        self.best: int | None = None
         self._asked_to_stop = False
         self.failures = 0
         with records.locked():
             for line in records.evaluated()[-1:]:  # of a watcher that was killed before it updated the link
-                self._link_best(line)
+                self._find_best(line)
 
     def record(self, found: EvaluationRecord, status: str, values: Mapping[str, Any]) -> None:
         """Records a checkpoint, unless another watcher has. `values` are metrics, or the reason why there are none.
@@ -51,7 +60,7 @@ class EvaluationRecorder:
         self.failures += status == FAILED
         with self._records.locked():  # so that other watchers do not link an outdated best checkpoint
             line = self._records.add(found, status, values)
-            best = self._link_best(values) if line is not None and status == EVALUATED else None
+            best = self._find_best(values) if line is not None and status == EVALUATED else None
         if line is None:
             return
         self._listener.record(line, best == found.step)
@@ -63,8 +72,8 @@ class EvaluationRecorder:
         """Closes the files."""
         self._scalars.close()
 
-    def _link_best(self, values: Mapping[str, Any]) -> int | None:
-        """Points `best` at the best evaluated checkpoint that exists; returns its step."""
+    def _find_best(self, values: Mapping[str, Any]) -> int | None:
+        """The step of the best evaluated checkpoint that exists, which is linked as `best` where that is wanted."""
         options = self._options
         if self._best is None:
             needed = options.patience is not None
@@ -72,10 +81,10 @@ class EvaluationRecorder:
         if self._best is None:
             return None
         lines = self._records.evaluated()
-        best = self._best.step([line for line in lines if checkpoint_path(self._run, line["step"]).is_dir()])
-        if best is not None:
-            point_best(self._run, best)
-        return best
+        self.best = self._best.step([line for line in lines if checkpoint_path(self._run, line["step"]).is_dir()])
+        if self.best is not None and self._moves_best:
+            point_best(self._run, self.best)
+        return self.best
 
     def _check_patience(self) -> None:
         if self._options.patience is None or self._asked_to_stop or self._best is None:

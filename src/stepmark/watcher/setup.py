@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch import nn
 
+from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.config.recipe import Recipe
 from stepmark.data.collate import PadTo
@@ -22,6 +23,7 @@ from stepmark.evaluation.metric_functions import MetricsFunctions, load_function
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
 from stepmark.evaluation.restored_model import ModelReader, read_config
 from stepmark.runtime.mesh import Mesh
+from stepmark.trainer.run_identity import tokenizer_digest
 from stepmark.training.packed_samples import check_packing
 from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, prepare_sets
 
@@ -29,6 +31,7 @@ logger = logging.getLogger("stepmark")
 
 PREFIX = "eval"
 DEFAULT_BATCH_SIZE = 8
+NO_METRICS = "none"  # as --metrics
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,19 @@ class Functions:
         return cls(
             metrics,
             evaluator,
-            load_metrics(metrics, "--metrics") if metrics else None,
+            load_metrics(metrics, "--metrics") if metrics not in (None, NO_METRICS) else None,
             load_function(evaluator, "--evaluator") if evaluator else None,
         )
+
+    def of_run(self, recipe: Recipe | None) -> Functions:
+        """With the metrics of the run's recipe, unless others, or none, were given. Raises UsageError as `load`."""
+        if self.metrics == NO_METRICS:
+            return replace(self, metrics=None)
+        named = None if recipe is None else recipe.evaluation.metrics
+        if self.metrics is not None or named is None:
+            return self
+        loaded = load_metrics(named, f"metrics (of the run; --metrics {NO_METRICS} evaluates without)")
+        return replace(self, metrics=named, loaded_metrics=loaded)
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,10 @@ class EvaluationContext:
 
 
 class EvaluationSetup:
-    """Evaluates checkpoints, all in the same way. Create it with `prepare`, on all ranks."""
+    """Evaluates checkpoints, all in the same way. Create it with `prepare`, on all ranks.
+
+    `moves_best`: whether the run's `best` follows the results.
+    """
 
     def __init__(
         self,
@@ -81,10 +97,13 @@ class EvaluationSetup:
         tokenizer: Any,
         recipe: Recipe | None,
         batch_size: int | None,
+        *,
+        moves_best: bool = True,
     ) -> None:
         training = recipe.training if recipe is not None else None
         self.mesh = mesh
         self.sets = sets
+        self.moves_best = moves_best
         self._functions = functions
         self._tokenizer = tokenizer
         self._reader = ModelReader(mesh.runtime)
@@ -109,6 +128,7 @@ class EvaluationSetup:
         Raises DataError or UsageError where there is nothing to evaluate on, and CheckpointNotFound, on all ranks,
         where the checkpoint has been deleted in the meantime.
         """
+        functions = functions.of_run(recipe)
         tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint)
         sets: dict[str | None, EvaluationSet] = {}
         if choice.sources or recipe is not None or functions.evaluator is None:
@@ -124,7 +144,9 @@ class EvaluationSetup:
                     if functions.evaluator is None or choice.sources:
                         raise
                     logger.warning("the --evaluator gets no data: %s", error)  # it may not need data
-        return cls(mesh, functions, sets, tokenizer, recipe, batch_size)
+        # Data of the run's own decide which of its checkpoints is the best, where there are such data.
+        moves_best = choice.updates_best or not choice.sources or recipe is None
+        return cls(mesh, functions, sets, tokenizer, recipe, batch_size, moves_best=moves_best)
 
     @property
     def identity(self) -> str:
@@ -141,6 +163,19 @@ class EvaluationSetup:
             **({"fp16": True} if self._fp16 else {}),
             "label_smoothing_factor": self._smoothing,
         }
+
+    def summary(self, origin: str) -> str:
+        """One line: the data, and what else the numbers depend on. `origin` says where a block size comes from that is
+        not given."""
+        sets = [
+            f"{len(each.blocks)} samples of up to {each.blocks.block_size} tokens of {each.source}"
+            for each in self.sets.values()
+        ]
+        named = {"metrics": self._functions.metrics, "evaluator": self._functions.evaluator}
+        options = [f"{name} {value}" for name, value in named.items() if value]
+        options += [name for name, on in (("bf16", self._bf16), ("fp16", self._fp16)) if on]
+        options += [f"label_smoothing_factor {self._smoothing:g}"] if self._smoothing else []
+        return "; ".join([f"evaluating {', '.join(sets) or 'without data'}", origin, *options])
 
     def evaluate(self, checkpoint: Path) -> dict[str, float]:
         """The metrics of one checkpoint; those of an `--evaluator` may differ among ranks. Collective.
@@ -207,12 +242,26 @@ def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -
 
 
 def _tokenizer(recipe: Recipe | None, checkpoint: Path) -> Any:
-    """The recipe's tokenizer, else the checkpoint's; None where it has none."""
+    """The tokenizer of the run: the recipe's, or the checkpoint's copy where the recipe names none that is here, or one
+    that has changed since; None where there is neither."""
     from stepmark.data.tokenizer import load_tokenizer
     from stepmark.recipe.model import build_tokenizer
 
-    if recipe is not None:
-        return build_tokenizer(recipe.model)
-    if not any(checkpoint.glob("tokenizer*")):
-        return None
-    return load_tokenizer(str(checkpoint))
+    has_copy = any(checkpoint.glob("tokenizer*"))
+    if recipe is None:
+        return load_tokenizer(str(checkpoint)) if has_copy else None
+    try:
+        named = build_tokenizer(recipe.model)
+    except UsageError:
+        if not has_copy:
+            raise
+        return load_tokenizer(str(checkpoint))
+    return load_tokenizer(str(checkpoint)) if has_copy and _has_changed(named, checkpoint) else named
+
+
+def _has_changed(tokenizer: Any, checkpoint: Path) -> bool:
+    """Whether a tokenizer is known to be another one than that of the run."""
+    if not (checkpoint / MANIFEST).is_file():
+        return False
+    identity = decode_plain(read_manifest(checkpoint).metadata).get("identity") or {}
+    return identity.get("tokenizer") not in (None, tokenizer_digest(tokenizer))

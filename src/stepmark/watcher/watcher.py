@@ -62,6 +62,11 @@ class Watcher:
         self._vanished = 0
         self.records: EvaluationRecords | None = None
 
+    @property
+    def best(self) -> int | None:
+        """The step of the best evaluated checkpoint, on rank 0; None where there is none."""
+        return None if self._recorder is None else self._recorder.best
+
     def run(self) -> int:
         """Evaluates until everything is done; returns the number of evaluations that failed. Collective.
 
@@ -109,7 +114,9 @@ class Watcher:
         self.records = EvaluationRecords(self._run, self._setup.identity)
         description = {**self._setup.describe(), "deleted_before": self._scheduler.deleted_before}
         begun = self.records.begin(description)
-        self._recorder = EvaluationRecorder(self._run, self.records, self._options, self._listener)
+        self._recorder = EvaluationRecorder(
+            self._run, self.records, self._options, self._listener, moves_best=self._setup.moves_best
+        )
         self._scheduler.begin(self.records, self._setup.identity, int(begun["deleted_before"]))
 
     def _evaluate(self, job: EvaluationJob) -> None:

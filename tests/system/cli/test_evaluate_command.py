@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from stepmark.cli.main import run
+from stepmark.data.tokenizer import byte_tokenizer
 from stepmark.trainer.telemetry.run_log import read_metrics
 from stepmark.watcher import setup
 from tests.support.recipes import write_recipe, write_text
@@ -166,7 +169,6 @@ def test_a_corrupted_checkpoint_fails_and_the_others_do_not(folder: Path, capsys
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["{run}", "--metric", "nope"], 2, "--metric nope: the evaluation has no such metric; it has eval_loss"),
         (["{run}", "--metrics", "own_functions:other"], 2, "--metrics: own_functions has no function 'other'"),
         (["{run}", "--data", "./none.txt"], 2, "--data: ./none.txt does not exist"),
         (["{run}", "--patience", "0"], 2, "--patience: should be at least 1"),
@@ -187,6 +189,12 @@ def test_bad_calls(
     assert error.startswith("error: ")
     assert told in error
     assert error.count("\n") == 1
+
+
+def test_a_metric_that_evaluations_lack(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["evaluate", str(folder), "--metric", "nope"]) == 2
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: --metric nope: the evaluation has no such metric; it has eval_accuracy, eval_loss")
 
 
 def test_a_run_that_has_ended_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,3 +242,128 @@ def test_while_graphs_are_extracted_nothing_is_recorded(
     assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
     assert run(["evaluate", str(folder / "checkpoint-6"), "--device", "cpu"]) == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A text that the run has not seen."""
+    return write_text(tmp_path / "corpus.txt", 60)
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[dict[str, Any], str]:
+    """The JSON and the lines on stderr of an evaluation."""
+    capsys.readouterr()
+    assert run(["evaluate", *map(str, arguments), "--device", "cpu", "--json"]) == 0
+    captured = capsys.readouterr()
+    return json.loads(captured.out), captured.err
+
+
+@pytest.fixture(scope="module")
+def short_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose blocks are shorter than the model's positions, with a smoothed loss."""
+    folder = tmp_path_factory.mktemp("short")
+    byte_tokenizer().save_pretrained(folder / "tokenizer")
+    named = {"tokenizer_name": str(folder / "tokenizer")}
+    recipe = write_recipe(folder, max_steps=1, save_steps=1, block_size=8, label_smoothing_factor=0.1, **named)
+    assert run(["train", str(recipe)]) == 0
+    return folder / "out"
+
+
+def test_a_copied_checkpoint_is_evaluated_as_in_its_run(
+    short_blocks: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Block size and loss are the run's, although only the checkpoint is there."""
+    copied = tmp_path / "elsewhere" / "checkpoint-1"
+    shutil.copytree(short_blocks / "checkpoint-1", copied)
+    expected, _ = evaluated(capsys, short_blocks / "checkpoint-1", "--data", corpus)
+    found, told = evaluated(capsys, copied, "--data", corpus)
+    assert found["samples"] == expected["samples"]
+    assert found["eval_loss"] == expected["eval_loss"]
+    assert f"samples of up to 8 tokens of {corpus}; block_size from {copied}/used_recipe.yaml" in told
+    assert "label_smoothing_factor 0.1" in told
+
+
+def test_a_checkpoint_without_a_recipe_says_what_its_evaluation_assumes(
+    short_blocks: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As earlier versions wrote them, and as consolidated models are."""
+    plain = tmp_path / "plain"
+    assert run(["consolidate", str(short_blocks / "checkpoint-1"), str(plain)]) == 0
+    found, told = evaluated(capsys, plain, "--data", corpus)
+    assert "of up to 32 tokens" in told
+    assert f"warning: {plain} has no used_recipe.yaml" in told
+    assert "--block_size sets it" in told
+    assert found["samples"] != evaluated(capsys, plain, "--data", corpus, "--block_size", 8)[0]["samples"]
+
+
+@pytest.mark.parametrize("change", ["gone", "another"])
+def test_a_tokenizer_that_the_recipe_no_longer_names_is_the_checkpoints_copy(
+    short_blocks: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    expected, _ = evaluated(capsys, short_blocks / "checkpoint-1", "--data", corpus)
+    named = short_blocks.parent / "tokenizer"
+    named.rename(tmp_path / "tokenizer")
+    try:
+        if change == "another":
+            words = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "?": 2}, unk_token="?"))
+            words.pre_tokenizer = pre_tokenizers.Whitespace()
+            PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(named)
+        found, _ = evaluated(capsys, short_blocks / "checkpoint-1", "--data", corpus)
+    finally:
+        shutil.rmtree(named, ignore_errors=True)
+        (tmp_path / "tokenizer").rename(named)
+    assert found["samples"] == expected["samples"]
+    assert found["eval_loss"] == expected["eval_loss"]
+
+
+def test_data_that_are_not_the_runs_own_do_not_choose_its_best(
+    folder: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, _ = evaluated(capsys, folder)
+    best = (folder / "best").resolve()
+    # `metric` is reversed, so that the two evaluations do not agree about the best
+    other, told = evaluated(capsys, folder, "--data", corpus, "--metric", "loss", "--greater_is_better", "true")
+    assert other["best"] != own["best"]
+    assert (folder / "best").resolve() == best
+    assert "stays as it is: --data is not the data of the run; see --update_best" in told
+    evaluated(capsys, folder, "--data", corpus, "--metric", "loss", "--greater_is_better", "true", "--update_best")
+    assert (folder / "best").resolve() == (folder / f"checkpoint-{other['best']}").resolve()
+
+
+def test_a_run_whose_texts_are_gone_says_how_to_name_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = folder / "used_recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("text.txt", "gone.txt"))
+    assert run(["evaluate", str(folder), "--device", "cpu"]) == 2
+    assert "gone.txt does not exist" in (told := capsys.readouterr().err)
+    assert "; name other data with --data" in told
+
+
+OWN_METRIC = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "accuracy"}
+
+
+def test_metrics_of_the_recipe_are_those_of_the_run_its_resumption_and_its_evaluations(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, **OWN_METRIC, output_dir=str(tmp_path / "own"), validation_split_percentage=20)
+    own = tmp_path / "own"
+    assert run(["train", str(recipe), "--metrics", "own_functions:accuracy"]) == 0
+    more = ["--max_steps", "3", "--resume_from_checkpoint", "true"]
+    assert run(["train", str(own / "used_recipe.yaml"), *more]) == 0
+    accuracies = {step: line["eval_accuracy"] for step, line in in_run(own).items()}
+    assert sorted(accuracies) == [1, 2, 3]
+    found, told = evaluated(capsys, own)
+    assert {line["step"]: line["eval_accuracy"] for line in found["evaluations"]} == accuracies
+    assert "; metrics own_functions:accuracy" in told
+    shutil.copytree(own / "checkpoint-2", tmp_path / "copied")
+    assert evaluated(capsys, tmp_path / "copied")[0]["eval_accuracy"] == accuracies[2]
+    assert "eval_accuracy" not in evaluated(capsys, tmp_path / "copied", "--metrics", "none")[0]
+
+
+def test_metrics_of_a_run_whose_module_is_not_here(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = folder / "used_recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("own_functions:", "absent_functions:"))
+    assert run(["evaluate", str(folder), "--device", "cpu"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: metrics (of the run; --metrics none evaluates without): no module")
