@@ -438,7 +438,7 @@ def test_resuming_without_a_complete_checkpoint(refused: Callable[..., str], tra
     ("fields", "words"),
     [
         ({"config_overrides": {**TINY, "n_layer": 2}}, "its model, n_layer was 1 and is now 2"),
-        ({"block_size": 16}, "its data was "),
+        ({"block_size": 16}, "block_size was 32 and is now 16"),
         ({"seed": 7}, "its seed was 42 and is now 7"),
         ({"data_seed": 7}, "its data_seed was 42 and is now 7"),
     ],
@@ -452,7 +452,9 @@ def test_resuming_another_run(refused: Callable[..., str], trained: Path, fields
 
 def test_resuming_with_other_text(refused: Callable[..., str], trained: Path, tmp_path: Path) -> None:
     other = write_text(tmp_path / "other.txt", lines=50)
-    assert "its data was " in resume(refused, trained / "checkpoint-2", train_file=str(other))
+    error = resume(refused, trained / "checkpoint-2", train_file=str(other))
+    assert "text.txt: no longer read" in error
+    assert "other.txt: added" in error
 
 
 def test_resuming_from_a_model_alone(call: Callable[..., Told], refused: Callable[..., str], tmp_path: Path) -> None:
