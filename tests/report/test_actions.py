@@ -122,7 +122,9 @@ def test_zooming_comparing_and_reading_without_a_mouse(compared: Path) -> None:
     assert seen["reset"] == seen["again"] == seen["unpressed"] == [0, STEPS]
     assert seen["nearer"] == [0.25 * STEPS, 0.75 * STEPS]
     assert re.match(r"step 1(49|50|51) · [23] min", seen["tip"])
-    assert re.search(r"slow: training\s+[\d.]+\s+fast: training\s+[\d.]+\s+\N{MINUS SIGN}\d+(\.\d)?%", seen["tip"])
+    values = r"[\d.]+ smoothed, [\d.]+ logged"
+    compared_values = rf"slow: training\s+{values}\s+fast: training\s+{values}\s+" r"\N{MINUS SIGN}\d+(\.\d)?%"
+    assert re.search(compared_values, seen["tip"])
     assert seen["focused"]
     assert (seen["first"], seen["second"]) == ("step 1 · 1 s", "step 2 · 2 s")
     assert seen["pressed"][1] - seen["pressed"][0] == pytest.approx(STEPS / 2)
@@ -168,6 +170,75 @@ def test_sorting_copying_and_saving(compared: Path, runs: list[Path]) -> None:
     assert rows[0] == {"run": "slow", "series": "training", "step": "1", "seconds": "1", "value": rows[0]["value"]}
     assert "<i>def <main>(self):" in seen["samples"]
     assert {"processor", "rank_memory", "disk"} <= set(seen["figures"])
+
+
+def test_runs_are_sorted_on_a_phone(compared: Path) -> None:
+    """Where a table has no heads, a list of its columns sorts it."""
+    script = """
+    const shown = (element) => element !== null && element.getClientRects().length > 0;
+    const sorter = document.querySelector(".sorter"), select = sorter.querySelector("select");
+    const rows = () => [...document.querySelectorAll("#runs tbody tr")];
+    const order = () => rows().map((row) => row.cells[0].innerText.trim().split(" ").pop());
+    results.shown = [shown(document.querySelector("#runs thead")), shown(sorter)];
+    results.options = [...select.options].map((each) => each.text);
+    results.orders = [order()];
+    select.value = [...select.options].find((each) => each.text.includes("Loss")).value;
+    select.dispatchEvent(new Event("change"));
+    results.orders.push(order());
+    sorter.querySelector("button").click();
+    results.orders.push(order());
+    results.button = sorter.querySelector("button").textContent;
+    results.fits = document.documentElement.scrollWidth <= document.documentElement.clientWidth;
+    """
+    phone, desk = act(compared, script, (390, 844)), act(compared, script)
+    names = ["slow", "fast", "fastest"]
+    assert (phone["shown"], desk["shown"]) == ([False, True], [True, False])
+    assert phone["options"][:2] == ["as given", "Run"]
+    assert phone["orders"] == [names, names[::-1], names]
+    assert phone["button"] == "\N{DOWNWARDS ARROW} largest first"
+    assert phone["fits"]
+
+
+def test_a_smoothed_curve_ends_in_a_smoothed_value(tmp_path: Path) -> None:
+    """And not in the last value that was logged, which may be a peak; and the page says which is which."""
+    run = make_run(tmp_path / "run", 0.02)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    noisy = [json.loads(line) for line in lines if '"loss"' in line]
+    for line in noisy:
+        line["loss"] = 2 - line["step"] / STEPS + (0.3 if line["step"] % 2 else -0.3)
+    noisy[-1]["loss"] = 9.0
+    write(run / "metrics.jsonl", noisy)
+    seen = act(
+        write_report(run, [], tmp_path / "page.html"),
+        """
+    const [loss] = charts, series = loss.figure.series.find((each) => each.kind === "line");
+    const note = () => loss.box.querySelector(".note").textContent;
+    const at = (index) => loss.smoothedAt(series, index);
+    results.last = series.y.at(-1);
+    results.smoothed = [0, 1, 2].map((back) => at(series.y.length - 1 - back));
+    results.middle = at(150);
+    results.jumps = series.y.slice(20).map((_, i) => Math.abs(at(i + 20) - at(i + 19)));
+    results.note = [note()];
+    results.tip = loss.valueText(series, series.y.length - 1);
+    const slider = document.getElementById("smoothing");
+    for (const value of [200, 0]) {
+      slider.value = value;
+      slider.dispatchEvent(new Event("input"));
+      results.note.push(note());
+      results[value] = at(series.y.length - 1);
+    }
+    results.plain = loss.valueText(series, series.y.length - 1);
+    """,
+    )
+    assert seen["last"] == 9.0
+    assert seen["smoothed"] == pytest.approx([1.0, 1.0, 1.0], abs=0.35)
+    assert seen["middle"] == pytest.approx(1.5, abs=0.35)
+    assert max(seen["jumps"]) < 0.35
+    assert seen["200"] == pytest.approx(1.0, abs=0.15)  # the window reaches 50 steps back
+    assert seen["0"] is None
+    assert seen["note"] == ["thick: smoothed, thin: as logged"] * 2 + [""]
+    assert re.fullmatch(r"[\d.]+ smoothed, 9 logged", seen["tip"])
+    assert seen["plain"] == "9"
 
 
 def test_colors_follow_the_scheme_and_paper_is_light(compared: Path) -> None:

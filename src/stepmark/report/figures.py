@@ -106,7 +106,7 @@ def _of_resumption(history: History, run: int, before: Attempt, after: Attempt) 
         found.append(Mark("lost", run, resumed, _since(line, origin), label, before.last, end))
     how = f"; the process before it: {before.ended}" if before.ended else ""
     time = _since({"time": after.began}, origin)
-    return [*found, Mark("resumed", run, resumed, time, f"resumed from checkpoint-{resumed}{how}")]
+    return [*found, Mark("resumed", run, resumed, time, f"{after.origin}{how}")]
 
 
 # The figures

@@ -35,14 +35,19 @@ class EvaluationPoint:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One process of the run: the step it resumed from (None: the beginning), when it started, its last log, and how it
-    ended (None: still running, or unknown)."""
+    """One process of the run: the step it resumed from (None: the first process; 0: from the beginning), when it
+    started, its last log, and how it ended (None: still running, or unknown)."""
 
     resumed: int | None
     began: float | None
     last: int | None
     last_time: float | None
     ended: str | None
+
+    @property
+    def origin(self) -> str:
+        """What the run did when this process, not its first, began."""
+        return f"resumed from checkpoint-{self.resumed}" if self.resumed else "began again: there was no checkpoint"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,17 @@ def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, sor
         for row in rows
     )
     inner = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="table"><table class="data" id="{name}">{inner}</table></div>'
+    sorter = _sorter(names) if sortable else ""
+    return f'<div class="table">{sorter}<table class="data" id="{name}">{inner}</table></div>'
+
+
+def _sorter(names: Sequence[str]) -> str:
+    """What sorts a table on a phone, which has no room for heads."""
+    columns = "".join(f'<option value="{index}">{name}</option>' for index, name in enumerate(names) if name)
+    return (
+        f'<div class="sorter"><label>sort by <select><option value="">as given</option>{columns}</select></label>'
+        '<button type="button">↑ smallest first</button></div>'
+    )
 
 
 def sorted_by(value: float | None, cell: str) -> str:

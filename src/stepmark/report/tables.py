@@ -114,7 +114,7 @@ def event_table(history: History) -> str:
             rows.append((event.get("time") or 0.0, event.get("step"), EVENT_NAMES[event["event"]], str(detail)))
     for before, after in history.resumptions():
         if before.ended == KILLED and before.last_time is not None:
-            detail = f"last log of this process; the run resumed from checkpoint-{after.resumed}"
+            detail = f"last log of this process; the run {after.origin}"
             rows.append((before.last_time, before.last, KILLED, detail))
     if not rows:
         return ""

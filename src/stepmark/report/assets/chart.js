@@ -33,6 +33,8 @@ class Chart {
     this.box = document.getElementById(`figure-${figure.name}`);
     this.wide = this.box.classList.contains("wide");
     this.holder = this.box.querySelector(".plot");
+    this.note = made("span", null, { className: "unit note" });
+    this.box.querySelector(".buttons").before(this.note);
     this.makeLegend();
     this.makeButtons();
     this.build();
@@ -54,6 +56,14 @@ class Chart {
   text(value, series) {
     if (this.figure.percent) return `${(value * 100).toFixed(1)}%`;
     return series.kind === "bar" ? duration(value) : fullNumber(value);
+  }
+
+  smoothedAt(series, index) { return this.smoothed.get(series)?.get(index) ?? null; }
+
+  // The value of a place in words: of a curve that is smoothed both of its values.
+  valueText(series, index) {
+    const logged = this.text(series.y[index], series), smoothed = this.smoothedAt(series, index);
+    return smoothed === null ? logged : `${this.text(smoothed, series)} smoothed, ${logged} logged`;
   }
 
   // Legend and buttons
@@ -120,6 +130,7 @@ class Chart {
   // The curves, in the order of drawing: `ys` belong to the places of `points`.
   curves() {
     const found = [], shown = this.shown();
+    this.smoothed = new Map(); // by series: the values in the order of its places
     if (this.stacked) return this.stack(shown);
     for (const series of [...shown].sort((a, b) => b.run - a.run)) {
       const points = this.points(series), raw = points.order.map((i) => series.y[i]);
@@ -128,7 +139,9 @@ class Chart {
       found.push({ points, ys, faint: many });
       if (!many) continue;
       const means = points.order.map((i) => (series.mean ?? series.y)[i]);
-      found.push({ points, ys: smooth(means, this.page.smoothing), derived: true });
+      const smoothed = smooth(means, this.page.smoothing);
+      this.smoothed.set(series, new Map(points.order.map((i, at) => [i, smoothed[at]])));
+      found.push({ points, ys: smoothed, derived: true });
     }
     return found;
   }
@@ -169,6 +182,7 @@ class Chart {
     this.plot = this.layer = null; // until the new ones are there
     this.unit = this.unit ?? made("span", this.holder, { className: "axis-unit" });
     this.plot = new uPlot(this.options(curves, height), data, this.holder);
+    this.note.textContent = this.smoothed.size ? "thick: smoothed, thin: as logged" : "";
     this.describe();
     this.overlay();
   }

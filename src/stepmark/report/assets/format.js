@@ -60,13 +60,14 @@ function timeUnit(span) {
 
 const stepLabel = (value) => (value >= 1e4 ? shortNumber(value) : value.toLocaleString("en"));
 
-// The mean over a window, after a median of five neighbours, so that one peak moves nothing. Windows shrink at the ends,
-// so that the curve does not lag. `strength` 20 is a window of a thirtieth of the curve on both sides together.
+// The mean over a window, after a median of five neighbours, so that one peak moves nothing. Windows shrink at the
+// beginning, where curves are steep. At the end they lose only the values that are not there yet: the curve ends in a
+// smoothed value. `strength` 20 is a window of a thirtieth of the curve on both sides together.
 function smooth(values, strength) {
   const reach = Math.max(1, Math.round((values.length * strength) / 1200)), count = values.length;
   const sums = new Float64Array(count + 1), known = new Int32Array(count + 1);
   for (let i = 0; i < count; i++) {
-    const span = Math.min(2, i, count - 1 - i);
+    const span = Math.min(2, i);
     const near = values.slice(i - span, i + span + 1).filter((v) => v !== null).sort((a, b) => a - b);
     const middle = values[i] === null ? null : near[near.length >> 1];
     sums[i + 1] = sums[i] + (middle ?? 0);
@@ -74,7 +75,7 @@ function smooth(values, strength) {
   }
   return values.map((value, i) => {
     if (value === null) return null;
-    const span = Math.min(reach, i, count - 1 - i), from = i - span, to = i + span + 1;
+    const span = Math.min(reach, i), from = i - span, to = Math.min(i + span + 1, count);
     return (sums[to] - sums[from]) / (known[to] - known[from]);
   });
 }

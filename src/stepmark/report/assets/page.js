@@ -70,10 +70,10 @@ function fillTip(chart, x) {
   const values = chart.valuesAt(x), table = document.createElement("table"), firsts = {};
   const anchor = values.find(({ series }) => series.kind === "line") ?? values[0];
   for (const { series, index } of values) {
-    const value = series.y[index], compares = page.runs.length > 1 && series.kind !== "lost";
+    const value = chart.smoothedAt(series, index) ?? series.y[index], compares = page.runs.length > 1 && series.kind !== "lost";
     const other = compares && firsts[series.name] !== undefined ? difference(chart, value, firsts[series.name]) : "";
     if (compares) firsts[series.name] ??= value;
-    row(table, chart.color(series), [chart.label(series) + (index === series.best ? " (best)" : ""), chart.text(value, series), other]);
+    row(table, chart.color(series), [chart.label(series) + (index === series.best ? " (best)" : ""), chart.valueText(series, index), other]);
   }
   const head = document.createElement("b");
   if (anchor) {
@@ -157,18 +157,33 @@ if (slider) {
 
 // Tables that are sorted by a column, commands that are copied, files that are saved
 
+// Sorts by the column of a head; empty cells come last. A phone has a list of the columns instead of the heads.
+function sortBy(head, down) {
+  const table = head.closest("table"), body = table.tBodies[0], column = head.cellIndex;
+  const key = (line) => line.cells[column].dataset.value ?? line.cells[column].textContent;
+  const compare = (a, b) => (isNaN(a) || isNaN(b) ? String(a).localeCompare(String(b)) : a - b);
+  const empty = (line) => key(line) === "";
+  const lines = [...body.rows].sort((a, b) => empty(a) - empty(b) || compare(key(a), key(b)) * (down ? -1 : 1));
+  head.parentElement.querySelectorAll("th").forEach((each) => each.removeAttribute("aria-sort"));
+  head.setAttribute("aria-sort", down ? "descending" : "ascending");
+  body.append(...lines);
+  const sorter = table.parentElement.querySelector(".sorter");
+  sorter.querySelector("select").value = column;
+  sorter.querySelector("button").textContent = down ? "↓ largest first" : "↑ smallest first";
+}
+
+const isAscending = (head) => head.getAttribute("aria-sort") === "ascending";
 for (const button of document.querySelectorAll("th button"))
-  button.onclick = () => {
-    const head = button.parentElement, body = head.closest("table").tBodies[0], column = head.cellIndex;
-    const down = head.getAttribute("aria-sort") === "ascending";
-    const key = (line) => line.cells[column].dataset.value ?? line.cells[column].textContent;
-    const compare = (a, b) => (isNaN(a) || isNaN(b) ? String(a).localeCompare(String(b)) : a - b);
-    const empty = (line) => key(line) === "";
-    const lines = [...body.rows].sort((a, b) => empty(a) - empty(b) || compare(key(a), key(b)) * (down ? -1 : 1));
-    head.parentElement.querySelectorAll("th").forEach((each) => each.removeAttribute("aria-sort"));
-    head.setAttribute("aria-sort", down ? "descending" : "ascending");
-    body.append(...lines);
+  button.onclick = () => sortBy(button.parentElement, isAscending(button.parentElement));
+
+for (const sorter of document.querySelectorAll(".sorter")) {
+  const heads = sorter.parentElement.querySelector("thead tr").cells, select = sorter.querySelector("select");
+  select.onchange = () => select.value !== "" && sortBy(heads[select.value], false);
+  sorter.querySelector("button").onclick = () => {
+    const head = heads[select.value === "" ? 0 : select.value];
+    sortBy(head, isAscending(head));
   };
+}
 
 for (const button of document.querySelectorAll("button.copy"))
   button.onclick = async () => {
