@@ -105,7 +105,7 @@ def test_instructions_need_no_messages(tmp_path: Path) -> None:
         ({"dataset_name": "python-stdlib"}, UsageError, "^messages_column: python-stdlib has no conversations"),
         ({"train_file": "FILE", "text_column": "body"}, UsageError, "^text_column and messages_column: "),
         ({"train_file": "FILE", "messages_column": "chat"}, DataError, "row 2: has no chat, and no instruction"),
-        ({"train_file": "TEXT"}, UsageError, r"notes.txt has an unknown extension; supported are .json, .jsonl"),
+        ({"train_file": "TEXT"}, UsageError, r"notes.txt has a format that is not read; supported are .json, .jsonl"),
         ({"train_file": "FILE", "messages_column": None, "packing": True}, UsageError, "^packing: is for conversat"),
     ],
 )

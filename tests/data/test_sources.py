@@ -117,7 +117,21 @@ def test_validation_files_are_spread_evenly() -> None:
     [
         (None, "a.txt", UsageError, "train_file: file .* does not exist"),
         (b"", "a.txt", DataError, "is empty"),
-        (b"a", "a.docx", UsageError, r"unknown extension; supported are \.txt, \.json"),
+        (b"a", "a.docx", UsageError, r"a format that is not read; supported are \.txt, \.json"),
+        (b"a\tb\n", "a.tsv", UsageError, "a.tsv has a format that is not read"),
+        (b"a", "a.tar.gz", UsageError, "a.tar.gz has a format that is not read"),
+        (b"a\0b", "a.py", UsageError, "a.py is a binary file, not text"),
+        (gzip.compress(b"\0"), "a.xyz.gz", UsageError, "a.xyz.gz is a binary file, not text"),
+        (b"", "a.py", DataError, "a.py is empty"),
+        (
+            b'{"text": "a"}\n{"text": "b"}\n',
+            "part-00000",
+            UsageError,
+            "part-00000 holds JSON lines.* rename it to .jsonl",
+        ),
+        (b'{"text": "' + b"a" * 9000 + b'"}\n', "part-0", UsageError, "part-0 holds JSON lines"),
+        (gzip.compress(b'{"text": "a"}'), "a.log.gz", UsageError, "a.log.gz holds JSON lines"),
+        (b"a\n\xe9\n", "a.py", DataError, "a.py: line 2 is not UTF-8"),
         (b"\xff\xfe", "a.txt", DataError, "a.txt: line 1 is not UTF-8"),
         (b"a\nb\n" + b"c" * 3_000_000 + b"\xe9\n", "a.txt", DataError, "a.txt: line 3 is not UTF-8"),
         (b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl", DataError, "a.jsonl: line 2 is not UTF-8"),
@@ -211,7 +225,7 @@ class TestSeveralFiles:
     def test_a_folder_is_read_in_the_order_of_names(self, folder: Path) -> None:
         assert self.texts(str(folder)) == (["a1", "a2", "b1\n", "b2\n", "c1\n"], None)
         reads = open_sources(DataArguments(train_file=str(folder))).train.reads
-        assert reads.endswith("a.jsonl and 2 more files; 1 file with other extensions left out")
+        assert reads.endswith("a.jsonl and 2 more files; left out: 1 .md")
 
     def test_patterns_and_lists(self, folder: Path) -> None:
         assert self.texts(f"{folder}/**/*.txt*") == (["b1\n", "b2\n", "c1\n"], None)
@@ -238,9 +252,8 @@ class TestSeveralFiles:
         [
             (["b.txt", "*.txt"], "train_file: .*b.txt is named more than once"),
             ("*.doc", "train_file: no file matches"),
-            ("notes*", r"notes.md has an unknown extension; .* can be read from a copy, notes\.md\.txt"),
             (["b.txt", "missing.txt"], "missing.txt does not exist"),
-            ("empty", "train_file: folder .*empty has no file that ends with .txt"),
+            ("empty", "train_file: folder .*empty has no file that ends with .txt.*, and no other text"),
         ],
     )
     def test_names_without_a_file_are_errors(self, folder: Path, given: str | list[str], message: str) -> None:
@@ -249,6 +262,66 @@ class TestSeveralFiles:
         with pytest.raises(StepmarkError, match=message) as caught:
             self.texts(names)
         assert "\n" not in str(caught.value)
+
+    @pytest.fixture
+    def code(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "code"
+        (folder / "inner").mkdir(parents=True)
+        for name, content in {
+            "a.py": b"import a\n",
+            "inner/__init__.py": b"",
+            "inner/b.py": b"b = 1\n",
+            "inner/c.pyc": b"\0\1",
+            "inner/core": b"\0\1",
+            "LICENSE": b"Do.\n",
+            "logo.png": b"png",
+        }.items():
+            (folder / name).write_bytes(content)
+        return folder
+
+    def test_source_code_is_plain_text(self, code: Path) -> None:
+        assert self.texts(f"{code}/**/*.py") == (["import a\n", "b = 1\n"], None)
+        train = open_sources(DataArguments(train_file=f"{code}/**/*.py")).train
+        assert train.reads.endswith("a.py and 1 more file; as plain text: 2 .py; left out: 1 empty")
+        assert self.texts(str(code / "LICENSE")) == (["Do.\n"], None)
+
+    def test_a_folder_without_known_kinds_is_text(self, code: Path) -> None:
+        assert self.texts(str(code)) == (["Do.\n", "import a\n", "b = 1\n"], None)
+        reads = open_sources(DataArguments(train_file=str(code))).train.reads
+        assert "; as plain text: 2 .py, 1 without extension; left out: " in reads
+        assert reads.endswith("left out: 1 .png, 1 .pyc, 1 empty, 1 without extension")
+
+    def test_a_folder_of_tables_without_extension_is_not_taken_for_text(self, tmp_path: Path) -> None:
+        (tmp_path / "rows").mkdir()
+        (tmp_path / "rows" / "part-0").write_text('{"text": "a"}\n')
+        with pytest.raises(UsageError, match="part-0 holds JSON lines"):
+            self.texts(str(tmp_path / "rows"))
+        (tmp_path / "rows" / "part-0").write_text('{\n"text": 1}\n')  # such as a notebook
+        assert self.texts(str(tmp_path / "rows"))[0] == ["{\n", '"text": 1}\n']
+
+    def test_a_folder_of_several_kinds_needs_a_pattern(self, code: Path) -> None:
+        (code / "settings.json").write_text('{"text": "x"}')
+        with pytest.raises(
+            UsageError, match=r"code has several kinds of files: 2 \.py.* by a pattern, such as .*\*\.py"
+        ):
+            self.texts(str(code))
+
+    @pytest.mark.parametrize(
+        ("pattern", "message"),
+        [
+            ("**/*.py*", "c.pyc has a format that is not read"),
+            ("inner/co*", "core is a binary file, not text"),
+            ("inner/__*", "all files that match .* are empty"),
+        ],
+    )
+    def test_a_pattern_that_matches_no_text(self, code: Path, pattern: str, message: str) -> None:
+        with pytest.raises(StepmarkError, match=f"^train_file: .*{message}"):
+            self.texts(f"{code}/{pattern}")
+
+    def test_text_of_any_kind_has_no_columns(self, code: Path) -> None:
+        for given in (f"{code}/**/*.py", str(code), str(code / "LICENSE")):
+            with pytest.raises(UsageError, match="text_column is given, but"):
+                self.texts(given, text_column="body")
 
     def test_a_column_needs_a_table(self, folder: Path) -> None:
         assert self.texts(str(folder), text_column="text")[0][:2] == ["a1", "a2"]
@@ -279,6 +352,7 @@ def test_one_document_cannot_be_divided(tmp_path: Path) -> None:
         ({"train_file": []}, "there is no training data"),
         ({"train_file": ["a.txt", 3]}, "train_file: should be one or more paths"),
         ({"train_file": ["a.txt", "b.txt.gz"], "text_column": "x"}, "text_column is given, but"),
+        ({"train_file": "src/**/*.py", "text_column": "x"}, "text_column is given, but"),
         ({"train_file": "a.txt", "block_size": 1}, "block_size must be at least 2"),
         ({"train_file": "a.txt", "validation_split_percentage": 100}, "validation_split_percentage must be from"),
         ({"train_file": "a.txt", "max_train_samples": 0}, "max_train_samples must be at least 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,11 +12,18 @@ from stepmark.errors import UsageError
 
 STDLIB = "python-stdlib"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+TABLES = (".json", ".jsonl", ".csv", ".parquet")
 
 
 def uncompressed_suffix(path: Path) -> str:
     """The extension of a file without that of its compression, in lower case: `.txt` of `a.txt.gz`."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSED else path.suffix.lower()
+
+
+def may_have_columns(name: str) -> bool:
+    """Whether what a field names may be a table; of folders and most patterns that is known once they are read."""
+    suffix = uncompressed_suffix(Path(name))
+    return suffix in TABLES or suffix == "" or glob.has_magic(suffix) or Path(name).is_dir()
 
 
 def file_names(given: str | list | None) -> list[str]:
@@ -119,11 +127,8 @@ class DataArguments:
             raise UsageError("text_column is given, but the data has no columns; remove it")
 
     def _has_columns(self) -> bool:
-        """Whether the data may have columns; of folders and patterns that is known once they are read."""
         names = [*file_names(self.train_file), *file_names(self.validation_file)]
-        return self.dataset_name not in (None, STDLIB) or any(
-            uncompressed_suffix(Path(name)) != ".txt" for name in names
-        )
+        return self.dataset_name not in (None, STDLIB) or any(map(may_have_columns, names))
 
     def _check_ranges(self) -> None:
         if self.block_size is not None and self.block_size < 2:

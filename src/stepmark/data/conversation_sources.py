@@ -67,7 +67,7 @@ def _split(rows: Rows, percentage: int) -> tuple[Rows, Rows]:
 
 
 def _of_files(field: str, names: str | Sequence[str]) -> Rows:
-    files, _ = find_files(field, names, READABLE)
+    files = find_files(field, names, READABLE).files
 
     def read() -> Iterator[Row]:
         for file in files:

@@ -22,6 +22,7 @@ import xxhash
 
 from stepmark.data.segments import Segment, Tally, joined, segment_batches
 from stepmark.data.texts import Corpus
+from stepmark.data.tokenizer import END_OF_TEXT, PAD, byte_tokenizer
 from stepmark.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class TextEncoder:
     """Converts texts to ids: `encode` for one batch, the ids before and after a document, and `content`, a checksum
     that identifies the tokenizer."""
 
-    encode: Callable[[list[str]], list[list[int]]]
+    encode: Callable[[list[str]], Sequence[Sequence[int]]]
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -59,7 +60,12 @@ class TextEncoder:
         parts: list[Sequence[int]] = []
         for segment, ids in zip(segments, encoded, strict=True):
             parts += [self.prefix if segment.starts else (), ids, self.suffix if segment.ends else ()]
-        return np.concatenate([np.asarray(part, dtype=self.dtype) for part in parts])
+        return np.concatenate([self._array(part) for part in parts])
+
+    def _array(self, ids: Sequence[int]) -> np.ndarray:
+        if isinstance(ids, bytes):
+            return np.frombuffer(ids, np.uint8).astype(self.dtype)
+        return np.asarray(ids, dtype=self.dtype)
 
 
 def encode_texts(
@@ -134,6 +140,24 @@ class _FastEncoder:
 
 
 @dataclass(frozen=True)
+class _ByteEncoder:
+    """The built-in tokenizer: the ids of a text without special tokens are its bytes."""
+
+    complete: _FastEncoder
+
+    def __call__(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> Sequence[int]:
+        if END_OF_TEXT in text or PAD in text:
+            return self.complete([text])[0]
+        try:
+            return text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair
+            return self.complete([text])[0]
+
+
+@dataclass(frozen=True)
 class _SlowEncoder:
     """A tokenizer written in Python."""
 
@@ -143,7 +167,7 @@ class _SlowEncoder:
         return [self.tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in texts]
 
 
-def _plain_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[str]], list[list[int]]], str]:
+def _plain_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[str]], Sequence[Sequence[int]]], str]:
     """A function from texts to ids, without special tokens, and a string that identifies it."""
     if not tokenizer.is_fast:
         settings = {key: str(value) for key, value in tokenizer.init_kwargs.items() if not key.endswith("_file")}
@@ -155,7 +179,10 @@ def _plain_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[s
     own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     own.no_truncation()
     own.no_padding()
-    return _FastEncoder(own), own.to_str()
+    encoder, serialised = _FastEncoder(own), own.to_str()
+    if serialised == byte_tokenizer().backend_tokenizer.to_str():
+        return _ByteEncoder(encoder), serialised
+    return encoder, serialised
 
 
 def _special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Text, JSON lines, CSV and Parquet files as texts."""
+"""Plain text, JSON lines, CSV and Parquet files as texts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import xxhash
 
 from stepmark.data.columns import choose_column, describe_columns, text_of
 from stepmark.data.compressed_files import named_read_errors, not_utf8, open_bytes, open_text, uncompressed_suffix
+from stepmark.data.file_kinds import TEXT, extension
 from stepmark.data.json_rows import json_rows
 from stepmark.data.read_meter import ReadMeter
 from stepmark.data.source_files import find_files
@@ -26,27 +27,30 @@ CSV_BLOCK = 1 << 24  # bytes; a row has to fit into one
 def file_corpus(field: str, given: str | Sequence[str], column: str | None) -> Corpus:
     """The texts of the files that the recipe field `field` names: one, several, folders or patterns.
 
-    .txt: one document a file; its lines, with their newlines, are the segments at which it may be split.
+    .txt, and any extension that is not one of another format (`file_kinds.py`): plain text, one document a file; its
+    lines, with their newlines, are the segments at which it may be split.
 
     .json and .jsonl (one object a line, or one list of objects), .csv (with a header line) and .parquet:
     one document a row, its text in `column`; see `choose_column`.
 
     All but .parquet may be compressed: .gz, .bz2, .xz, .zst.
 
-    Raises DataError for a file that is missing, empty or cannot be read, UsageError for an unknown extension or column.
+    Raises DataError for a file that is empty or cannot be read, UsageError for one that is missing, binary or of a
+    format that is not read, and for an unknown column.
     """
-    files, skipped = find_files(field, given, READERS)
-    if column is not None and all(uncompressed_suffix(path) == ".txt" for path in files):
+    found = find_files(field, given, READERS)
+    if column is not None and not any(uncompressed_suffix(path) in COLUMNS for path in found.files):
         raise UsageError("text_column is given, but the data has no columns; remove it")
-    return Corpus(tuple(_file_texts(field, path, column) for path in files), skipped)
+    return Corpus(tuple(_file_texts(field, path, column) for path in found.files), found.left_out)
 
 
 def _file_texts(field: str, path: Path, column: str | None) -> Texts:
     kind = uncompressed_suffix(path)
     checksum = checksum_of(field, path)
     meter = ReadMeter(path.stat().st_size)
-    reader = READERS[kind]
-    if kind == ".txt":
+    reader = READERS.get(kind, _read_lines)
+    has_columns = kind in COLUMNS
+    if not has_columns:
         chosen, reads = "", ""
     else:
         with named_read_errors(path):
@@ -57,9 +61,10 @@ def _file_texts(field: str, path: Path, column: str | None) -> Texts:
         where=f"{field} {path}",
         content=f"{path.suffix.lower()}:{checksum}:{chosen}",
         read=lambda: _read(path, reader(path, chosen, meter)),
-        continuous=kind == ".txt",
+        continuous=not has_columns,
         meter=meter,
         reads=reads,
+        text_kind="" if has_columns else extension(path),
     )
 
 
@@ -243,7 +248,7 @@ def _unreadable(path: Path, kind: str, error: Exception) -> DataError:
 
 
 READERS: dict[str, Callable[[Path, str, ReadMeter], Iterator[str | None]]] = {
-    ".txt": _read_lines,
+    TEXT: _read_lines,
     ".json": _read_json,
     ".jsonl": _read_json,
     ".parquet": _read_parquet,

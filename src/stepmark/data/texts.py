@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from stepmark.data.file_kinds import TEXT, describe_counts
 from stepmark.data.read_meter import ReadMeter
 from stepmark.errors import DataError
 
@@ -16,7 +18,8 @@ class Texts:
 
     `read` starts from the beginning each time it is called; None and "" are segments without text. If `continuous`, the
     segments are parts of one document (the lines of a text file), else each is a document. `content` identifies the
-    texts: it changes when they do. `where` names the source in messages, `reads` says what is read of it.
+    texts: it changes when they do. `where` names the source in messages, `reads` says what is read of it, `text_kind`
+    is the extension of a file of plain text.
     """
 
     where: str
@@ -25,6 +28,7 @@ class Texts:
     continuous: bool = False
     meter: ReadMeter | None = None
     reads: str = ""
+    text_kind: str = ""
 
     def part(self, start: int, stop: int | None) -> Texts:
         """The segments from `start` to before `stop`."""
@@ -38,11 +42,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The texts of one split: one source after the other. `skipped_files` is the number of files that lie beside them
-    and cannot be read as texts."""
+    """The texts of one split: one source after the other. `left_out` counts, by extension, files that lie beside them
+    and are not read."""
 
     sources: tuple[Texts, ...]
-    skipped_files: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
 
     @property
     def where(self) -> str:
@@ -58,9 +62,11 @@ class Corpus:
         """What is read of the sources, and what is not; in one line."""
         kinds = list(dict.fromkeys(source.reads for source in self.sources if source.reads))
         what = f"{'; '.join(kinds)} of {self.where}" if kinds else self.where
-        skipped = self.skipped_files
-        if skipped:
-            what += f"; {skipped} file{'s' if skipped > 1 else ''} with other extensions left out"
+        plain = Counter(source.text_kind for source in self.sources if source.text_kind)
+        if plain.keys() - {TEXT}:
+            what += f"; as plain text: {describe_counts(plain)}"
+        if self.left_out:
+            what += f"; left out: {describe_counts(self.left_out)}"
         return what
 
     @property
@@ -100,4 +106,4 @@ class Corpus:
                 validation.append(source.part(0, held_out))
                 training.append(source.part(held_out, None))
             held_out -= size
-        return Corpus(tuple(training), self.skipped_files), Corpus(tuple(validation))
+        return Corpus(tuple(training), self.left_out), Corpus(tuple(validation))

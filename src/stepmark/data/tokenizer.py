@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
+OWN_CODE = "comes with Python code of its own"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -70,8 +71,7 @@ def check_own_code(error: Exception, field: str, name: str) -> None:
     """Raises UsageError where `error`, of transformers, means that what `field` names comes with untrusted code."""
     if "trust_remote_code" in str(error):
         raise UsageError(
-            f"{field}: {name} comes with Python code of its own, which would be executed; set trust_remote_code: true"
-            " if you trust it"
+            f"{field}: {name} {OWN_CODE}, which would be executed; set trust_remote_code: true if you trust it"
         ) from error
 
 
