@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ def folder_with_own_code(parent: Path, monkeypatch: pytest.MonkeyPatch, **sizes:
     """A new folder in `parent`, where transformers copies the code to as well; no weights. `sizes` replace SIZES."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(parent / "modules"))
     monkeypatch.syspath_prepend(str(parent / "modules"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # copied to an earlier test's folder
     folder = parent / "own_code"
     byte_tokenizer().save_pretrained(folder)
     for name, code in (("configuration", CONFIG), ("modeling", MODEL), ("tokenization", TOKENIZER)):

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     moved = "let `best` of the run follow this evaluation, although --data is not the data of the run"
     add("--update_best", action="store_true", help=moved)
     add("--device", default="auto", metavar="STR", help="auto, xla, cuda, neuron or cpu (default: auto)")
+    add("--trust_remote_code", action="store_true", help="execute Python code that came with the model")
     add("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     add("--interval", type=float, default=2.0, metavar="SECONDS", help="between checks for checkpoints (default: 2)")
     add("--json", action="store_true", help="print JSON; with --watch one object per line")
@@ -92,4 +93,5 @@ def _request(parsed: argparse.Namespace) -> Request:
         greater_is_better=better,
         interval=parsed.interval,
         as_json=parsed.json,
+        trust_remote_code=parsed.trust_remote_code,
     )

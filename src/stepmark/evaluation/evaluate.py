@@ -42,6 +42,7 @@ def evaluate(
     pad_token_id: int = 0,
     num_workers: int = 0,
     metric_key_prefix: str = "eval",
+    trust_remote_code: bool = False,
 ) -> dict[str, float]:
     """Evaluates a model, or a checkpoint. Collective: every rank calls it, and gets the same result, which does not
     depend on `batch_size` or the number of ranks.
@@ -64,6 +65,7 @@ def evaluate(
         pad_token_id: pads `input_ids`, default 0.
         num_workers: worker processes for data, default 0.
         metric_key_prefix: default `eval`.
+        trust_remote_code: execute Python code that lies in the folder of a checkpoint or model; default False.
 
     Returns:
         Loss (mean over all targets), perplexity of causal language models, the numbers of `compute_metrics`, seconds
@@ -76,7 +78,7 @@ def evaluate(
         UsageError: the model was parallelized for another mesh.
     """
     mesh = _mesh_of(model, mesh) or Mesh.create(device=device)
-    model = _on_device(model, mesh)
+    model = _on_device(model, mesh, trust_remote_code)
     runtime, axis = mesh.runtime, mesh.data_parallel
     dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     loss = MicroBatchLoss(
@@ -125,9 +127,9 @@ def _mesh_of(model: nn.Module | str | Path, given: Mesh | None) -> Mesh | None:
     return made.mesh
 
 
-def _on_device(model: nn.Module | str | Path, mesh: Mesh) -> nn.Module:
+def _on_device(model: nn.Module | str | Path, mesh: Mesh, trust_remote_code: bool) -> nn.Module:
     if not isinstance(model, nn.Module):
-        return ModelReader(mesh.runtime).read(Path(model))
+        return ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(Path(model))
     model = without_wrapper(model)
     place_module(model, mesh.runtime)
     return model

@@ -18,7 +18,7 @@ from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.restore.state_restoration import StateRestoration
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.interchange.adapted_model import ADAPTER_CONFIG, load_adapted, read_adapter_config
 from stepmark.interchange.consolidate import ConsolidationListener, consolidate
 from stepmark.runtime.base import Runtime
@@ -33,11 +33,12 @@ CONFIG = "config.json"
 class ModelReader:
     """Reads models, reusing the module while the configuration stays the same, so that a lazy device keeps its graph.
 
-    Only the model is read. Not collective.
+    Only the model is read. Not collective. `trust_remote_code`: execute Python code that lies in the folder.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, *, trust_remote_code: bool = False) -> None:
         self._runtime = runtime
+        self._trust = trust_remote_code
         self._cached: tuple[Any, nn.Module] | None = None  # (configuration, dtypes) and the module
 
     def read(self, folder: Path) -> nn.Module:
@@ -58,11 +59,11 @@ class ModelReader:
     def _module(self, folder: Path, manifest: Manifest) -> nn.Module:
         if not manifest.tensors.get(MODEL):
             raise CheckpointMismatch(f"{folder} has no section {MODEL!r}; it holds {', '.join(manifest.sections)}")
-        config = read_config(folder)
+        config = read_config(folder, self._trust)
         dtypes = {name: torch_dtype(entry.dtype) for name, entry in manifest.tensors[MODEL].items()}
         key = (config.to_dict(), dtypes)
         if self._cached is None or self._cached[0] != key:
-            model = _construct(folder, manifest, config)
+            model = _construct(folder, manifest, config, self._trust)
             _set_dtypes(model, dtypes)
             place_module(model, self._runtime)
             self._cached = key, model
@@ -77,7 +78,7 @@ class ModelReader:
                 consolidate(folder, complete, "safetensors", sys.maxsize, ConsolidationListener())
             key = (read_adapter_config(complete), manifest is None)
             if self._cached is None or self._cached[0] != key:
-                model = load_adapted(complete, manifest)
+                model = load_adapted(complete, manifest, trust_remote_code=self._trust)
                 place_module(model, self._runtime)
                 self._cached = key, model
             else:
@@ -92,11 +93,15 @@ class ModelReader:
                 f"{folder} is neither a checkpoint (it has no {MANIFEST}) nor a Hugging Face model folder (it has no "
                 f"{CONFIG})"
             )
-        named = read_config(folder).architectures or []
+        config = read_config(folder, self._trust)
+        named = config.architectures or []
         owner: Any = getattr(transformers, named[0], None) if named else None
+        if self._trust and getattr(config, "auto_map", None):
+            owner = None  # the automatic class takes the one that came with the weights
         load: Any = (owner or transformers.AutoModelForCausalLM).from_pretrained
+        options = {"dtype": "auto", "trust_remote_code": self._trust}
         try:
-            model, report = load(str(folder), dtype="auto", output_loading_info=True)
+            model, report = load(str(folder), output_loading_info=True, **options)
         except Exception as error:  # transformers, safetensors and parsers raise many kinds
             line = str(error).strip().split("\n")[0]
             raise CheckpointDamaged(f"no model can be loaded from {folder}: {line}") from error
@@ -139,38 +144,62 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
     restoration.finish()
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """The model's configuration. Raises CheckpointMismatch if the folder has none that transformers can read."""
+def read_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The model's configuration. Raises CheckpointMismatch if the folder has none that transformers can read, and
+    UsageError if that takes code that is not trusted."""
     from transformers import AutoConfig
 
+    source = str(folder)
     if _is_adapter(folder):
-        return AutoConfig.from_pretrained(str(read_adapter_config(folder).get("base_model_name_or_path")))
-    if not (folder / CONFIG).is_file():
+        source = str(read_adapter_config(folder).get("base_model_name_or_path"))
+    elif not (folder / CONFIG).is_file():
         raise CheckpointMismatch(
             f"{folder} has no {CONFIG}, so its model cannot be constructed from it alone; restore it into your own"
             " model with Checkpointer.restore, and call stepmark.evaluate"
         )
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # parsers and transformers raise many kinds
         if "trust_remote_code" in str(error):
-            raise CheckpointMismatch(
-                f"{folder} needs Python code that came with its model, which is not executed here; restore it into your"
-                " own model with Checkpointer.restore, and call stepmark.evaluate"
-            ) from error
+            raise UsageError(needs_code(Path(source))) from error
         line = str(error).strip().split("\n")[0]
-        raise CheckpointMismatch(f"{folder / CONFIG} does not describe a transformers model: {line}") from error
+        raise CheckpointMismatch(f"{Path(source) / CONFIG} does not describe a transformers model: {line}") from error
     return config
 
 
-def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig) -> nn.Module:
+def needs_code(folder: Path) -> str:
+    """The error for a folder whose code is not trusted."""
+    found = ", ".join(sorted(path.name for path in folder.glob("*.py")))
+    where = f" ({found})" if found else ", which is not in the folder"
+    return (
+        f"{folder} needs Python code that came with its model{where}; if you trust it, have it executed: with "
+        "--trust_remote_code, or trust_remote_code=True in Python"
+    )
+
+
+def _own_class(folder: Path, config: PreTrainedConfig, name: str | None) -> str | None:
+    """Where the model's class is in code that lies in the folder, as `module.Class`; None where it is one of
+    transformers', even if the configuration still names the code of the model that it was made from."""
+    named = [each for each in (getattr(config, "auto_map", None) or {}).values() if isinstance(each, str)]
+    found = (each for each in named if each.partition(".")[2] == name)
+    return next((each for each in found if (folder / f"{each.partition('.')[0]}.py").is_file()), None)
+
+
+def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig, trust: bool) -> nn.Module:
     """A model of the class that was saved; the caller's random generator is not advanced."""
     import transformers
 
     identity = decode_plain(manifest.metadata).get("identity") or {}
     saved = (identity.get("model") or {}).get("class")
     name = saved or next(iter(config.architectures or []), None)
+    own = _own_class(folder, config, name)
+    if own is not None and not trust:
+        raise UsageError(needs_code(folder))
     owner: Any = getattr(transformers, name, None) if name else None
+    if own is not None:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        owner = get_class_from_dynamic_module(own, str(folder))
     if name and owner is None:
         raise CheckpointMismatch(
             f"{folder} holds a {name}, which is not a transformers model; restore it into your own model with "

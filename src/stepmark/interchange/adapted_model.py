@@ -25,13 +25,16 @@ _CLASSES = {
 _DTYPES = ("auto", "float32", "bfloat16", "float16")  # in which a run may have loaded the base
 
 
-def load_adapted(folder: Path, manifest: Manifest | None, base: str | None = None) -> Any:
+def load_adapted(
+    folder: Path, manifest: Manifest | None, base: str | None = None, *, trust_remote_code: bool = False
+) -> Any:
     """The PeftModel of an adapter's folder on the host, its base in the dtype that the run had.
 
     Args:
         folder: The adapter, as peft saves it.
         manifest: That of the checkpoint, which knows the digest of the base; None: it is not checked.
         base: A folder or a name on the hub. Default: what the adapter's configuration names.
+        trust_remote_code: Executes Python code that comes with the base. Default: False.
 
     Raises:
         UsageError: The base model cannot be loaded, or the adapter not applied to it.
@@ -44,7 +47,7 @@ def load_adapted(folder: Path, manifest: Manifest | None, base: str | None = Non
     expected = None if manifest is None else decode_plain(manifest.metadata).get("identity", {}).get(BASE_DIGEST)
     tried: set[Any] = set()
     for dtype in _DTYPES:
-        adapted = _apply(folder, config, str(name), dtype)
+        adapted = _apply(folder, config, str(name), dtype, trust_remote_code)
         kinds = frozenset(parameter.dtype for parameter in adapted.get_base_model().parameters())
         if kinds in tried:
             continue
@@ -63,15 +66,20 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str) -> Any:
+def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str, trust: bool) -> Any:
     import peft
 
     try:
-        base = _model_class(config, name).from_pretrained(name, dtype=dtype)
+        base = _model_class(config, name, trust).from_pretrained(name, dtype=dtype, trust_remote_code=trust)
         with warnings.catch_warnings():  # peft's own use of what transformers has renamed
             warnings.simplefilter("ignore")
             return peft.PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=_is_float32(folder))
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        if "trust_remote_code" in str(error):  # and not asked about on the terminal
+            raise UsageError(
+                f"the base model {name} comes with Python code of its own, which is not executed here; if you trust it,"
+                " evaluate with --trust_remote_code"
+            ) from error
         reason = " ".join(str(error).split())
         raise UsageError(f"the adapter cannot be applied to the base model {name}: {reason[:300]}") from error
 
@@ -86,14 +94,16 @@ def _is_float32(folder: Path) -> bool:
         return all(file.get_slice(name).get_dtype() == "F32" for name in [*file.keys()])  # a file is no dict
 
 
-def _model_class(config: Mapping[str, Any], base: str) -> Any:
+def _model_class(config: Mapping[str, Any], base: str, trust: bool) -> Any:
     """The class of transformers that the adapter was trained with."""
     import transformers
 
     mapping = config.get("auto_mapping") or {}
     name = _CLASSES.get(config.get("task_type") or "") or mapping.get("base_model_class")
     if name is None:
-        architectures = transformers.AutoConfig.from_pretrained(base).architectures or ["AutoModel"]
+        architectures = transformers.AutoConfig.from_pretrained(base, trust_remote_code=trust).architectures or [
+            "AutoModel"
+        ]
         name = architectures[0]
     return getattr(transformers, name)
 

@@ -15,6 +15,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, UsageError
+from stepmark.evaluation.run_options import RunOptions
 from stepmark.launch.imports import quick_imports
 from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
@@ -41,6 +42,7 @@ class Request:
     greater_is_better: bool | None = None
     interval: float = 2.0
     as_json: bool = False
+    trust_remote_code: bool = False
 
     def check(self) -> None:
         """Raises UsageError for invalid arguments, before anything is loaded."""
@@ -139,9 +141,17 @@ def _evaluate_one(
 
     lease = _try_lease(path) if mesh.context.host.rank == 0 else None
     try:
-        setup = EvaluationSetup.prepare(mesh, functions, request.data, _recipe_of(path), path, request.batch_size)
+        setup = EvaluationSetup.prepare(
+            mesh,
+            functions,
+            request.data,
+            _recipe_of(path),
+            path,
+            request.batch_size,
+            trust_remote_code=request.trust_remote_code,
+        )
         if mesh.context.host.rank == 0:
-            _say(setup.summary(_origin(request, recipe_file_of(path), path)))
+            _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
         return {name: len(each.blocks) for name, each in setup.sets.items()}, setup.evaluate(path)
     finally:
         if lease is not None:
@@ -167,15 +177,25 @@ def _recipe_of(path: Path) -> Recipe | None:
     return None if found is None else read_used_recipe(found.parent)
 
 
-def _origin(request: Request, recipe: Path | None, path: Path) -> str:
-    """Where the block size of an evaluation comes from, and a warning where no recipe says how the run evaluated."""
+def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptions | None) -> str:
+    """Where the block size of an evaluation comes from, and warnings where it may differ from those of the run.
+    `options`: what the checkpoint says, where it says how its run evaluated."""
+    given = request.data.block_size is not None
     if recipe is not None:
-        return "block_size as given" if request.data.block_size is not None else f"block_size from {recipe}"
-    default = "" if request.data.block_size is not None else " is the most that the model takes, up to 1024, and"
-    return (
-        f"warning: {path} has no {USED_RECIPE} that says how its run evaluated: block_size{default} may differ "
-        "from the run's; --block_size sets it"
-    )
+        return "block_size as given" if given else f"block_size from {recipe}"
+    default = "" if given else " is the most that the model takes, up to 1024, and"
+    unknown = f"block_size{default} may differ from the run's; --block_size sets it"
+    if options is None:
+        return f"warning: {path} has no {USED_RECIPE} that says how its run evaluated: {unknown}"
+    if given or options.block_size is not None:
+        notes = ["block_size as given" if given else f"block_size from {path}"]
+    else:
+        notes = [f"warning: {path} does not say its run's block_size: {unknown}"]
+    if options.metrics is not None and request.metrics is None:
+        notes.append(f"without the run's own metrics, which are added by {options.metrics_flag}")
+    if options.loss is not None:
+        notes.append(f"warning: the loss is the model's, and that of the run was {options.loss}")
+    return "; ".join(notes)
 
 
 def _of_run(request: Request, mesh: Any, functions: Any) -> int:
@@ -189,10 +209,19 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
 
     def make_setup(checkpoint: Path) -> Any:
         recipe = read_used_recipe(request.path)
-        setup = EvaluationSetup.prepare(mesh, functions, request.data, recipe, checkpoint, request.batch_size)
+        setup = EvaluationSetup.prepare(
+            mesh,
+            functions,
+            request.data,
+            recipe,
+            checkpoint,
+            request.batch_size,
+            trust_remote_code=request.trust_remote_code,
+        )
         if leads:
             used = None if recipe is None else request.path / USED_RECIPE
-            _say(setup.summary(_origin(request, used, request.path)))
+            options = RunOptions.of_checkpoint(checkpoint)
+            _say(setup.summary(_origin(request, used, checkpoint if used is None else request.path, options)))
             if not setup.moves_best:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
         return setup

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from stepmark.config.data_arguments import STDLIB, DataArguments, file_names, uncompressed_suffix
+from stepmark.config.data_arguments import STDLIB, DataArguments, file_names, may_have_columns
 from stepmark.config.recipe import Recipe
 from stepmark.errors import DataError, UsageError
 
@@ -34,6 +34,10 @@ class DataChoice:
     block_size: int | None = None
     max_samples: int | None = None
     updates_best: bool = False
+
+    def with_block_size(self, block_size: int | None) -> DataChoice:
+        """With this block size, unless another was given."""
+        return self if self.block_size is not None else replace(self, block_size=block_size)
 
     def check(self) -> None:
         """Raises UsageError for invalid values, before anything is loaded."""
@@ -104,7 +108,7 @@ def _configs(
             name: _of_source(source, choice, recipe, block_size) for name, source in map(split_name, choice.sources)
         }
     if recipe is None:
-        raise DataError("--data: the run has no recipe that names its data; name a file, or python-stdlib")
+        raise DataError(f"--data: the run has no recipe that names its data; name a file, or {STDLIB}")
     data = recipe.data
     samples = choice.max_samples or data.max_eval_samples
     processes = data.preprocessing_num_workers
@@ -150,7 +154,7 @@ def _columns(data: DataArguments) -> dict[str, Any]:
 def _all_of(
     path: str | list[str], block_size: int, samples: int | None, columns: dict[str, Any], processes: int | None
 ) -> DataArguments:
-    plain = all(uncompressed_suffix(Path(name)) == ".txt" for name in file_names(path))
+    plain = not any(map(may_have_columns, file_names(path)))
     return DataArguments(
         train_file=path,
         **({} if plain else columns),

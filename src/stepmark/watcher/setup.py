@@ -21,7 +21,9 @@ from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
-from stepmark.evaluation.restored_model import ModelReader, read_config
+from stepmark.evaluation.restored_model import ModelReader, needs_code, read_config
+from stepmark.evaluation.run_options import RunOptions
+from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.run_identity import tokenizer_digest
 from stepmark.training.packed_samples import check_packing
@@ -30,7 +32,6 @@ from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, Evaluati
 logger = logging.getLogger("stepmark")
 
 PREFIX = "eval"
-DEFAULT_BATCH_SIZE = 8
 NO_METRICS = "none"  # as --metrics
 
 
@@ -95,23 +96,21 @@ class EvaluationSetup:
         functions: Functions,
         sets: Mapping[str | None, EvaluationSet],
         tokenizer: Any,
-        recipe: Recipe | None,
+        options: RunOptions,
         batch_size: int | None,
         *,
         moves_best: bool = True,
+        trust_remote_code: bool = False,
     ) -> None:
-        training = recipe.training if recipe is not None else None
         self.mesh = mesh
         self.sets = sets
         self.moves_best = moves_best
         self._functions = functions
         self._tokenizer = tokenizer
-        self._reader = ModelReader(mesh.runtime)
-        self._bf16 = training.bf16 if training is not None else False
-        self._fp16 = training.fp16 if training is not None else False
-        self._smoothing = training.label_smoothing_factor if training is not None else 0.0
-        default = training.per_device_eval_batch_size if training is not None else DEFAULT_BATCH_SIZE
-        self._batch_size = batch_size or default
+        self._reader = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code)
+        self._bf16, self._fp16 = options.bf16, options.fp16
+        self._smoothing = options.label_smoothing_factor
+        self._batch_size = batch_size or options.per_device_eval_batch_size
 
     @classmethod
     def prepare(
@@ -122,31 +121,46 @@ class EvaluationSetup:
         recipe: Recipe | None,
         checkpoint: Path,
         batch_size: int | None,
+        *,
+        trust_remote_code: bool = False,
     ) -> EvaluationSetup:
-        """`checkpoint` is one of those to be evaluated; its tokenizer is used where no recipe names one.
+        """`checkpoint` is one of those to be evaluated; its tokenizer is used where no recipe names one. Python code
+        of its model and tokenizer is executed only with `trust_remote_code`, whatever its recipe says.
 
         Raises DataError or UsageError where there is nothing to evaluate on, and CheckpointNotFound, on all ranks,
         where the checkpoint has been deleted in the meantime.
         """
         functions = functions.of_run(recipe)
-        tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint)
+        options = options_of(recipe, checkpoint)
+        tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust_remote_code)
         sets: dict[str | None, EvaluationSet] = {}
+        if recipe is None and not choice.sources and functions.evaluator is None:
+            raise DataError(_what_to_pass(checkpoint, options, choice, functions))
         if choice.sources or recipe is not None or functions.evaluator is None:
             if tokenizer is None:
                 raise UsageError(
-                    f"{checkpoint} has no tokenizer, so texts cannot be read; give a function with --evaluator, or "
-                    "call stepmark.evaluate with custom data"
+                    f"{checkpoint} has no tokenizer, so texts cannot be read (a Trainer with processing_class saves it)"
+                    "; give a function with --evaluator, or call stepmark.evaluate with custom data"
                 )
             with mesh.context.leader_first("preparing evaluation data"):
                 try:
-                    sets = prepare_sets(choice, recipe, tokenizer, longest)
+                    sets = prepare_sets(choice.with_block_size(options.block_size), recipe, tokenizer, longest)
                 except DataError as error:
                     if functions.evaluator is None or choice.sources:
                         raise
                     logger.warning("the --evaluator gets no data: %s", error)  # it may not need data
         # Data of the run's own decide which of its checkpoints is the best, where there are such data.
         moves_best = choice.updates_best or not choice.sources or recipe is None
-        return cls(mesh, functions, sets, tokenizer, recipe, batch_size, moves_best=moves_best)
+        return cls(
+            mesh,
+            functions,
+            sets,
+            tokenizer,
+            options,
+            batch_size,
+            moves_best=moves_best,
+            trust_remote_code=trust_remote_code,
+        )
 
     @property
     def identity(self) -> str:
@@ -213,13 +227,35 @@ class EvaluationSetup:
         )
 
 
+def _what_to_pass(checkpoint: Path, options: RunOptions, choice: DataChoice, functions: Functions) -> str:
+    """The error for a checkpoint of a run without a recipe, evaluated without data."""
+    flags = ["--data FILE (or a pattern, or python-stdlib)"]
+    if options.block_size is None and choice.block_size is None:
+        flags.append("--block_size N (tokens of a sample)")
+    if options.metrics is not None and functions.metrics is None:
+        flags.append(options.metrics_flag)
+    if not any(checkpoint.glob("tokenizer*")):
+        flags = ["--evaluator MODULE:FUNCTION (it has no tokenizer, so texts cannot be read)"]
+    return (
+        f"--data: {checkpoint} has no {USED_RECIPE} that names its data, as those of the Python Trainer have none; to "
+        f"evaluate as its run did, pass {' '.join(flags)}"
+    )
+
+
+def options_of(recipe: Recipe | None, checkpoint: Path) -> RunOptions:
+    """How the run of a checkpoint evaluates: by its recipe, else by what the checkpoint says, else by the defaults."""
+    if recipe is not None:
+        return RunOptions.of_training(recipe.training, block_size=recipe.data.block_size)
+    return RunOptions.of_checkpoint(checkpoint) or RunOptions()
+
+
 def _padding(sets: Mapping[str | None, Any], *, fixed: bool) -> PadTo | None:
     """The collator of conversations; blocks of texts need none."""
     made = (each.padding(fixed=fixed) for each in sets.values() if hasattr(each, "padding"))
     return next(made, None)
 
 
-def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -> tuple[Any, int | None]:
+def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path, trust: bool) -> tuple[Any, int | None]:
     """The tokenizer, and the model's positions, None where they are not known. Collective.
 
     Raises CheckpointNotFound, on all ranks, where one of them finds the checkpoint deleted.
@@ -227,8 +263,8 @@ def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -
     found: tuple[Any, int | None] = (None, None)
     problem: Exception | None = None
     try:
-        tokenizer = _tokenizer(recipe, checkpoint)
-        config = read_config(checkpoint) if tokenizer is not None else None
+        tokenizer = _tokenizer(recipe, checkpoint, trust)
+        config = read_config(checkpoint, trust) if tokenizer is not None else None
         found = tokenizer, getattr(config, "max_position_embeddings", None)
     except Exception as error:  # transformers and parsers raise many kinds where files vanish
         problem = error
@@ -241,22 +277,30 @@ def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -
     return found
 
 
-def _tokenizer(recipe: Recipe | None, checkpoint: Path) -> Any:
+def _tokenizer(recipe: Recipe | None, checkpoint: Path, trust: bool) -> Any:
     """The tokenizer of the run: the recipe's, or the checkpoint's copy where the recipe names none that is here, or one
     that has changed since; None where there is neither."""
-    from stepmark.data.tokenizer import load_tokenizer
+    from stepmark.data.tokenizer import OWN_CODE, load_tokenizer
     from stepmark.recipe.model import build_tokenizer
+
+    def load_copy() -> Any:
+        try:
+            return load_tokenizer(str(checkpoint), trust)
+        except UsageError as error:
+            if OWN_CODE in str(error):
+                raise UsageError(needs_code(checkpoint)) from error
+            raise
 
     has_copy = any(checkpoint.glob("tokenizer*"))
     if recipe is None:
-        return load_tokenizer(str(checkpoint)) if has_copy else None
+        return load_copy() if has_copy else None
     try:
-        named = build_tokenizer(recipe.model)
+        named = build_tokenizer(replace(recipe.model, trust_remote_code=trust))
     except UsageError:
         if not has_copy:
             raise
-        return load_tokenizer(str(checkpoint))
-    return load_tokenizer(str(checkpoint)) if has_copy and _has_changed(named, checkpoint) else named
+        return load_copy()
+    return load_copy() if has_copy and _has_changed(named, checkpoint) else named
 
 
 def _has_changed(tokenizer: Any, checkpoint: Path) -> bool:

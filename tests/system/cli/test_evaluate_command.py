@@ -11,10 +11,15 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
+from stepmark.config.recipe import ModelArguments
 from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.recipe.model import build_model
 from stepmark.trainer.telemetry.run_log import read_metrics
 from stepmark.watcher import setup
+from tests.support.own_code import folder_with_own_code
+from tests.support.programs import Blocks, tiny_model
 from tests.support.recipes import write_recipe, write_text
 
 FUNCTIONS = """
@@ -126,7 +131,9 @@ def test_other_data_in_several_sets(folder: Path, tmp_path: Path, capsys: pytest
 def test_a_run_without_a_recipe_needs_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "used_recipe.yaml").unlink()
     assert run(["evaluate", str(folder)]) == 1
-    assert "error: --data: the run has no recipe that names its data" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --data: {folder / 'checkpoint-6'} has no used_recipe.yaml that names its data")
+    assert error.endswith("pass --data FILE (or a pattern, or python-stdlib) --metrics own_functions:accuracy\n")
     text = write_text(tmp_path / "text.txt", 3)
     assert run(["evaluate", str(folder / "checkpoint-2"), "--data", str(text), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["eval_loss"] > 0
@@ -210,11 +217,11 @@ def test_a_checkpoint_to_start_from_that_is_deleted_ends_no_watcher(
     """Somebody removes it by hand when the watcher has chosen it: another one will do."""
     tokenizer, deleted = setup._tokenizer, []
 
-    def delete_first(recipe: Any, checkpoint: Path) -> Any:
+    def delete_first(recipe: Any, checkpoint: Path, trust: bool) -> Any:
         if not deleted:
             deleted.append(checkpoint.name)
             shutil.rmtree(checkpoint)
-        return tokenizer(recipe, checkpoint)
+        return tokenizer(recipe, checkpoint, trust)
 
     monkeypatch.setattr(setup, "_tokenizer", delete_first)
     assert run(["evaluate", str(folder), *flags]) == 0
@@ -227,7 +234,7 @@ def test_a_checkpoint_to_start_from_that_is_deleted_ends_no_watcher(
 def test_a_single_checkpoint_that_is_deleted_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup, "_tokenizer", lambda recipe, checkpoint: shutil.rmtree(checkpoint))
+    monkeypatch.setattr(setup, "_tokenizer", lambda recipe, checkpoint, trust: shutil.rmtree(checkpoint))
     assert run(["evaluate", str(folder / "checkpoint-4")]) == 2
     assert "checkpoint-4 was deleted before it was evaluated" in capsys.readouterr().err
 
@@ -294,6 +301,142 @@ def test_a_checkpoint_without_a_recipe_says_what_its_evaluation_assumes(
     assert f"warning: {plain} has no used_recipe.yaml" in told
     assert "--block_size sets it" in told
     assert found["samples"] != evaluated(capsys, plain, "--data", corpus, "--block_size", 8)[0]["samples"]
+
+
+def accuracy(given: Any) -> dict[str, float]:
+    return {"accuracy": 0.5}
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        return model(**inputs).loss * 2
+
+
+def trained_in_python(folder: Path, kind: type[Trainer] = Trainer, **given: Any) -> Path:
+    """A checkpoint of a run without a recipe, alone in another folder."""
+    options = {"bf16": True, "label_smoothing_factor": 0.1, "per_device_eval_batch_size": 3, "device": "cpu"}
+    args = TrainingArguments(output_dir=str(folder / "run"), max_steps=1, save_steps=1, disable_tqdm=True, **options)
+    model = tiny_model()
+    model.resize_token_embeddings(258)  # as many as the tokenizer has
+    kind(model, args, train_dataset=Blocks(16), eval_dataset=Blocks(4), **given).train()
+    (folder / "elsewhere").mkdir()
+    return shutil.move(folder / "run" / "checkpoint-1", folder / "elsewhere" / "checkpoint-1")
+
+
+def test_a_checkpoint_of_the_python_trainer_says_how_its_run_evaluated(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = trained_in_python(tmp_path, processing_class=byte_tokenizer(), compute_metrics=accuracy)
+    capsys.readouterr()
+    named = f"{__name__}:accuracy"
+    assert run(["evaluate", str(moved), "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --data: {moved} has no used_recipe.yaml that names its data")
+    flags = f"--data FILE (or a pattern, or python-stdlib) --block_size N (tokens of a sample) --metrics {named}"
+    assert error.endswith(f"pass {flags}\n")
+    found, told = evaluated(capsys, moved, "--data", corpus)
+    assert f"warning: {moved} does not say its run's block_size" in told
+    assert f"without the run's own metrics, which are added by --metrics {named}" in told
+    assert told.endswith("; bf16; label_smoothing_factor 0.1\n")
+    assert "eval_accuracy" not in found
+    found, told = evaluated(capsys, moved, "--data", corpus, "--block_size", 8, "--metrics", named)
+    assert found["eval_accuracy"] == 0.5
+    assert "warning" not in told
+    assert "own metrics" not in told
+
+
+def test_a_loss_of_ones_own_is_named(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = trained_in_python(tmp_path, OwnLoss, processing_class=byte_tokenizer())
+    capsys.readouterr()
+    _, told = evaluated(capsys, moved, "--data", corpus, "--block_size", 8)
+    assert "warning: the loss is the model's, and that of the run was OwnLoss.compute_loss" in told
+
+
+def test_a_checkpoint_without_a_tokenizer_needs_a_function(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = trained_in_python(tmp_path)
+    capsys.readouterr()
+    assert run(["evaluate", str(moved), "--device", "cpu"]) == 1
+    assert "pass --evaluator MODULE:FUNCTION (it has no tokenizer" in capsys.readouterr().err
+    assert run(["evaluate", str(moved), "--device", "cpu", "--data", str(corpus)]) == 2
+    assert "has no tokenizer, so texts cannot be read (a Trainer with processing_class" in capsys.readouterr().err
+
+
+def test_a_model_with_code_of_its_own_is_evaluated_from_its_checkpoint(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code lies in the checkpoint, and is executed only where it is trusted, whatever the recipe there says."""
+    source = folder_with_own_code(tmp_path, monkeypatch)
+    named = {"config_name": str(source), "config_overrides": {}, "tokenizer_name": str(source)}
+    fields = {"max_steps": 1, "save_steps": 1, "block_size": 8, "trust_remote_code": True, "eval_strategy": "steps"}
+    recipe = write_recipe(tmp_path, **fields, **named, eval_steps=1)
+    assert run(["train", str(recipe)]) == 0
+    moved = tmp_path / "elsewhere" / "checkpoint-1"
+    shutil.copytree(tmp_path / "out" / "checkpoint-1", moved)
+    shutil.rmtree(source)
+    capsys.readouterr()
+    assert run(["evaluate", str(moved), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {moved} needs Python code that came with its model (configuration_tiny.py, ")
+    assert "with --trust_remote_code" in error
+    found, _ = evaluated(capsys, moved, "--trust_remote_code")
+    assert found["eval_loss"] == pytest.approx(in_run(tmp_path / "out")[1]["eval_loss"], rel=1e-6)
+    complete = tmp_path / "complete"
+    assert run(["consolidate", str(moved), str(complete)]) == 0
+    capsys.readouterr()
+    folder, _ = evaluated(capsys, complete, "--trust_remote_code", "--data", corpus, "--block_size", 8)
+    checkpoint, _ = evaluated(capsys, moved, "--trust_remote_code", "--data", corpus)
+    assert folder["eval_loss"] == pytest.approx(checkpoint["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")  # of peft, which sets it itself
+def test_the_base_of_an_adapter_may_have_code_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
+    source = folder_with_own_code(tmp_path, monkeypatch)
+    made = ModelArguments(config_name=str(source), tokenizer_name="bytes", trust_remote_code=True)
+    build_model(made, byte_tokenizer(), 1).save_pretrained(source)
+    model = {"model_name_or_path": str(source), "config_name": None, "config_overrides": {}, "trust_remote_code": True}
+    lora = {"peft": "lora", "lora_r": 2, "lora_target_modules": ["c_attn"], "block_size": 8}
+    recipe = write_recipe(tmp_path, **model, **lora, max_steps=1, save_steps=1, eval_strategy="steps", eval_steps=1)
+    assert run(["train", str(recipe)]) == 0
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    capsys.readouterr()
+    assert run(["evaluate", str(checkpoint), "--device", "cpu"]) == 2
+    assert f"error: {source} needs Python code that came with its model" in capsys.readouterr().err
+    found, _ = evaluated(capsys, checkpoint, "--trust_remote_code")
+    assert found["eval_loss"] == pytest.approx(in_run(tmp_path / "out")[1]["eval_loss"], rel=1e-6)
+
+
+SAME_NAME = """
+from transformers import GPT2LMHeadModel as Theirs
+class GPT2LMHeadModel(Theirs):
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.register_forward_hook(lambda module, given, made: made * 100)
+"""
+
+
+def test_code_with_a_class_of_a_known_name_is_not_taken_for_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder_with_own_code(tmp_path, monkeypatch)
+    (source / "modeling_tiny.py").write_text(SAME_NAME)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"model_type": "gpt2", "auto_map": {"AutoModelForCausalLM": "modeling_tiny.GPT2LMHeadModel"}}
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    fields = {"max_steps": 1, "save_steps": 1, "block_size": 8, "trust_remote_code": True, "eval_strategy": "steps"}
+    recipe = write_recipe(tmp_path, **fields, config_name=str(source), config_overrides={}, eval_steps=1)
+    assert run(["train", str(recipe)]) == 0
+    capsys.readouterr()
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    assert run(["evaluate", str(checkpoint), "--device", "cpu"]) == 2
+    assert "needs Python code that came with its model (modeling_tiny.py)" in capsys.readouterr().err
+    found, _ = evaluated(capsys, checkpoint, "--trust_remote_code")
+    assert found["eval_loss"] == pytest.approx(in_run(tmp_path / "out")[1]["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("change", ["gone", "another"])

@@ -1,0 +1,71 @@
+"""How a run of a Trainer evaluates, in plain values that its checkpoints keep, for evaluations elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.json_values import decode_plain
+from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
+
+METADATA = "evaluation"  # its name in a checkpoint's metadata
+DEFAULT_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What evaluations of a run depend on besides the model and the data.
+
+    `block_size`: tokens of a sample, where the run's dataset says it. `metrics` and `loss`: functions of the user's by
+    the names that they have, `module:function` for one that can be imported, None for none.
+    """
+
+    bf16: bool = False
+    fp16: bool = False
+    label_smoothing_factor: float = 0.0
+    per_device_eval_batch_size: int = DEFAULT_BATCH_SIZE
+    block_size: int | None = None
+    metrics: str | None = None
+    loss: str | None = None
+
+    @classmethod
+    def of_training(cls, args: Any, **more: Any) -> RunOptions:
+        """Those of training arguments, with `more` of the fields above."""
+        return cls(args.bf16, args.fp16, args.label_smoothing_factor, args.per_device_eval_batch_size, **more)
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path) -> RunOptions | None:
+        """Those that a checkpoint has kept; None for one of a custom loop, of an older version, or another folder."""
+        if not (checkpoint / MANIFEST).is_file():
+            return None
+        kept = decode_plain(read_manifest(checkpoint).metadata).get(METADATA)
+        if not isinstance(kept, Mapping):
+            return None
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in kept.items() if name in known})
+
+    @property
+    def metrics_flag(self) -> str:
+        """What to pass to evaluate with the run's own metrics."""
+        assert self.metrics is not None
+        return f"--metrics {self.metrics if ':' in self.metrics else f'MODULE:FUNCTION (its {self.metrics})'}"
+
+    def to_metadata(self) -> dict[str, Any]:
+        """As plain values, for `of_checkpoint`."""
+        return asdict(self)
+
+
+def function_name(function: Callable[..., Any] | None) -> str | None:
+    """`module:function` of a function, as `--metrics` takes it; its own name where a module does not have it, such as
+    that of a method; None for None. The module of a script that is being run is its file's name."""
+    if function is None:
+        return None
+    name = getattr(function, "__qualname__", None) or type(function).__name__
+    module = getattr(function, "__module__", None)
+    if module == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        module = Path(file).stem if file else None
+    return f"{module}:{name}" if module and name.isidentifier() else name
