@@ -139,6 +139,16 @@ def replace_file(path: Path, data: bytes) -> None:
     rename(temporary, path)
 
 
+def overwrite_file(path: Path, data: bytes) -> None:
+    """Writes a small file in place, where there is no room for another one. A reader may find half of it."""
+    descriptor = descriptors.opened(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    try:
+        write_at(descriptor, memoryview(data), 0)
+        os.ftruncate(descriptor, len(data))
+    finally:
+        close(descriptor)
+
+
 def set_permissions(path: Path, permissions: int) -> None:
     """Sets a file's permission bits, unless it has them: some file systems do not support others."""
     if os.stat(path).st_mode & 0o777 != permissions:

@@ -6,6 +6,7 @@ which reading turns back into numbers; in a JSON file they are null.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -18,10 +19,16 @@ from stepmark.filesystem import files
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes the file atomically: a reader finds either the old content or the new."""
+def replace_json(path: Path, content: Mapping[str, Any], *, on_full_disk: bool = False) -> None:
+    """Writes the file atomically: a reader finds either the old content or the new. With `on_full_disk` it is written
+    in place where the disk has no room for a second file."""
     text = json.dumps(_with_nulls(dict(content)), indent=2, allow_nan=False) + "\n"
-    files.replace_file(path, text.encode())
+    try:
+        files.replace_file(path, text.encode())
+    except OSError as error:
+        if not on_full_disk or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        files.overwrite_file(path, text.encode())
 
 
 def append_line(path: Path, values: Mapping[str, Any], *, durable: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
@@ -15,11 +16,14 @@ from stepmark.trainer.telemetry.run_log import SYSTEM
 logger = logging.getLogger("stepmark")
 
 EARLIER = "earlier-run-"
-_RECORDS = (
+RECORDS = (  # of a run, in its folder
     "best",
     "metrics.jsonl",
     "events.jsonl",
+    "evaluations.jsonl",
+    "evaluations.csv",
     "status.json",
+    "used_recipe.yaml",
     SYSTEM,
     "trainer_state.json",
     "train_results.json",
@@ -47,7 +51,7 @@ def set_aside_finished_run(folder: Path, host: HostGroup) -> bool:
     if host.rank == 0 and folder in _FINISHED and checkpoints(folder):
         _FINISHED.discard(folder)
         try:
-            target = _move_run(folder)
+            target = move_to_earlier_run(folder, [*checkpoints(folder), *(folder / name for name in RECORDS)])
             logger.warning("the run that this process has finished in %s is in %s now", folder, target.name)
         except OSError as error:
             problem = (
@@ -59,10 +63,11 @@ def set_aside_finished_run(folder: Path, host: HostGroup) -> bool:
     return False
 
 
-def _move_run(folder: Path) -> Path:
+def move_to_earlier_run(folder: Path, paths: Sequence[Path]) -> Path:
+    """Moves those of the paths that exist into a new folder `earlier-run-<n>`, and returns it."""
     target = next(path for n in itertools.count(1) if not (path := folder / f"{EARLIER}{n}").exists())
     target.mkdir()
-    for path in [*checkpoints(folder), *(folder / name for name in _RECORDS)]:
+    for path in paths:
         if path.exists() or path.is_symlink():
             path.rename(target / path.name)
     return target

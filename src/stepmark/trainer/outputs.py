@@ -83,15 +83,27 @@ def check_room(folder: Path, needed: int, host: HostGroup) -> None:
 
 
 def write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> None:
-    """Writes the files of a Hugging Face model folder except the weights: config, generation config, tokenizer. Of an
-    adapter there is only its own config, since one of the base would make a model with random weights of the folder."""
+    """Writes the files of a Hugging Face model folder except the weights: config, generation config, tokenizer, and
+    Python code that came with them. Of an adapter there is only its own config, since one of the base would make a
+    model with random weights of the folder."""
     parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), processing_class]
     if isinstance(model, Adapter):
         model.write_config(folder)
         parts = [processing_class]
+    elif getattr(model, "_auto_class", None) is not None:
+        _save_code(folder, model)
     for part in parts:
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(folder)
+
+
+def _save_code(folder: Path, model: nn.Module) -> None:
+    """Copies the modules of a model class that came with its weights (`trust_remote_code`), and names them in its
+    config, as transformers' `save_pretrained` of the model does; the other parts do so themselves."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    config: Any = model.config
+    custom_object_save(model, folder, config=config)
 
 
 class SavedFiles:

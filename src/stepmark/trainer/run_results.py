@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import StepmarkError
+from stepmark.filesystem.error_advice import with_advice
+from stepmark.launch.failure_report import FailureReport
 from stepmark.launch.process_exit import say
 from stepmark.launch.restarts import may_be_restarted
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
@@ -48,9 +50,10 @@ class RunResults:
         try:
             yield
         except OSError as error:
+            reason = f"the results cannot be written to {self._folder}: {error.strerror or error}"
             raise StepmarkError(
-                f"the results cannot be written to {self._folder}: {error.strerror or error}; free some space there, "
-                "and start the run again with resume_from_checkpoint: true"
+                f"{with_advice(reason, error)}; then start the run again, with resume_from_checkpoint: true from its "
+                "last checkpoint"
             ) from error
 
 
@@ -73,5 +76,9 @@ def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             run_log.try_status("interrupted", step, reason)
+        elif run_log.stop_reason is not None and FailureReport.of(error, 0).secondary:
+            # A signal came when training had ended here and not on another rank, or the other way round.
+            signal = run_log.stop_reason.partition(":")[0]
+            run_log.try_status("interrupted", step, f"{signal}: another rank has ended; the last checkpoint stands")
         else:
             run_log.failed(step, reason, final=not may_be_restarted(callbacks.args.max_restarts, error))

@@ -189,7 +189,7 @@ def test_training_goes_on_in_silence_where_nobody_reads(monkeypatch: pytest.Monk
 def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = RunLog(tmp_path, writes=True)
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("stepmark.trainer.telemetry.run_log.replace_json", full)
@@ -231,6 +231,31 @@ def test_a_run_that_may_be_started_again_has_not_failed_yet(
     record_end(callbacks, error)
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["step"], status["reason"]) == (state, 3, f"{type(error).__name__}: x")
+
+
+@pytest.mark.parametrize(
+    ("stops", "error", "state"),
+    [
+        (True, RuntimeError("Connection closed by peer [127.0.0.1]"), "interrupted"),
+        (False, RuntimeError("Connection closed by peer [127.0.0.1]"), "failed"),
+        (True, ValueError("x"), "failed"),
+    ],
+)
+def test_a_peer_that_a_signal_has_ended_is_no_failure(
+    tmp_path: Path, stops: bool, error: Exception, state: str
+) -> None:
+    """The signal came when training had ended on one rank and not yet on this one, which then writes the model."""
+    run_log = RunLog(tmp_path, writes=True)
+    callbacks: Any = SimpleNamespace(
+        run_log=run_log, state=SimpleNamespace(global_step=3), begun=True, args=SimpleNamespace(max_restarts=0)
+    )
+    if stops:
+        run_log.stopping(3, "SIGINT: stopping")
+    record_end(callbacks, error)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == state
+    if state == "interrupted":
+        assert status["reason"] == "SIGINT: another rank has ended; the last checkpoint stands"
 
 
 def test_what_a_thread_records_that_ends_the_process_is_the_last_word(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import struct
@@ -122,3 +123,24 @@ def test_no_run_ends_because_an_event_cannot_be_written(
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(OSError, match="directory"):
         journal.metrics({"step": 1})
+
+
+def test_how_a_run_ends_is_written_on_a_full_disk(
+    journal: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, since the file has its room on the disk already."""
+    journal.status("running", 1)
+    written = files.write_file
+
+    def full(path: Path, data: bytes, **options: bool) -> None:
+        written(path, b"", **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_file", full)
+    with pytest.raises(OSError, match="No space"):
+        journal.status("running", 2)
+    journal.status("failed", 2, "the disk is full")
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["state"], found["reason"]) == ("failed", "the disk is full")
+    journal.status("failed", 2)
+    assert json.loads((tmp_path / "status.json").read_text())["reason"] is None  # shorter than before

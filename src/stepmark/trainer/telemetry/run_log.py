@@ -92,7 +92,7 @@ class RunLog:
             if state != "running" and "eta_seconds" in details:
                 details["eta_seconds"] = None
             content = {"state": state, "step": step, "time": time.time(), "reason": reason, **details}
-            replace_json(self._folder / STATUS, content)
+            replace_json(self._folder / STATUS, content, on_full_disk=state != "running")
             if self.prometheus is not None:
                 self.prometheus.write(content, self._numbers)
 
@@ -130,6 +130,11 @@ class RunLog:
         with _lock:
             if self._end == end:  # otherwise this was written so slowly that the run has ended in the meantime
                 self.try_status("running", step)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run was asked to stop; None where it was not."""
+        return self._stopping
 
     def failed(self, step: int, reason: str, *, final: bool = True) -> None:
         """Records that training has failed. Not `final`: another process decides whether the run has failed with it, or
