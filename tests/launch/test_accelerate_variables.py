@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,8 @@ from stepmark.errors import UsageError
 from stepmark.launch.accelerate_variables import Asked, asked_by_accelerate
 
 SCRIPT = """
-from stepmark import TrainingArguments
-args = TrainingArguments()
-print(args.bf16, args.device_name)
+import json, os
+print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}))
 """
 
 
@@ -59,9 +59,13 @@ def test_arguments_follow_the_variables_where_they_do_not_say_otherwise(monkeypa
     assert TrainingArguments(device="xla").device_name == "xla"
 
 
-def test_accelerate_launch_sets_these_variables(tmp_path: Path) -> None:
+def test_accelerate_launch_sets_these_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "bf16", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1:] == ["True cpu"], done.stderr
+    assert done.returncode == 0, done.stderr
+    for name, value in json.loads(done.stdout.splitlines()[-1]).items():
+        monkeypatch.setenv(name, value)
+    arguments = TrainingArguments()
+    assert (arguments.bf16, arguments.device_name) == (True, "cpu")

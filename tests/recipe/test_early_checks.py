@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from stepmark.config.recipe import read_recipe
+from stepmark.errors import UsageError
+from stepmark.recipe.early_checks import check_early
 from stepmark.recipe.hub import work_offline_without_hub
 from tests.support.recipes import write_recipe
 
@@ -144,3 +146,23 @@ class TestHub:
         monkeypatch.setattr("stepmark.recipe.hub._hub_answers", lambda: pytest.fail("asked"))
         assert not offline("http://127.0.0.1:9")
         assert not offline("http://127.0.0.1:9", tokenizer_name=str(tmp_path))
+
+    @pytest.mark.parametrize("field", ["model_name_or_path", "tokenizer_name", "config_name", "dataset_name"])
+    def test_a_name_that_is_nowhere_is_refused_before_anything_is_imported(
+        self, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        names = {"config_name": "gpt2", "tokenizer_name": "bytes", "dataset_name": "python-stdlib"}
+        if field == "model_name_or_path":
+            del names["config_name"]
+        recipe = read_recipe(None, {**names, field: "owner/mistyped"})
+        with pytest.raises(UsageError, match=f"^{field}: .*'owner/mistyped'.*; it was not .* hub does not answer"):
+            check_early(recipe)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises(UsageError, match="is not asked"):
+            check_early(recipe)
+        kind = "datasets" if field == "dataset_name" else "models"
+        (tmp_path / "hub" / f"{kind}--owner--mistyped").mkdir(parents=True)
+        check_early(recipe)

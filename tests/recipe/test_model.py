@@ -11,7 +11,7 @@ import torch
 
 from stepmark.config.recipe import ModelArguments
 from stepmark.data.tokenizer import byte_tokenizer
-from stepmark.errors import CheckpointMismatch, StepmarkError, UsageError
+from stepmark.errors import StepmarkError, UsageError
 from stepmark.evaluation.restored_model import read_config
 from stepmark.recipe.model import build_model, build_tokenizer, build_untrained
 from tests.support.own_code import folder_with_own_code
@@ -46,7 +46,7 @@ def test_code_that_comes_with_a_model_is_not_executed(folder: Path) -> None:
             assert "trust_remote_code: true" in message
     own = ModelArguments(model_name_or_path=name)
     assert refused(lambda: build_tokenizer(own)).startswith(f"tokenizer_name: {name} comes with Python code")
-    with pytest.raises(CheckpointMismatch, match="needs Python code that came with its model"):
+    with pytest.raises(UsageError, match="needs Python code that came with its model"):
         read_config(folder)
 
 

@@ -10,6 +10,7 @@ from stepmark.config.recipe import Recipe
 from stepmark.data.source_files import find_files
 from stepmark.data.text_files import READERS
 from stepmark.errors import UsageError
+from stepmark.recipe.hub import check_hub_names
 from stepmark.runtime.device_names import check_device_name
 from stepmark.trainer.existing_run import check_named_checkpoint, check_no_earlier_run
 
@@ -34,6 +35,7 @@ def check_early(recipe: Recipe) -> None:
         for field, names in (("train_file", data.train_file), ("validation_file", data.validation_file)):
             if names:
                 find_files(field, names, READERS)
+    check_hub_names(recipe)
 
 
 def check_metrics(recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import threading
@@ -11,9 +12,14 @@ from pathlib import Path
 
 from stepmark.config.data_arguments import STDLIB
 from stepmark.config.recipe import Recipe
+from stepmark.errors import UsageError
 
 ENDPOINT = "https://huggingface.co"
 SECONDS = 3.0  # that the hub has to answer in
+_PROBLEMS = {  # in the words of the errors that come later where the hub answers
+    "config_name": "{!r} is neither a folder with a config.json nor a model type such as gpt2, llama or qwen3",
+    "tokenizer_name": "no tokenizer could be loaded from {!r}",
+}
 _ON = ("1", "on", "yes", "true")
 
 
@@ -29,13 +35,49 @@ def work_offline_without_hub(recipe: Recipe) -> bool:
     return True
 
 
-def _names_of_hub(recipe: Recipe) -> list[str]:
-    """The names in the recipe that are neither built in nor local."""
+def check_hub_names(recipe: Recipe) -> None:
+    """Raises UsageError for a name of the hub that was never downloaded, where the hub does not answer either. Needs
+    none of the libraries that would find that out later."""
+    missing = [(field, name) for field, name in _names_of_hub(recipe) if not _downloaded(field, name)]
+    if not missing:
+        return
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in _ON
+    if not offline and _hub_answers():
+        return
+    (field, name), why = missing[0], "is not asked (HF_HUB_OFFLINE)" if offline else "does not answer"
+    lead = _PROBLEMS.get(field, "{!r} is not a folder here").format(name)
+    raise UsageError(
+        f"{field}: {lead}; it was not downloaded before, and the Hugging Face hub {why}: check the name and the "
+        "network, or give a folder"
+    )
+
+
+def _names_of_hub(recipe: Recipe) -> list[tuple[str, str]]:
+    """The names in the recipe that are neither built in nor local, each after its field."""
     model = recipe.model
-    names = [model.model_name_or_path, model.tokenizer_name, *(data.dataset_name for data in recipe.data.sources)]
+    named = [
+        ("model_name_or_path", model.model_name_or_path),
+        ("tokenizer_name", model.tokenizer_name),
+        *(("dataset_name", data.dataset_name) for data in recipe.data.sources),
+    ]
     if model.config_name is not None and not _is_model_type(model.config_name):
-        names.append(model.config_name)
-    return [name for name in names if name and name not in ("bytes", STDLIB) and not Path(name).exists()]
+        named.append(("config_name", model.config_name))
+    return [
+        (field, name)
+        for field, name in named
+        if name and name not in ("bytes", STDLIB) and not Path(name).expanduser().exists()
+    ]
+
+
+def _downloaded(field: str, name: str) -> bool:
+    """Whether the hub's client, or `datasets`, may have a copy of what a field names."""
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    kind = "datasets" if field == "dataset_name" else "models"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"
+    places = [Path(cache) / f"{kind}--{name.replace('/', '--')}"]
+    if kind == "datasets":
+        places.append(Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets") / name.replace("/", "___"))
+    return any(place.expanduser().exists() for place in places)
 
 
 def _is_model_type(name: str) -> bool:
@@ -47,11 +89,16 @@ def _is_model_type(name: str) -> bool:
 
 
 def _hub_answers() -> bool:
+    return _answers(os.environ.get("HF_ENDPOINT", ENDPOINT))
+
+
+@functools.cache
+def _answers(endpoint: str) -> bool:
     """Whether there is any answer in time; resolving the name may take longer than a timeout of the connection."""
     answered = threading.Event()
 
     def ask() -> None:
-        request = urllib.request.Request(os.environ.get("HF_ENDPOINT", ENDPOINT), method="HEAD")
+        request = urllib.request.Request(endpoint, method="HEAD")
         try:
             urllib.request.urlopen(request, timeout=SECONDS).close()
         except urllib.error.HTTPError:

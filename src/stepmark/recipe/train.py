@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 def train(recipe: Recipe) -> None:
     """Runs the recipe as one of the ranks. Collective."""
     functions, context = begin(recipe)
-    from stepmark.recipe.model import build_model
-    from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
-    from stepmark.trainer.outputs import prepare_output_folder
+    with quick_imports():
+        from stepmark.recipe.model import build_model
+        from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
+        from stepmark.trainer.outputs import prepare_output_folder
 
     prepare_output_folder(Path(recipe.training.output_dir), context.host)
     trainer = build_trainer(
@@ -57,7 +58,8 @@ def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
     if device != "xla":
         leave_out_torch_xla()
     unreachable = work_offline_without_hub(recipe)
-    _check_names(args)
+    with quick_imports():
+        _check_names(args)
     check_metrics(recipe)
     functions = _load_metrics(recipe.evaluation.metrics)
     prepare_compile_cache(args.compile_cache)
