@@ -24,7 +24,7 @@ def draw(run: History, undisturbed: History, killed_at: int, path: Path) -> None
     _mark_kill(axes, run, killed_at)
     axes.set_xlim(0, max(steps))
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per byte)")
+    axes.set_ylabel("loss (nats per token)")
     axes.set_title("Killed, resumed, and identical to the last bit", loc="left", color=INK, fontweight="bold", pad=30)
     axes.grid(color="#eeeeee")
     axes.spines[["top", "right"]].set_visible(False)

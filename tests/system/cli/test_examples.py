@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import email
 import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,17 @@ from safetensors.torch import load_file
 from stepmark.trainer.telemetry.run_log import read_metrics
 from tests.support.ranks import ROOT, Ranks
 
+HERE = "tests.system.cli.test_examples"
 STEPS, EVERY = 6, 2  # the loop keeps two checkpoints, those of steps 4 and 6
+
+
+def train_on_little(*arguments: Any) -> None:
+    """The example, for which one package is the whole standard library."""
+    from examples.custom_loop import main
+    from stepmark.data import stdlib
+
+    with mock.patch.object(stdlib, "sysconfig", SimpleNamespace(get_path=lambda _: str(Path(email.__file__).parent))):
+        main(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +46,7 @@ def test_custom_loop_carries_on_bit_for_bit(
 
     def run(folder: Path) -> list[str]:
         arguments = (str(folder), device, STEPS, EVERY)
-        outcome = ranks.run("examples.custom_loop:main", *arguments, nproc=nproc, environment=cache)
+        outcome = ranks.run(f"{HERE}:train_on_little", *arguments, nproc=nproc, environment=cache)
         outcome.check()
         return [line for line in outcome.logs[0].splitlines() if line.startswith("step ")]
 
@@ -169,3 +182,18 @@ def test_demo_draws_its_curve(demo: Any) -> None:
     path = demo.RUN / "loss.png"
     demo.draw(demo.read_history(demo.RUN), demo.read_history(demo.UNDISTURBED), 3, path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_makes_its_tokenizer(demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import demo_tokenizer
+    from transformers import AutoTokenizer
+
+    text = "def read(self):\n        return self.name\n"
+    monkeypatch.setattr(demo_tokenizer, "VOCABULARY", 300)
+    monkeypatch.setattr(demo_tokenizer, "sources", lambda: iter([text] * 9))
+    demo.make_tokenizer(tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    ids = tokenizer(text).input_ids
+    assert len(ids) < len(text) / 2
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token == tokenizer.bos_token == demo_tokenizer.END
