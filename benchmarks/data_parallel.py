@@ -2,8 +2,10 @@
 
     .venv/bin/python benchmarks/data_parallel.py --nproc 2
     .venv/bin/python benchmarks/data_parallel.py --nproc 4 --accumulation 4 --dtype bfloat16 --save
+    .venv/bin/python benchmarks/data_parallel.py --gigabits 1
 
---save writes the table in benchmarks/results/.
+--save writes the table in benchmarks/results/. --gigabits puts the ranks on two hosts, namespaces of this machine, with
+that network between them (bits per second in each direction), which needs root.
 
 Contestants, all with fused AdamW and clipping of the global norm: Stepmark's TrainStep, which is what the Trainer
 runs, in plain data parallel form and with ZeRO-1; torch's DistributedDataParallel, alone and with torch's
@@ -27,7 +29,8 @@ from typing import Any
 
 import zero1  # first: it sets the environment
 from keeping import machine
-from zero1 import LEARNING_RATE, LENGTH, LOOPBACK, MAX_NORM, VOCABULARY
+from slow_network import bytes_sent, run_on_two_hosts, two_nodes
+from zero1 import LEARNING_RATE, LENGTH, MAX_NORM, VOCABULARY
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -35,6 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 from stepmark import Mesh
 from stepmark.data.batch import MicroBatch, StepBatch
@@ -64,8 +68,10 @@ def with_stepmark(options: argparse.Namespace, mesh: Mesh, zero_1: bool = False)
         model, optimizer, MicroBatchLoss(model), mesh, accumulation=options.accumulation, max_grad_norm=MAX_NORM
     )
 
+    step.defer_arrivals()  # as the Trainer does
+
     def run(batches: list[Tensor]) -> None:
-        targets = LENGTH - 1
+        targets = options.rows * (LENGTH - 1)
         made = [MicroBatch({"input_ids": tokens, "labels": tokens}, len(tokens), targets) for tokens in batches]
         step(0, StepBatch(made, len(batches), 0.0, {}))
 
@@ -115,38 +121,78 @@ def rank_main(options: argparse.Namespace) -> None:
     mesh = Mesh.create(device="cpu")
     rank = mesh.context.world.rank
     generator = torch.Generator().manual_seed(rank)
-    batches = [torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator) for _ in range(options.accumulation)]
-    runs = {name: make(options, mesh) for name, make in CONTESTANTS.items()}
+    shape = (options.rows, LENGTH)
+    batches = [torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(options.accumulation)]
+    left_out = options.without or []
+    runs = {name: make(options, mesh) for name, make in CONTESTANTS.items() if name not in left_out}
+    interface = two_nodes.INTERFACE if options.gigabits else "lo"
     times: dict[str, list[float]] = {name: [] for name in runs}
     sent: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(options.rounds + 1):  # the first warms up
         for name, run in runs.items():
             dist.barrier()
-            begun, before = time.perf_counter(), int(LOOPBACK.read_text())
+            begun, before = time.perf_counter(), bytes_sent(interface)
             for _ in range(options.steps):
                 run(batches)
             dist.barrier()
             if turn:
                 times[name].append((time.perf_counter() - begun) / options.steps)
-                sent[name].append((int(LOOPBACK.read_text()) - before) / options.steps)
+                sent[name].append((bytes_sent(interface) - before) / options.steps)
+    hidden = {name: hidden_share(run, batches) for name, run in runs.items()}
     if rank == 0:
-        options.out.write_text(table(options, sum(p.numel() for p in make_model(options).parameters()), times, sent))
+        parameters = sum(p.numel() for p in make_model(options).parameters())
+        options.out.write_text(table(options, parameters, times, sent, hidden))
+
+
+def hidden_share(run: Step, batches: list[Tensor]) -> float:
+    """Of the time in which this rank communicates, the share in which it computes too: from a trace of two steps."""
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+        run(batches)
+        run(batches)
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in trace.events()]
+    sending = merged([span[1:] for span in spans if span[0].startswith("gloo:")])
+    computing = merged([span[1:] for span in spans if span[0].startswith("aten::")])
+    both = length(sending) + length(computing) - length(merged([*sending, *computing]))
+    return both / length(sending)
+
+
+def merged(spans: list[Any]) -> list[tuple[float, float]]:
+    """The same time in spans that do not overlap."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
 
 
 def table(
-    options: argparse.Namespace, parameters: int, times: dict[str, list[float]], sent: dict[str, list[float]]
+    options: argparse.Namespace,
+    parameters: int,
+    times: dict[str, list[float]],
+    sent: dict[str, list[float]],
+    hidden: dict[str, float],
 ) -> str:
     lines = [
-        f"# Data parallel steps on {options.nproc} CPU ranks",
+        f"# Data parallel steps on {options.nproc} CPU ranks" + where(options),
         "",
         f"GPT-2 with {parameters / 1e6:.1f} M parameters in {options.dtype}, {options.accumulation} micro-batches of "
-        f"{LENGTH} tokens, torch {torch.__version__}, gloo, {options.rounds} rounds of {options.steps} steps. Ratios "
-        "are medians of those within a round: a contestant's time by Stepmark's.",
+        f"{options.rows * LENGTH} tokens, torch {torch.__version__}, gloo, {options.rounds} rounds of {options.steps} "
+        "steps. Ratios are medians of those within a round: a contestant's time by Stepmark's. Hidden is the share of "
+        "the time in which rank 0 communicates that it computes in too, in a trace of two steps.",
         "",
         machine(),
         "",
-        "| | seconds per step | by Stepmark's | by that with zero_1 | MB sent per step |",
-        "| --- | --- | --- | --- | --- |",
+        "| | seconds per step | by Stepmark's | by that with zero_1 | MB sent per step"
+        + (" and host" if options.gigabits else "")
+        + " | hidden |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, each in times.items():
         ratios = [
@@ -154,9 +200,15 @@ def table(
             for ours in ("Stepmark", "Stepmark, zero_1")
         ]
         megabytes = statistics.median(sent[name]) / 1e6
-        shown = f"{statistics.median(each):.3f} | {ratios[0]:.2f} | {ratios[1]:.2f} | {megabytes:.1f}"
+        shown = (
+            f"{statistics.median(each):.3f} | {ratios[0]:.2f} | {ratios[1]:.2f} | {megabytes:.1f} | {hidden[name]:.0%}"
+        )
         lines.append(f"| {name} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def where(options: argparse.Namespace) -> str:
+    return f", on two hosts with {options.gigabits:g} Gbit/s between them" if options.gigabits else ""
 
 
 def main() -> int:
@@ -166,8 +218,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument(
+        "--without", nargs="*", choices=list(CONTESTANTS), help="contestants that memory has no room for"
+    )
+    parser.add_argument("--rows", type=int, default=1, help="sequences in a micro-batch")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--gigabits", type=float, help="between two hosts with half of the ranks each")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the table
     options = parser.parse_args()
@@ -176,11 +233,19 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "table.md"
-        code = supervise([sys.executable, *sys.argv, "--out", str(out)], options.nproc)
+        command = [*sys.argv, "--out", str(out)]
+        if options.gigabits:
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": two_nodes.INTERFACE}
+            code = run_on_two_hosts(command, options.nproc, options.gigabits, environment)
+        else:
+            code = supervise([sys.executable, *command], options.nproc)
         if code == 0:
             print(out.read_text(), end="")
             if options.save:
-                name = f"data_parallel_{options.nproc}_{options.dtype}_{options.accumulation}.md"
+                network = f"_{options.gigabits:g}gbit" if options.gigabits else ""
+                size = "" if options.layers == 6 else f"_{options.layers}x{options.width}"
+                size += "" if options.rows == 1 else f"_{options.rows}rows"
+                name = f"data_parallel_{options.nproc}_{options.dtype}_{options.accumulation}{size}{network}.md"
                 (Path(__file__).parent / "results" / name).write_text(out.read_text())
     return code
 

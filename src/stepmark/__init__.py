@@ -111,7 +111,11 @@ def __getattr__(name: str) -> Any:
         if message is not None:
             raise ImportError(message)
         raise AttributeError(f"module 'stepmark' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), _RENAMED.get(name, name))
+    from stepmark.launch.imports import without_collections
+
+    with without_collections():
+        module = importlib.import_module(_MODULES[name])
+    return getattr(module, _RENAMED.get(name, name))
 
 
 def __dir__() -> list[str]:

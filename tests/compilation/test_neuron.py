@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,20 @@ with open({seen!r}, "w") as file:
     json.dump({{"command": command, **found}}, file)
 sys.exit(subprocess.run(command, env={{**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}}).returncode)
 """
-ON_A_NEURON_HOST = """
-import sys
-from unittest import mock
-with mock.patch("stepmark.compilation.neuron.neuron_device_present", return_value=True), \\
-     mock.patch("stepmark.runtime.compile_cache.neuron_device_present", return_value=True):
-    from stepmark.cli.main import run
-    sys.exit(run(sys.argv[1:]))
-"""
 
 
 def command_line(*arguments: str) -> int:
     """`stepmark` in a rank."""
     return run(list(arguments))
+
+
+def host_command(*arguments: str) -> None:
+    """`stepmark` where a Neuron device seems to be, in a rank."""
+    with (
+        mock.patch("stepmark.compilation.neuron.neuron_device_present", return_value=True),
+        mock.patch("stepmark.runtime.compile_cache.neuron_device_present", return_value=True),
+    ):
+        sys.exit(run(list(arguments)))
 
 
 def trained_on_neuron(recipe: str, compiles: bool = True) -> list[dict[str, Any]]:
@@ -87,40 +87,41 @@ def keep_graph(folder: Path, size: int = 2048) -> None:
         (folder / "model.done").touch()
 
 
-def on_a_neuron_host(folder: Path, *arguments: str, tool: bool = True) -> subprocess.CompletedProcess[str]:
-    """`stepmark` where a Neuron device seems to be, with the stand-in for the tool on the PATH."""
+def on_a_neuron_host(ranks: Ranks, folder: Path, *arguments: str, tool: bool = True) -> tuple[int | None, str]:
+    """`host_command` with the stand-in for the tool on the PATH; the exit code, and what was printed."""
     programs = folder / "bin"
     programs.mkdir()
     if tool:
         path = programs / "neuron_parallel_compile"
         path.write_text(TOOL.format(python=sys.executable, seen=str(folder / "seen.json")))
         path.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", ON_A_NEURON_HOST, *arguments], env=environment, capture_output=True, text=True
-    )
+    environment = {"PATH": f"{programs}{os.pathsep}/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    done = ranks.run(f"{HERE}:host_command", *arguments, environment=environment)
+    return done.codes[0], done.logs[0]
 
 
 @pytest.mark.xla
-def test_precompile_runs_under_neurons_tool(tmp_path: Path) -> None:
+def test_precompile_runs_under_neurons_tool(ranks: Ranks, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, device="xla", compile_cache="s3://bucket/graphs")
-    done = on_a_neuron_host(tmp_path, "precompile", str(recipe), "--log_level", "warning")
-    assert done.returncode == 0, done.stderr
+    code, printed = on_a_neuron_host(ranks, tmp_path, "precompile", str(recipe), "--log_level", "warning")
+    assert code == 0, printed
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["NEURON_COMPILE_CACHE_URL"] == "s3://bucket/graphs"
     words = shlex.split(seen["command"][-1])
     assert words[2:] == ["-m", "stepmark", "precompile", str(recipe), "--log_level", "warning"]
-    assert "extracted" in done.stdout
-    assert "in None" not in done.stdout
+    assert "extracted" in printed
+    assert "in None" not in printed
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.xla
-def test_without_the_tool_there_is_an_error(tmp_path: Path) -> None:
-    done = on_a_neuron_host(tmp_path, "precompile", str(write_recipe(tmp_path, device="xla")), tool=False)
-    assert done.returncode == 1
+def test_without_the_tool_there_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    code, printed = on_a_neuron_host(
+        ranks, tmp_path, "precompile", str(write_recipe(tmp_path, device="xla")), tool=False
+    )
+    assert code == 1
     assert (
-        done.stderr
+        printed
         == "error: precompile: neuron_parallel_compile is not on the PATH; install torch-neuronx, which brings it\n"
     )
 

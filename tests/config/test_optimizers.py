@@ -6,7 +6,6 @@ import importlib.util
 
 import pytest
 
-from stepmark import TrainingArguments
 from stepmark.config.optimizers import INSTEAD, OPTIMIZERS, check_optimizer
 from stepmark.errors import UsageError
 
@@ -18,12 +17,6 @@ def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest
     with pytest.raises(UsageError, match=f"optim: {name} needs bitsandbytes, .* pip install bitsandbytes"):
         check_optimizer(name)
     check_optimizer("adafactor")
-
-
-@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_bnb_8bit"])
-def test_what_needs_complete_parameters_is_refused_where_they_are_sharded(name: str) -> None:
-    with pytest.raises(UsageError, match=f"^optim and tensor_parallel_size: {name} needs complete parameters"):
-        TrainingArguments(optim=name, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("name", INSTEAD)

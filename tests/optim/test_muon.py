@@ -148,5 +148,3 @@ def test_what_is_refused() -> None:
         build_optimizer("muon", named, CPU)
     with pytest.raises(UsageError, match="optim_args: muon does not accept {'moment': 0.9}"):
         build_optimizer("muon", named, CPU, kinds=kinds, options={"moment": 0.9})
-    with pytest.raises(UsageError, match="optim and tensor_parallel_size: muon needs complete parameters"):
-        TrainingArguments(optim="muon", tensor_parallel_size=2)

@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 300,
 }
 CONFIGS = {
-    "gpt2": GPT2Config(n_layer=6, n_embd=64, n_head=4, vocab_size=300),
+    "gpt2": GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=300),
     "llama": LlamaConfig(num_hidden_layers=7, **SMALL),
     "layers of several kinds": Gemma3TextConfig(num_hidden_layers=32, head_dim=16, **SMALL),
 }

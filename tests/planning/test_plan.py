@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from stepmark.cli import plan as plan_command
 from stepmark.cli.main import run
 from stepmark.config.recipe import Recipe, read_recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
+from stepmark.planning import plan as planning
 from stepmark.planning.candidates import neighbours, smaller
 from stepmark.planning.depth import trace_deep
 from stepmark.planning.from_recipe import plan_recipe
@@ -22,6 +25,7 @@ from stepmark.planning.plan import CheckpointSize, Plan, RankMemory, saves
 from stepmark.planning.run_length import RunLength
 from stepmark.planning.simulated_mesh import DEVICES
 from stepmark.planning.step_setup import StepSetup
+from stepmark.planning.step_trace import trace_step
 from stepmark.planning.text import flags, to_text
 from tests.support.own_code import folder_with_own_code
 from tests.support.ranks import Ranks
@@ -43,6 +47,21 @@ def recipe_in(folder: Path, **fields: Any) -> Recipe:
     return read_recipe(str(write_recipe(folder, **fields)), {})
 
 
+def plan_with(recipe: Recipe, ranks: int, others: Callable[[TrainingFields], bool], *memory: int) -> Plan:
+    """The plan, with those settings near the recipe's alone for which `others` holds."""
+
+    def near(args: TrainingFields, size: int) -> list[TrainingFields]:
+        return [args, *filter(others, neighbours(args, size)[1:])]
+
+    with mock.patch.object(planning, "neighbours", near):
+        return plan_recipe(recipe, ranks, *memory)
+
+
+def plan_own(recipe: Recipe, ranks: int) -> Plan:
+    """The plan of the recipe's own settings alone."""
+    return plan_with(recipe, ranks, lambda args: False)
+
+
 def test_a_model_of_70_billion_parameters_is_planned_without_weights() -> None:
     args = TrainingFields(dtype="bfloat16", tensor_parallel_size=16)
     trace = trace_deep(StepSetup(LlamaConfig(**HUGE), args, 16, 4096, DEVICES["xla"]))
@@ -55,7 +74,7 @@ def test_a_model_of_70_billion_parameters_is_planned_without_weights() -> None:
 
 def test_a_mesh_that_cannot_be_is_named_and_the_others_are_planned(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, config_overrides={"n_layer": 2, "n_embd": 24, "n_head": 3, "n_positions": 32})
-    plan = plan_recipe(recipe, 2)
+    plan = plan_with(recipe, 2, lambda args: args.tensor_parallel_size > 1)
     impossible = [option for option in plan.options if option.impossible]
     assert len(impossible) == 1
     assert "3 heads" in str(impossible[0].impossible)
@@ -71,7 +90,7 @@ def test_a_recipe_that_cannot_run_on_the_ranks_is_an_error(tmp_path: Path) -> No
 
 def test_settings_that_fit_are_found_and_given_as_flags(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, per_device_train_batch_size=8)
-    own = plan_recipe(recipe, 4).own
+    own = plan_own(recipe, 4).own
     plan = plan_recipe(recipe, 4, int(own.peak * 0.9))
     assert plan.chosen is not None
     assert plan.chosen is not plan.own
@@ -80,7 +99,7 @@ def test_settings_that_fit_are_found_and_given_as_flags(tmp_path: Path) -> None:
     assert line.endswith(" ".join(flags(plan.own, plan.chosen)))
     again = dict(flag.removeprefix("--").split() for flag in flags(plan.own, plan.chosen))
     changed = read_recipe(str(tmp_path / "recipe.yaml"), again)
-    assert plan_recipe(changed, 4).own.peak == plan.chosen.peak
+    assert plan_own(changed, 4).own.peak == plan.chosen.peak
 
 
 @pytest.mark.parametrize(
@@ -121,6 +140,17 @@ def test_settings_that_the_recipe_excludes_are_left_out(fields: dict[str, Any], 
     assert len(settings) > 3
 
 
+def test_an_owner_of_whole_parameters_holds_them_beside_its_shards() -> None:
+    """Each rank owns a half of what tensor parallelism shards: nearly everything, in float32 as an additional copy."""
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=512, n_positions=16)
+    args = TrainingFields(optim="adafactor", tensor_parallel_size=2)
+    usage = trace_step(StepSetup(config, args, 2, 16, DEVICES["cuda"])).peaks["update"]
+    assert usage["master weights"] == pytest.approx(usage["parameters"], rel=0.3)
+    elementwise = TrainingFields(optim="adamw_torch", tensor_parallel_size=2)
+    usage = trace_step(StepSetup(config, elementwise, 2, 16, DEVICES["cuda"])).peaks["update"]
+    assert usage.get("master weights", 0) == 0
+
+
 def test_a_model_that_cannot_train_a_step_is_an_error(tmp_path: Path) -> None:
     overrides = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
     with pytest.raises(UsageError, match="config_name and config_overrides: "):
@@ -140,7 +170,7 @@ def test_steps_of_epochs_need_the_data(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_model_is_planned_without_its_tokenizer(tmp_path: Path) -> None:
-    plan = plan_recipe(recipe_in(tmp_path, tokenizer_name=str(tmp_path / "nothing")), 1)
+    plan = plan_own(recipe_in(tmp_path, tokenizer_name=str(tmp_path / "nothing")), 1)
     assert "configuration's own vocabulary" in plan.notes[0]
     assert plan.parameters > 50257 * 16
 
@@ -151,7 +181,7 @@ def test_planned_checkpoint_is_the_one_that_is_written(ranks: Ranks, tmp_path: P
     ranks.run("tests.support.memory_programs:trained", str(recipe), nproc=2).check()
     folder = tmp_path / "out" / "checkpoint-2"
     written = sum(tensor_bytes(path) for path in folder.rglob("*.safetensors"))
-    plan = plan_recipe(read_recipe(str(recipe), {}), 2)
+    plan = plan_own(read_recipe(str(recipe), {}), 2)
     assert plan.checkpoint.total == pytest.approx(written, rel=0.001)
     assert plan.checkpoint.staging == pytest.approx(written / 2, rel=0.001)  # on each of two ranks
 
@@ -198,7 +228,8 @@ def test_the_command_says_whether_the_recipe_fits(
     recipe = str(write_recipe(tmp_path))
     assert run(["plan", recipe, "--nproc", "2", "--device-memory", "1GB"]) == 0
     assert "The recipe fits into 1.00 GB" in capsys.readouterr().out
-    assert run(["plan", recipe, "--nproc", "2", "--device-memory", "10kB", "--zero_1", "--json"]) == 1
+    with mock.patch.object(planning, "smaller", lambda *given: smaller(*given)[:2]):
+        assert run(["plan", recipe, "--nproc", "2", "--device-memory", "10kB", "--zero_1", "--json"]) == 1
     values = json.loads(capsys.readouterr().out)
     assert values["chosen"] is None
     assert values["options"][0]["peak"] == sum(values["options"][0]["memory"].values())
@@ -221,6 +252,7 @@ def test_libraries_are_quiet_before_they_are_imported(tmp_path: Path, monkeypatc
     monkeypatch.delenv(QUIET)
     monkeypatch.setenv("USE_TORCH_XLA", "1")
     before: list[str | None] = []
+    monkeypatch.setattr(planning, "neighbours", lambda args, ranks: [args])
     monkeypatch.setattr(plan_command, "work_offline_without_hub", lambda _: before.append(os.environ.get(QUIET)))
     assert run(["plan", str(write_recipe(tmp_path))]) == 0
     assert before == ["error"]
@@ -245,7 +277,7 @@ def test_code_that_comes_with_a_model_is_executed_where_it_is_trusted(
 ) -> None:
     folder = str(folder_with_own_code(tmp_path, monkeypatch, n_layer=14))  # deeper than what is traced
     given = {"config_name": None, "config_overrides": None, "model_name_or_path": folder, "tokenizer_name": "bytes"}
-    plan = plan_recipe(recipe_in(tmp_path, trust_remote_code=True, block_size=16, **given), 1)
+    plan = plan_own(recipe_in(tmp_path, trust_remote_code=True, block_size=16, **given), 1)
     assert plan.model_class == "TinyModel"
     with pytest.raises(UsageError, match="set trust_remote_code: true"):
         plan_recipe(recipe_in(tmp_path, block_size=16, **given), 1)
@@ -255,8 +287,8 @@ def test_an_adapter_alone_has_gradients_and_is_saved(tmp_path: Path) -> None:
     config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     config.save_pretrained(tmp_path / "base")
     base = {"model_name_or_path": str(tmp_path / "base"), "config_name": None, "config_overrides": None}
-    complete = plan_recipe(recipe_in(tmp_path, **base), 1)
-    adapted = plan_recipe(recipe_in(tmp_path, **base, peft="lora", lora_r=4), 1)
+    complete = plan_own(recipe_in(tmp_path, **base), 1)
+    adapted = plan_own(recipe_in(tmp_path, **base, peft="lora", lora_r=4), 1)
     assert adapted.model_class == complete.model_class
     added = 2 * 4 * (4 * (32 + 32) + 3 * (32 + 64))  # layers, rank, inputs and outputs of all linear layers
     assert adapted.parameters == complete.parameters + added
@@ -267,6 +299,6 @@ def test_an_adapter_alone_has_gradients_and_is_saved(tmp_path: Path) -> None:
     unknown = recipe_in(tmp_path, **base, peft="lora", lora_target_modules=["nothing"])
     with pytest.raises(UsageError, match="lora_target_modules: "):
         plan_recipe(unknown, 1)
-    staged = plan_recipe(recipe_in(tmp_path, **base, peft="lora"), 2)
+    staged = plan_with(recipe_in(tmp_path, **base, peft="lora"), 2, lambda args: args.pipeline_parallel_size > 1)
     (refused,) = [option for option in staged.options if option.args.pipeline_parallel_size > 1]
     assert refused.impossible is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
@@ -14,6 +15,8 @@ from stepmark.config.recipe import read_recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.planning import depth, stages
+from stepmark.planning import plan as planning
+from stepmark.planning.candidates import neighbours
 from stepmark.planning.from_recipe import plan_recipe
 from stepmark.planning.run_length import run_length
 from stepmark.planning.simulated_mesh import DEVICES
@@ -45,7 +48,12 @@ def peaks(found: StepSetup) -> list[int]:
 def test_the_page_names_the_rank_that_needs_the_most(tmp_path: Path) -> None:
     fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4, "config_overrides": {"n_layer": 4}}
     recipe = write_recipe(tmp_path, config_name="gpt2", **fields)
-    plan = plan_recipe(read_recipe(str(recipe), {}), 2)
+
+    def near(args: TrainingFields, ranks: int) -> list[TrainingFields]:
+        return [args, *(each for each in neighbours(args, ranks) if each.pipeline_parallel_size == 1)]
+
+    with mock.patch.object(planning, "neighbours", near):
+        plan = plan_recipe(read_recipe(str(recipe), {}), 2)
     own, worst = plan.own, plan.own.worst
     assert worst is not None
     assert [stage.layers for stage in own.stages] == [((0, 1),), ((2, 3),)]

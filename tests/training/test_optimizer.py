@@ -17,7 +17,7 @@ from stepmark.errors import UsageError
 from stepmark.parallel.parameter_optimizer import MASTER, ParameterOptimizer
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Layout, annotate
-from stepmark.training.optimizer import build_optimizer
+from stepmark.training.optimizer import build_optimizer, wrap_optimizer
 from stepmark.training.parameter_kinds import decays_by_default
 from tests.support.models import build
 from tests.support.programs import Blocks, tiny_model
@@ -176,16 +176,38 @@ def test_around_an_optimizer_of_the_users() -> None:
         ParameterOptimizer.around(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), names, CPU)
 
 
-def test_an_optimizer_that_uses_complete_parameters_is_refused_where_they_are_shards(tmp_path: Path) -> None:
+def sharded_linear() -> tuple[nn.Module, dict[nn.Parameter, str]]:
     module = nn.Linear(4, 2)
     annotate(module.weight, Layout.box((4, 4), (0, 0), (2, 4)))
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    ParameterOptimizer.around(torch.optim.AdamW(module.parameters()), names, CPU)
-    words = "Adafactor uses complete parameters, and tensor parallelism shards weight"
-    with pytest.raises(UsageError, match=f"optimizers: {words}"):
-        ParameterOptimizer.around(Adafactor(module.parameters()), names, CPU)
-    with pytest.raises(UsageError, match=f"zero_1: {words}"):
-        ZeroRedundancyOptimizer(module.named_parameters(), Adafactor, mesh=Mesh.create(device="cpu"))
+    return module, {parameter: name for name, parameter in module.named_parameters()}
+
+
+class Undeclared(torch.optim.SGD):
+    """A class of the user's that does not say what it needs."""
+
+
+def test_what_cannot_get_whole_parameters_is_refused_where_they_are_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, names = sharded_linear()
+    mesh = Mesh.create(device="cpu")
+    assert isinstance(wrap_optimizer(torch.optim.AdamW(module.parameters()), names, mesh), ParameterOptimizer)
+    with pytest.raises(
+        UsageError, match="tensor_parallel_size: it is unknown what Undeclared .* or `elementwise = True`"
+    ):
+        wrap_optimizer(Undeclared(module.parameters()), names, mesh)
+    with pytest.raises(
+        UsageError, match=r"tensor_parallel_size: LBFGS uses .* otherwise set tensor_parallel_size to 1"
+    ):
+        wrap_optimizer(torch.optim.LBFGS(module.parameters()), names, mesh)
+    stateful = Adafactor(module.parameters())
+    stateful.state[module.weight]["step"] = 1
+    with pytest.raises(UsageError, match="optimizers: Adafactor has a state of weight already"):
+        wrap_optimizer(stateful, names, mesh)
+    with pytest.raises(UsageError, match="mesh: adafactor uses whole parameters"):
+        build_optimizer("adafactor", list(module.named_parameters()), CPU)
+    monkeypatch.setattr(type(mesh.runtime), "lazy", True)
+    words = "optimizers: Adafactor uses complete parameters, and tensor parallelism shards weight; on cpu set"
+    with pytest.raises(UsageError, match=words):
+        wrap_optimizer(Adafactor(module.parameters()), names, mesh)
 
 
 def test_lazy_devices_divide_no_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stepmark.optim.arrivals import Arrivals
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.step import StepHooks, TrainStep
@@ -20,10 +21,11 @@ class OtherOptimizer:
 
     def __init__(self, model: nn.Module) -> None:
         self.inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.arrivals = Arrivals()
         self.reducer = Recorder(model)
         self.given: list[list[Tensor | None]] = []
 
-    def gradients(self, mesh: Mesh, *, accumulation: int) -> Recorder:
+    def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype) -> Recorder:
         return self.reducer
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:

@@ -93,6 +93,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
     "device and parallelism": {
         "device": FieldHelp("auto, xla, cuda, neuron or cpu", "cpu"),
         "zero_1": FieldHelp("shard optimizer states over the data parallel ranks", "true"),
+        "reduce_dtype": FieldHelp("how data parallel ranks send gradients: bfloat16 for half the bytes", "bfloat16"),
         "tensor_parallel_size": FieldHelp("ranks that hold one replica of the model together", "4"),
         "sequence_parallel": FieldHelp("with tensor parallelism, shard activations along the sequence too", "true"),
         "parallelize_embedding": FieldHelp("with tensor parallelism, shard embedding, head and loss too", "false"),
@@ -146,6 +147,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch", "best"),
     "dtype": ("float32", "bfloat16"),
+    "reduce_dtype": ("float32", "bfloat16"),
     "device": ("auto", "xla", "cuda", "neuron", "cpu"),
     "log_format": ("text", "json"),
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),

@@ -34,12 +34,3 @@ def check_optimizer(name: str) -> None:
         raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
     if name in ADAMW_8BIT and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(f"optim: {name} needs bitsandbytes, which is not installed; pip install bitsandbytes")
-
-
-def check_whole_parameters(name: str, tensor_parallel_size: int) -> None:
-    """Raises UsageError where an optimizer that uses whole parameters would see shards of them."""
-    if name in WHOLE_PARAMETERS and tensor_parallel_size > 1:
-        raise UsageError(
-            f"optim and tensor_parallel_size: {name} needs complete parameters, and tensor_parallel_size shards them; "
-            "use AdamW"
-        )

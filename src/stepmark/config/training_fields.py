@@ -12,7 +12,6 @@ from typing import Any
 
 from stepmark.config.activation_checkpointing import check_checkpointing, checkpointing_options
 from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
-from stepmark.config.optimizers import check_whole_parameters
 from stepmark.config.option_text import parse_options
 from stepmark.config.transformers_defaults import AcceptingDefaults
 from stepmark.errors import UsageError
@@ -46,6 +45,8 @@ class TrainingFields(metaclass=AcceptingDefaults):
             `use_reentrant` (default: false), `preserve_rng_state`, `determinism_check` and `debug`. On lazy devices
             torch_xla's own function is used, whatever `use_reentrant` says, and the last two are errors. Default: None.
         zero_1: Shards the optimizer's states over the data parallel ranks. Default: false.
+        reduce_dtype: The type in which data parallel ranks send each other gradients, on eager devices: `float32` (the
+            default), or `bfloat16` for half the bytes. Sums are in float32 in either case.
         tensor_parallel_size: Neighbouring ranks that hold the model together, each a shard of it; data parallelism uses
             the remaining factor of the world size. Default: 1.
         sequence_parallel: Shards activations along the sequence too, between the layers' matrix products. Default:
@@ -155,6 +156,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     device: str = "auto"
     dtype: str = "float32"
     zero_1: bool = False
+    reduce_dtype: str = "float32"
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     parallelize_embedding: bool = True
@@ -297,6 +299,7 @@ def _check_ranges(args: TrainingFields) -> None:
         "eval_strategy": STRATEGIES,
         "save_strategy": (*STRATEGIES, "best"),
         "dtype": ("float32", "bfloat16"),
+        "reduce_dtype": ("float32", "bfloat16"),
         "log_level": LOG_LEVELS,
         "log_format": ("text", "json"),
         "pipeline_schedule": PIPELINE_SCHEDULES,
@@ -323,7 +326,6 @@ def _check_agreement(args: TrainingFields) -> None:
             f"fp16 and {'bf16' if args.bf16 else 'dtype'}: matrix products are in float16 or in bfloat16; set one of "
             "them"
         )
-    check_whole_parameters(args.optim, args.tensor_parallel_size)
     check_checkpointing(args.checkpointing_options, args.pipeline_parallel_size)
     if args.save_on_signal and args.save_only_model:
         raise UsageError(

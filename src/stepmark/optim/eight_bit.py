@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -32,6 +33,11 @@ def adamw_8bit_class() -> type[torch.optim.Optimizer]:
 
     class GroupedAdamW8bit(AdamW8bit):
         per_parameter = True
+
+        @staticmethod
+        def elementwise_group(group: Mapping[str, Any]) -> bool:
+            """Whether no block of 8 bits is scaled by its largest element."""
+            return group.get("optim_bits") == FULL_PRECISION["optim_bits"]
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
             config: dict[str, Any] = super().get_config(gindex, pindex, group)

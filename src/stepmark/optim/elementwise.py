@@ -6,7 +6,8 @@ of the others, works on some of the parameters, each of them whole. Any other ne
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +32,7 @@ _PER_PARAMETER = frozenset(
     }
 )
 _BITSANDBYTES = "bitsandbytes."
+_WITHOUT = {"zero_1": "switch zero_1 off", "tensor_parallel_size": "set tensor_parallel_size to 1"}
 
 
 def check_elementwise(kind: type[torch.optim.Optimizer]) -> None:
@@ -43,8 +45,9 @@ def check_elementwise(kind: type[torch.optim.Optimizer]) -> None:
         raise UsageError(f"zero_1: {kind.__name__} uses complete parameters, and would see flat shards of them")
 
 
-def sharding_unit(kind: type[torch.optim.Optimizer]) -> Unit:
-    """By what ZeRO-1 divides this optimizer's work: elements, or whole parameters.
+def sharding_unit(kind: type[torch.optim.Optimizer], field: str = "zero_1") -> Unit:
+    """By what ZeRO-1 divides this optimizer's work: elements, or whole parameters. `field`: what asks for it, for the
+    message.
 
     The optimizers of `torch.optim` and bitsandbytes are known. Any other class says so itself, with a class attribute
     `elementwise` or `per_parameter`.
@@ -58,11 +61,11 @@ def sharding_unit(kind: type[torch.optim.Optimizer]) -> Unit:
         return "parameter"
     remedy = (
         "set `per_parameter = True` in the class if it updates every parameter from its own gradient and state alone, "
-        "or `elementwise = True` if it does so for every element; otherwise switch zero_1 off"
+        f"or `elementwise = True` if it does so for every element; otherwise {_WITHOUT[field]}"
     )
     if uses_complete_parameters(kind):
-        raise UsageError(f"zero_1: {kind.__name__} uses complete parameters, perhaps all of them at once; {remedy}")
-    raise UsageError(f"zero_1: it is unknown what {kind.__name__} needs to update an element; {remedy}")
+        raise UsageError(f"{field}: {kind.__name__} uses complete parameters, perhaps all of them at once; {remedy}")
+    raise UsageError(f"{field}: it is unknown what {kind.__name__} needs to update an element; {remedy}")
 
 
 def uses_complete_parameters(kind: type[torch.optim.Optimizer]) -> bool:
@@ -73,6 +76,13 @@ def uses_complete_parameters(kind: type[torch.optim.Optimizer]) -> bool:
     names = {base.__name__ for base in kind.__mro__}
     declared = getattr(kind, "elementwise", None) is not None
     return declared or _is_per_parameter(kind) or bool(names & _NOT_ELEMENTWISE) or _in_bitsandbytes(kind)
+
+
+def updates_elements(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer that uses whole parameters updates those of this group element by element: the class says so
+    by a static method `elementwise_group`."""
+    declared = getattr(kind, "elementwise_group", None)
+    return declared is not None and bool(declared(group))
 
 
 def _is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:

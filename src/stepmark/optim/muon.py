@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,11 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     per_parameter = True
+
+    @staticmethod
+    def elementwise_group(group: Mapping[str, Any]) -> bool:
+        """Whether its parameters are AdamW's."""
+        return not group["muon"]
 
     def __init__(
         self,

@@ -29,19 +29,31 @@ BUCKET_ELEMENTS = 32 * 2**20  # 128 MiB of fp32: large enough for full bandwidth
 
 
 def data_parallel_gradients(
-    named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh, *, accumulation: int
+    named: Sequence[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    *,
+    accumulation: int,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> DataParallelGradients | OverlappedGradients:
-    """The reducer of these parameters' gradients over one step of `accumulation` micro-batches."""
+    """The reducer of these parameters' gradients over one step of `accumulation` micro-batches. `reduce_dtype`: in
+    which they are sent, on eager devices."""
     if isinstance(mesh.data_parallel, GroupCollectives) and named:
-        return OverlappedGradients(named, mesh)
+        return OverlappedGradients(named, mesh, reduce_dtype=reduce_dtype)
     return DataParallelGradients([parameter for _, parameter in named], mesh, accumulation=accumulation)
 
 
 class OverlappedGradients:
     """Gradients of `named` parameters on an eager device with several data parallel ranks. See `GradientReducer`."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        mesh: Mesh,
+        *,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
         assert isinstance(mesh.data_parallel, GroupCollectives)
+        self._reduce_dtype = reduce_dtype
         self._mesh = mesh
         self._axis = mesh.data_parallel
         self._buckets = make_buckets(
@@ -93,7 +105,10 @@ class OverlappedGradients:
         return ordered
 
     def _start(self, number: int, weights: RankWeights) -> Callable[[], Tensor]:
-        return self._axis.start_all_reduce(self._bucketed.sums.weighted(number, weights.factor()))
+        weighted = self._bucketed.sums.weighted(number, weights.factor())
+        if self._reduce_dtype == weighted.dtype:
+            return self._axis.start_all_reduce(weighted)
+        return self._axis.start_all_reduce_in(self._reduce_dtype, weighted)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -162,7 +177,7 @@ class DataParallelGradients:
         flat[0][2:] *= tokens  # loss and tokens at the bucket's head are weighted already
         for bucket in flat[1:]:
             bucket *= tokens
-        reduced = self._mesh.data_parallel.all_reduce(flat)
+        reduced = self._mesh.data_parallel.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
         total = reduced[0][1]
         sums = [each for bucket, values in zip(buckets, reduced, strict=True) for each in _split(values, bucket)]
         return [each / total for each in sums[2:]], sums[0] / total, total

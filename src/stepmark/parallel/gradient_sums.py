@@ -69,7 +69,7 @@ class GradientSums:
         parameters: list[nn.Parameter] = [member.parameter for bucket in self._buckets for member in bucket.members]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in trained]
-        weakref.finalize(self, _remove, handles)
+        weakref.finalize(self, remove_hooks, handles)
 
     @torch.no_grad()
     def collect(self, parameter: Tensor) -> None:
@@ -84,6 +84,10 @@ class GradientSums:
                 self._present[number][position] = self._got[number][position] = False
             return
         if gradient is view:
+            if self._weight is not None and number in self._weighing:  # while the processor has it in its caches
+                gradient.mul_(self._weight)
+                self._weighted[number][position] = True
+                parameter.grad = None
             return
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
         places = self._places[number][position]
@@ -110,8 +114,8 @@ class GradientSums:
         return True
 
     def weigh_arriving(self, weight: Weight, numbers: Collection[int]) -> None:
-        """From now on, gradients of these buckets that are the first of their parameters are multiplied by `weight`,
-        until `reset`. `parameter.grad` stays empty then."""
+        """From now on until `reset`, gradients of these buckets are multiplied by `weight` when they are there, along
+        with what has been added up before. `parameter.grad` is empty then."""
         self._weight, self._weighing = weight, numbers
 
     @torch.no_grad()
@@ -156,6 +160,7 @@ class GradientSums:
                 member.parameter.grad = None
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
+def remove_hooks(handles: Sequence[RemovableHandle]) -> None:
+    """Removes hooks of tensors."""
     for handle in handles:
         handle.remove()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
-from stepmark.optim.elementwise import uses_complete_parameters
+from stepmark.optim.arrivals import Arrivals
 from stepmark.optim.master_weights import WrittenParameters, follow
 from stepmark.optim.protocols import GradientReducer
 from stepmark.optim.wrapped import (
@@ -52,6 +52,7 @@ class ParameterOptimizer:
         from groups with the tensors to update. `order`: the names in the model's order, which `parameters` follows, so
         that sums over all gradients do not depend on the groups."""
         self._runtime = runtime
+        self.arrivals = Arrivals()
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self._updated: list[Tensor] = []
@@ -82,7 +83,6 @@ class ParameterOptimizer:
                     "model.parameters()"
                 )
             groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
-        _check_unsharded(type(optimizer), names)
         made = cls(groups, lambda _: optimizer, runtime, order=list(names.values()), master_weights=False)
         made.given = True
         return made
@@ -101,10 +101,10 @@ class ParameterOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
-    def gradients(self, mesh: Mesh, *, accumulation: int) -> GradientReducer:
+    def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype = torch.float32) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes."""
         named = list(zip(self.names, self.parameters, strict=True))
-        return data_parallel_gradients(named, mesh, accumulation=accumulation)
+        return data_parallel_gradients(named, mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Sets the gradient, or None, of each of `parameters`."""
@@ -189,16 +189,6 @@ class ParameterOptimizer:
         """Restores what the state of a parameter has besides tensors, such as a count of steps."""
         updated = self._updated[self.names.index(name)]
         load_plain_values(self.inner.state[updated], values)
-
-
-def _check_unsharded(kind: type[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]) -> None:
-    """Raises UsageError where an optimizer that is known to use complete parameters would see shards."""
-    sharded = next((name for parameter, name in names.items() if layout_of(parameter) is not None), None)
-    if sharded is not None and uses_complete_parameters(kind):
-        raise UsageError(
-            f"optimizers: {kind.__name__} uses complete parameters, and tensor parallelism shards {sharded}; set "
-            "tensor_parallel_size to 1, or choose an elementwise optimizer such as AdamW"
-        )
 
 
 def _with_layout(value: Any, parameter: Tensor) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -182,8 +183,9 @@ class SimulatedCollectives(GroupCollectives):
             gathered = [shard.new_empty(self.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
             return [each.movedim(0, dim) for each in gathered]
 
-    def gather_in_place(self, tensors: Sequence[Tensor]) -> None:
+    def start_gather_in_place(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Allocates nothing."""
+        return lambda: tensor
 
     def start_reduce_scatter(
         self, tensor: Tensor, shares: Shares | None = None, dtype: torch.dtype | None = None
@@ -198,6 +200,15 @@ class SimulatedCollectives(GroupCollectives):
         gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         return lambda: gathered
 
+    def all_to_all(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            sent = torch.cat(list(tensors))
+            return list(sent.new_empty(sum(counts)).split(list(counts)))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank holds what this one does."""
+        return [value] * self.size
+
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         return [number * self.size for number in numbers]
 
@@ -210,6 +221,10 @@ class SimulatedCollectives(GroupCollectives):
     def _start_reduce_scatter_between_devices(self, sent: Tensor) -> Callable[[], Tensor]:
         shard = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
         return lambda: (sent, shard)[1]  # what is sent is held until then
+
+    def _start_exchange_between_devices(self, sent: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        received = torch.empty_like(sent).view(self.size, -1)
+        return lambda: (sent, received)[1].sum(0, dtype=dtype)
 
     def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
         return []

@@ -212,6 +212,7 @@ def _train(
         pipeline_schedule=args.pipeline_schedule,
         max_grad_norm=args.max_grad_norm,
         autocast=setup.autocast,
+        reduce_dtype=getattr(torch, args.reduce_dtype),
     )
     batch = StepBatch(setup.traced_micro_batches(), args.per_device_train_batch_size, 0.0, {})
     for number in range(1 if setup.device.lazy else 2):

@@ -34,11 +34,12 @@ class WatchedOptimizer:
 
     def __init__(self, optimizer: StepOptimizer, parameters: Iterable[nn.Parameter], tracker: AllocationTracker):
         self.inner: torch.optim.Optimizer = optimizer.inner
+        self.arrivals = optimizer.arrivals
         self._optimizer, self._parameters, self._tracker = optimizer, list(parameters), tracker
 
-    def gradients(self, mesh: Mesh, *, accumulation: int) -> GradientReducer:
+    def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype = torch.float32) -> GradientReducer:
         with self._tracker.within(GRADIENTS):
-            reducer = self._optimizer.gradients(mesh, accumulation=accumulation)
+            reducer = self._optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
         return WatchedGradients(reducer, self._parameters, self._tracker)
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -109,13 +109,9 @@ class GroupCollectives:
         )
         return [target.movedim(0, dim) for target in gathered]
 
-    def gather_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """All-gathers each contiguous tensor in place: every rank provides its own shard along dim 0."""
-        for finish in [self.start_gather_in_place(tensor) for tensor in tensors]:
-            finish()
-
     def start_gather_in_place(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Starts that for one tensor; calling the result waits for it."""
+        """Starts the all-gather of one contiguous tensor in place, to which every rank provides its own shard along
+        dim 0; calling the result waits for it."""
         if self._between_hosts(tensor):
             works = self._exchange(lambda rank: self._shard(tensor, rank), lambda _: self.own_shard(tensor), GATHERED)
         else:
@@ -138,14 +134,23 @@ class GroupCollectives:
     ) -> Callable[[], Tensor]:
         """Starts the reduce-scatter of one contiguous tensor along dim 0; calling the result waits for this rank's
         shard: the sum, or with `shares` the sum weighted by them, which between hosts is computed in float32. `dtype`:
-        send the tensor in that. It must not be used afterwards.
+        send the tensor in that, and add in the tensor's own. It must not be used afterwards.
 
-        Between hosts each rank sends the others their shards and adds what it receives to its own.
+        Between hosts, and with another `dtype`, each rank sends the others their shards and adds what it receives.
         """
         if self._between_hosts(tensor):
             return self._start_exchange_of_shards(tensor, shares, dtype)
         weighted = tensor if shares is None else tensor.mul_(shares.own())
-        return self._start_reduce_scatter_between_devices(weighted if dtype is None else weighted.to(dtype))
+        if dtype in (None, tensor.dtype):
+            return self._start_reduce_scatter_between_devices(weighted)
+        return self._start_exchange_between_devices(weighted.to(dtype), tensor.dtype)
+
+    def _start_exchange_between_devices(self, sent: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        received = torch.empty_like(sent)
+        group = self._group.process_group
+        work = dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True)
+        shards = received.view(self.size, -1)
+        return lambda: _after([work], lambda: shards.sum(0, dtype=dtype))
 
     def _start_reduce_scatter_between_devices(self, sent: Tensor) -> Callable[[], Tensor]:
         shard = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
@@ -201,11 +206,44 @@ class GroupCollectives:
         work = dist.all_reduce(tensor, group=self._group.process_group, async_op=True)
         return lambda: _after([work], lambda: tensor)
 
+    def start_all_reduce_in(self, dtype: torch.dtype, tensor: Tensor) -> Callable[[], Tensor]:
+        """The same for a tensor of one dim, whose length is a multiple of the number of ranks, sent in another dtype:
+        shards of it to the ranks that add them in its own, and the sums back, rounded alike on all ranks."""
+        finish_sum = self.start_reduce_scatter(tensor, dtype=dtype)
+
+        def finish() -> Tensor:
+            total = torch.empty_like(tensor, dtype=dtype)
+            self.own_shard(total).copy_(finish_sum())
+            return tensor.copy_(self.start_gather_in_place(total)())
+
+        return finish
+
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Starts the concatenation over the ranks of one contiguous tensor; calling the result waits for it."""
         gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         work = dist.all_gather_into_tensor(gathered, tensor, group=self._group.process_group, async_op=True)
         return lambda: _after([work], lambda: gathered)
+
+    def all_to_all(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+        """Sends each rank one of the tensors (of one dim and one dtype), and returns what each has sent to this one:
+        `counts` elements."""
+        sent = torch.cat(list(tensors))
+        received = sent.new_empty(sum(counts))
+        size = sent.element_size()  # as bytes, which every backend sends
+        dist.all_to_all_single(
+            received.view(torch.uint8),
+            sent.view(torch.uint8),
+            [count * size for count in counts],
+            [tensor.numel() * size for tensor in tensors],
+            group=self._group.process_group,
+        )
+        return list(received.split(list(counts)))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A picklable value of each rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group.process_group)
+        return values
 
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """The sum of each number over the ranks; `device` is the group's. Waits for the device."""
@@ -242,11 +280,12 @@ class SpareBuffers:
             self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
 
 
-def gather_in_place(axis: Collectives, tensors: Sequence[Tensor]) -> None:
-    """`GroupCollectives.gather_in_place` on an eager device, whose axes are of that class or of size 1."""
-    if axis.size > 1:
-        assert isinstance(axis, GroupCollectives)
-        axis.gather_in_place(tensors)
+def start_gather_in_place(axis: Collectives, tensor: Tensor) -> Callable[[], Tensor]:
+    """`GroupCollectives.start_gather_in_place` on an eager device, whose axes are of that class or of size 1."""
+    if axis.size == 1:
+        return lambda: tensor
+    assert isinstance(axis, GroupCollectives)
+    return axis.start_gather_in_place(tensor)
 
 
 def _after(works: Iterable[dist.Work], result: Callable[[], Tensor]) -> Tensor:

@@ -35,9 +35,10 @@ _OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer, an
 class RunCallbacks:
     """Calls the callbacks, whose answers change `control`, and keeps `state`, the run's log and the progress bar.
 
-    `last_evaluation` is the step of the last evaluation of the Trainer's own data, with its metrics. `begun` is set
-    once training has begun, so that how the process ends is how the run ends. `log` is the Trainer's, which
-    subclasses may override; it calls `record`.
+    `before_hearing` is called before an event that other callbacks than the run's own may hear. `last_evaluation` is
+    the step of the last evaluation of the Trainer's own data, with its metrics. `begun` is set once training has begun,
+    so that how the process ends is how the run ends. `log` is the Trainer's, which subclasses may override; it calls
+    `record`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RunCallbacks:
         self.args = args
         self.run_log = run_log
         self.handler: Any = CallbackHandler([StrategyCallback, *callbacks], model, processing_class, None, None)
+        self.before_hearing: Callable[[], None] = lambda: None
         self.last_evaluation: tuple[int, Metrics] | None = None
         self._leads_node = leads_node
         self._log = log
@@ -115,13 +117,18 @@ class RunCallbacks:
     # Events
 
     def event(self, name: str, *values: Any) -> None:
-        """Calls the method `name` of every callback; they may set flags of the control."""
+        """Calls the method `name` of every callback; they may set flags of the control, and use the model."""
+        if self._hears(name):
+            self.before_hearing()
         self.control = getattr(self.handler, name)(self.args, self.state, self.control, *values)
 
     def has(self, name: str) -> bool:
         """Whether a callback defines the event `name`, rather than inheriting the empty method of its base class."""
-        methods = [getattr(callback, name) for callback in self.handler.callbacks]
-        return any(getattr(method, "__func__", method) is not getattr(TrainerCallback, name) for method in methods)
+        return any(_defines(callback, name) for callback in self.handler.callbacks)
+
+    def _hears(self, name: str) -> bool:
+        """Whether one that is not the run's own does."""
+        return any(type(each) is not StrategyCallback and _defines(each, name) for each in self.handler.callbacks)
 
     def evaluated(self, metrics: Metrics, prefix: str) -> None:
         """Logs the metrics of one set, whose keys begin with `prefix`, and calls `on_evaluate`."""
@@ -183,3 +190,8 @@ class RunCallbacks:
 
     def _exportable(self) -> list[Any]:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
+
+
+def _defines(callback: TrainerCallback, event: str) -> bool:
+    method = getattr(callback, event)
+    return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)

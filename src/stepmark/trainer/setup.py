@@ -17,8 +17,8 @@ from transformers.trainer_callback import TrainerCallback
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
+from stepmark.evaluation.run_options import RunOptions
 from stepmark.optim.protocols import StepOptimizer
-from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.adapted_layers import check_adapters
 from stepmark.parallel.tensor.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
@@ -36,10 +36,10 @@ from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
-from stepmark.training.optimizer import build_optimizer
+from stepmark.training.optimizer import build_optimizer, wrap_optimizer
 from stepmark.training.packed_samples import check_packing
 from stepmark.training.parameter_kinds import decays_by_default, parameter_kinds
-from stepmark.training.step import TrainStep
+from stepmark.training.step import TrainStep, check_reduce_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ OPTIMIZER_STATES = 2  # of a parameter, as many as the usual optimizers have, ea
 @dataclass(frozen=True)
 class RunParts:
     """The parts of one run. `identity` is what a run that resumes it must have in common with it, `data` what its
-    training data are made of, where that is known; `saved` is the module that checkpoints hold: the model, or its
-    adapter."""
+    training data are made of, where that is known, `evaluation` how it evaluates; `saved` is the module that
+    checkpoints hold: the model, or its adapter."""
 
     args: TrainingFields
     context: Context
@@ -64,6 +64,7 @@ class RunParts:
     total_steps: int
     identity: dict[str, Any]
     data: Mapping[str, Any] | None = None
+    evaluation: RunOptions | None = None
 
 
 def count_steps(args: TrainingFields, loader: TrainLoader) -> int:
@@ -86,6 +87,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     _check_sharding(applied, args, context)
     mesh = applied.mesh if applied else make_mesh(args, context)
     runtime = mesh.runtime
+    check_reduce_dtype(getattr(torch, args.reduce_dtype), runtime)
     if applied is None:
         _tie_again(model)
     fetch_module(model, runtime)
@@ -179,7 +181,7 @@ def step_optimizer(
         if stages is not None:
             stages.leave_out_elsewhere(given)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        return ParameterOptimizer.around(given, names, mesh.runtime)
+        return wrap_optimizer(given, names, mesh)
     return build_optimizer(
         args.optim,
         list(model.named_parameters()),
@@ -193,6 +195,7 @@ def step_optimizer(
         options=args.optimizer_options,
         sharded_over=mesh if args.zero_1 else None,
         stages=mesh.context.host if mesh.pipeline.size > 1 else None,
+        mesh=mesh,
     )
 
 

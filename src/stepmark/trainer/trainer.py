@@ -19,6 +19,7 @@ from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.data.loader import DataLoader
 from stepmark.errors import UsageError
 from stepmark.evaluation.metrics import check_by_batch
+from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
@@ -27,6 +28,7 @@ from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.custom_loss import call_compute_loss
+from stepmark.trainer.earlier_attempt import part_from_earlier_attempt
 from stepmark.trainer.evaluation_methods import EvaluationMethods
 from stepmark.trainer.finished_runs import finished, set_aside_finished_run
 from stepmark.trainer.given_loader import GivenLoader
@@ -416,6 +418,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             max_grad_norm=self.args.max_grad_norm,
             autocast=self._autocast_dtype,
             scaler=LossScaler() if self.args.fp16 else None,
+            reduce_dtype=getattr(torch, self.args.reduce_dtype),
             seed=self.args.seed,
         )
 
@@ -544,6 +547,10 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             try:
                 with loop.stopping_at_signals(), watch_peers(self.mesh, self._callbacks, self.args.save_timeout):
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
+                    if restored is None and not extracting_graphs():
+                        part_from_earlier_attempt(
+                            folder, self.context.host, resumes=bool(resume), repeats=loop.record_resumption
+                        )
                     output = self._train(loop, parts, checkpointer, restored)
                 if save_model:
                     self.save_model()
@@ -578,6 +585,18 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             total_steps=total_steps,
             identity=self.identity(),
             data=getattr(self.train_dataset, "description", None),
+            evaluation=self._run_options(),
+        )
+
+    def _run_options(self) -> RunOptions:
+        """How the run evaluates, for evaluations of its checkpoints elsewhere."""
+        dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
+        own = self.compute_loss if self._overridden("compute_loss") else self._compute_loss_func
+        return RunOptions.of_training(
+            self.args,
+            block_size=getattr(dataset, "block_size", None),
+            metrics=function_name(self.compute_metrics),
+            loss=function_name(own),
         )
 
     def _train(

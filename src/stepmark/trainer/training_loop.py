@@ -12,6 +12,7 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.data.batch import StepBatch
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.errors import PeerLost, UsageError
+from stepmark.evaluation.run_options import METADATA
 from stepmark.launch.process_exit import say
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
@@ -66,6 +67,8 @@ class TrainingLoop:
         self._preemption: PreemptionCoordinator | None = None
         self._saved_step = 0  # 0: there is nothing to save yet
         self._learning_rate = 0.0  # of the last step
+        self._arrivals = parts.optimizer.arrivals
+        callbacks.before_hearing = self._arrivals.settle
         self.stop_reason: str | None = None  # where the run was asked to stop from outside
 
     @property
@@ -141,6 +144,7 @@ class TrainingLoop:
         if self._args.eval_on_start and restored is None:
             self._evaluate()
         self._monitor.begin()
+        self._parts.step.defer_arrivals()
         self._finish_step_of_earlier_process()
         if restored is not None and self._args.ignore_data_skip:
             self._parts.loader.begin_epoch()
@@ -161,11 +165,15 @@ class TrainingLoop:
         parts, callbacks = self._parts, self._callbacks
         self._monitor.started(parts, self._step, restored)
         if restored is not None:
-            attempt = callbacks.run_log.attempts() + 1
-            callbacks.run_log.metrics({"resumed": self._step, "attempt": attempt, "mesh": parts.mesh.shape})
+            self.record_resumption()
         callbacks.begin(parts.total_steps)
         if restored is not None:
             callbacks.progress.line(f"resumed from {restored} at step {self._step}")
+
+    def record_resumption(self) -> None:
+        """Adds to the metrics that the steps after this one appear again."""
+        run_log = self._callbacks.run_log
+        run_log.metrics({"resumed": self._step, "attempt": run_log.attempts() + 1, "mesh": self._parts.mesh.shape})
 
     def _finish_step_of_earlier_process(self) -> None:
         """Completes the evaluation in which the run was stopped, and ends an epoch that was left open."""
@@ -190,6 +198,7 @@ class TrainingLoop:
                     return
 
     def _end_epoch(self) -> None:
+        self._arrivals.settle()
         self._epoch_open = False
         self._skip_rest_of_epoch()
         self._callbacks.event("on_epoch_end")
@@ -226,6 +235,9 @@ class TrainingLoop:
 
     def _follow_control(self) -> None:
         """Logs, evaluates and saves, in this order, as the control's flags say."""
+        control = self._callbacks.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            self._arrivals.settle()
         self._skip_rest_of_epoch()
         if self._callbacks.control.should_log:
             self._log()
@@ -353,6 +365,7 @@ class TrainingLoop:
             metadata={
                 "identity": self._parts.identity,
                 "data": self._parts.data,
+                METADATA: None if self._parts.evaluation is None else self._parts.evaluation.to_metadata(),
                 "model_only": model_only,
                 "samples_per_step": self._parts.loader.layout.global_batch,
             },
@@ -410,6 +423,7 @@ class TrainingLoop:
             self._stop(self._preemption)
 
     def _stop(self, preemption: PreemptionCoordinator, where: str = "") -> NoReturn:
+        self._arrivals.settle()
         saves = self._step != self._saved_step
         if saves:
             self._parts.context.runtime.step_boundary(wait=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.optim.arrivals import Arrivals
 from stepmark.optim.protocols import GradientReducer
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
@@ -76,11 +78,13 @@ class SequentialSchedule:
         gradients: GradientReducer,
         mesh: Mesh,
         *,
+        arrivals: Arrivals | None = None,
         autocast: torch.dtype | None = None,
         scaler: LossScaler | None = None,
         seed: int = 42,
     ) -> None:
         self._model = model
+        self._arrivals = arrivals or Arrivals()
         self._loss = loss
         self._gradients = gradients
         self._runtime = mesh.runtime
@@ -97,7 +101,9 @@ class SequentialSchedule:
         total, last = counts.zero, len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
-            loss = self._forward(micro_batch, Weight(counts.each[index].reshape(()), counts.divisor.reshape(())))
+            weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
+            with self._arrivals.first_use() if index == 0 else nullcontext():
+                loss = self._forward(micro_batch, weight)
             if index == last:
                 self._gradients.last_backward()
             loss.backward(None if self._scaler is None else self._scaler.of(loss))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.optim.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
-from stepmark.optim.elementwise import sharding_unit
+from stepmark.optim.elementwise import sharding_unit, updates_elements
 from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
 from stepmark.optim.muon import MUON as BY_MUON
 from stepmark.optim.muon import NOT_MUON, MuonAdamW
@@ -40,6 +41,7 @@ def build_optimizer(
     options: Mapping[str, Any] | None = None,
     sharded_over: Mesh | None = None,
     stages: HostGroup | None = None,
+    mesh: Mesh | None = None,
 ) -> StepOptimizer:
     """Creates an optimizer over the parameters that require gradients.
 
@@ -61,13 +63,15 @@ def build_optimizer(
             parameters where the optimizer uses these. None: not sharded.
         stages: All ranks, where they hold different parameters: then they agree on the groups, and a rank may have an
             empty one. None: all ranks have all groups.
+        mesh: The mesh that the parameters are on. Needed where tensor parallelism has sharded them and the optimizer
+            uses whole parameters, which its ranks then bring together. Default: `sharded_over`.
 
     Returns:
         The optimizer for `TrainStep` and `Checkpointer`.
 
     Raises:
         UsageError: The name or an option is unknown, the optimizer's library is not installed, or it needs complete
-            parameters and they are sharded.
+            parameters, and they are sharded on a lazy device or without `mesh`.
     """
     check_optimizer(name)
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
@@ -80,7 +84,7 @@ def build_optimizer(
     if name == ADAFACTOR:
         keywords = {"scale_parameter": False, "relative_step": False, **keywords}
     if name in WHOLE_PARAMETERS:
-        _check_complete(name, [parameter for _, parameter in trained], runtime)
+        _check_device(name, runtime)
     if name in (*ADAMW, *ADAMW_8BIT, MUON):
         keywords = {"betas": betas, "eps": epsilon, **keywords}
     kind = _class_of(name, runtime, keywords)
@@ -96,11 +100,41 @@ def build_optimizer(
         present = [any(found) for found in zip(*stages.all_gather(present), strict=True)]
     used = [group for group, there in zip(groups, present, strict=True) if there]
     order = [key for key, _ in named_parameters]
+    whole = name in WHOLE_PARAMETERS
+    if whole and (sharded_over is not None or _is_sharded(named_parameters)):
+        mesh = mesh or sharded_over
+        if mesh is None:
+            raise UsageError(
+                f"mesh: {name} uses whole parameters, and tensor parallelism has sharded some; pass the mesh, "
+                "build_optimizer(…, mesh=mesh)"
+            )
+        zero_1, by_element = sharded_over is not None, partial(updates_elements, kind)
+        return WholeParameterOptimizer(used, make, mesh, order=order, zero_1=zero_1, elementwise_group=by_element)
     if sharded_over is None:
         return ParameterOptimizer(used, make, runtime, order=order)
-    if sharding_unit(kind) == "parameter":
-        return WholeParameterOptimizer(used, make, sharded_over, order=order)
     return ShardedOptimizer(used, make, sharded_over)
+
+
+def wrap_optimizer(
+    given: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], mesh: Mesh
+) -> ParameterOptimizer | WholeParameterOptimizer:
+    """The step's optimizer around one that the user created over the model's parameters; `names` are the model's.
+    Collective.
+
+    Raises:
+        UsageError: It holds a parameter that is not in the model; or tensor parallelism has sharded one, and the
+            optimizer needs all parameters at once, it is unknown what it needs, or the device is lazy.
+    """
+    kind = type(given)
+    held = [names[each] for group in given.param_groups for each in group["params"] if layout_of(each) is not None]
+    if not held or sharding_unit(kind, "tensor_parallel_size") == "element":
+        return ParameterOptimizer.around(given, names, mesh.runtime)
+    if mesh.runtime.lazy:
+        raise UsageError(
+            f"optimizers: {kind.__name__} uses complete parameters, and tensor parallelism shards {held[0]}; on "
+            f"{mesh.runtime.name} set tensor_parallel_size to 1, or choose an elementwise optimizer such as AdamW"
+        )
+    return WholeParameterOptimizer.around(given, names, mesh)
 
 
 def _by_kind(
@@ -123,14 +157,16 @@ def _by_kind(
     ]
 
 
-def _check_complete(name: str, parameters: Sequence[nn.Parameter], runtime: Runtime) -> None:
-    """Raises UsageError where the optimizer would see parts of parameters, or cannot run on the device."""
+def _check_device(name: str, runtime: Runtime) -> None:
+    """Raises UsageError where an optimizer that uses whole parameters cannot run on the device."""
     if runtime.lazy and name in (ADAFACTOR, MUON):
         raise UsageError(f"optim: {name} changes its graph with every step, so {runtime.name} cannot use it; use AdamW")
     if runtime.lazy:
         raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
-    if any(layout_of(parameter) is not None for parameter in parameters):
-        raise UsageError(f"optim: {name} needs complete parameters; set tensor_parallel_size to 1, or use AdamW")
+
+
+def _is_sharded(named: Sequence[tuple[str, nn.Parameter]]) -> bool:
+    return any(layout_of(parameter) is not None for _, parameter in named)
 
 
 def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:

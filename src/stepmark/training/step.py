@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.batch import StepBatch
+from stepmark.errors import UsageError
 from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.parallel.tensor.parallelize import check_not_added_to
+from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
@@ -36,6 +38,18 @@ class StepStatistics:
     step: int
     values: Tensor
     updated: bool = True
+
+
+def check_reduce_dtype(dtype: torch.dtype, runtime: Runtime) -> None:
+    """Raises UsageError for a type in which gradients cannot be sent, or not by this device."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise UsageError(f"reduce_dtype: {name} is not supported; choose float32 or bfloat16")
+    if runtime.lazy and dtype != torch.float32:
+        raise UsageError(
+            f"reduce_dtype: {runtime.name} adds gradients in the type in which they are sent, so {name} would lose "
+            "what float32 sums keep; leave it out"
+        )
 
 
 def _nothing() -> None:
@@ -68,10 +82,13 @@ class TrainStep:
         max_grad_norm: 2-norm to which larger gradients are scaled; 0 or less: never.
         autocast: Type of matrix products, such as `torch.bfloat16`; None: that of the parameters.
         scaler: Scales losses, for float16; None: they are as they are.
+        reduce_dtype: Type in which data parallel ranks send each other gradients: `torch.float32`, or `torch.bfloat16`
+            on eager devices, for half the bytes. Sums are in float32 in either case.
         seed: Seed of dropout and other random numbers of the model.
 
     Raises:
-        UsageError: The model got an adapter after it was sharded, or the schedule does not fit.
+        UsageError: The model got an adapter after it was sharded, the schedule does not fit, or the device cannot send
+            gradients in `reduce_dtype`.
     """
 
     def __init__(
@@ -86,14 +103,16 @@ class TrainStep:
         max_grad_norm: float = 1.0,
         autocast: torch.dtype | None = None,
         scaler: LossScaler | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
         seed: int = 42,
     ) -> None:
         check_not_added_to(model)
+        check_reduce_dtype(reduce_dtype, mesh.runtime)
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
         self._runtime = mesh.runtime
-        self._gradients = optimizer.gradients(mesh, accumulation=accumulation)
+        self._gradients = optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
         self._schedule = self._make_schedule(loss, mesh, pipeline_schedule, accumulation, autocast, seed)
         self._max_grad_norm = max_grad_norm
 
@@ -109,7 +128,14 @@ class TrainStep:
         stages = staged(self.model)
         if stages is None:
             return SequentialSchedule(
-                self.model, loss, self._gradients, mesh, autocast=autocast, scaler=self.scaler, seed=seed
+                self.model,
+                loss,
+                self._gradients,
+                mesh,
+                arrivals=self.optimizer.arrivals,
+                autocast=autocast,
+                scaler=self.scaler,
+                seed=seed,
             )
         check_micro_batches(kind, accumulation, mesh.pipeline.size, len(stages.own))
         return PipelinedSchedule(
@@ -132,9 +158,16 @@ class TrainStep:
         reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens))
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
         self._update(reduced, hooks, updates=updates)
+        self.optimizer.arrivals.watch()
         statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
         self._runtime.step_boundary()
         return StepStatistics(step, statistics, updates)
+
+    def defer_arrivals(self) -> None:
+        """From now on, new values of parameters may arrive up to the next step's forward pass, where that can wait for
+        each of them. Whoever uses the model in between calls `optimizer.arrivals.settle()` before."""
+        sequential = isinstance(self._schedule, SequentialSchedule)
+        self.optimizer.arrivals.defer = sequential and not _is_compiled(self.model)
 
     def _unscaled(self, reduced: ReducedGradients) -> tuple[ReducedGradients, bool]:
         """The true gradients, and whether they may update the parameters; with a scaler this waits for the device."""
@@ -155,3 +188,8 @@ class TrainStep:
         hooks.after_update()
         self.optimizer.set_gradients([None] * len(reduced.gradients))
         self._gradients.reset()
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` has compiled any of it, which looks at the classes of parameters."""
+    return any(each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in model.modules())

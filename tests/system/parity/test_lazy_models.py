@@ -11,6 +11,7 @@ import pytest
 
 from scripts.lazy_devices import EXPECTED, KINDS, TIMEOUT, read_rows
 from tests.support.ranks import ROOT, Ranks
+from tests.support.xla_flags import FASTER
 
 HERE = "tests.system.parity.test_lazy_models"
 COUNT = "tests.support.lazy_models:count"
@@ -103,7 +104,6 @@ def test_every_model_is_as_the_page_says(ranks: Ranks, name: str, record_propert
 
 def counted(ranks: Ranks, name: str) -> dict[str, Any]:
     """Executions, compilations and transfers as the page writes them, and the lines that read."""
-    environment = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    (found,) = ranks.run(COUNT, name, timeout=LIMIT, environment=environment).check()
+    (found,) = ranks.run(COUNT, name, timeout=LIMIT, environment={"XLA_FLAGS": FASTER}).check()
     counts = {kind: ", ".join(str(found[kind][index]) for index in (1, 0, 2)) for kind in KINDS}
     return {**counts, "lines": found["lines"]}

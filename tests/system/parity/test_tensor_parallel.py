@@ -75,12 +75,12 @@ def in_threads(ranks: Ranks, count: int, options: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.prove)])
 def test_sample(ranks: Ranks, count: int) -> None:
-    on_cpu(ranks, count, matrix(SAMPLE, count, steps=6))
+    on_cpu(ranks, count, matrix(SAMPLE, count, steps=3 if count == 2 else 6))
 
 
 def test_key_value_heads_fewer_than_ranks(ranks: Ranks) -> None:
     names = ["llama-one-kv-head", "qwen3"]
-    on_cpu(ranks, 4, [{"model": MODELS[name], "steps": 6, **mesh} for name in names for mesh in MESHES[4][:2]])
+    on_cpu(ranks, 4, [{"model": MODELS[name], "steps": 3, **mesh} for name in names for mesh in MESHES[4][:2]])
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.optim.elementwise import sharding_unit
+from stepmark.optim.elementwise import sharding_unit, updates_elements
 from stepmark.optim.fused import fused_unless_chosen
 from stepmark.optim.lazy_optimizers import lazy_class
 from stepmark.optim.protocols import GradientReducer
@@ -156,10 +157,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     ) -> tuple[Divided, GradientReducer]:
         accumulation = 2 if self._accumulate_in_fp32 else 1
         if self._unit == "parameter":
-            divided = WholeParameterOptimizer(groups, make, mesh, round_elements=self._bucket_elements)
+            by_element = partial(updates_elements, self._optimizer_class)
+            divided = WholeParameterOptimizer(
+                groups, make, mesh, elementwise_group=by_element, round_elements=self._bucket_elements
+            )
             return divided, divided.gradients(mesh, accumulation=accumulation)
         sharded = ShardedOptimizer(groups, make, mesh, bucket_elements=self._bucket_elements)
-        return sharded, sharded.gradients(mesh, accumulation=accumulation, reduce_in_fp32=self._reduce_in_fp32)
+        return sharded, sharded.gradients(
+            mesh, accumulation=accumulation, reduce_dtype=torch.float32 if self._reduce_in_fp32 else None
+        )
 
     def _maker(
         self, kind: Callable[..., torch.optim.Optimizer], device: torch.device

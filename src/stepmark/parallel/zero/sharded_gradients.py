@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,29 +12,31 @@ from torch import Tensor
 from stepmark.optim.protocols import GradientReducer, ReducedGradients
 from stepmark.parallel.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
 from stepmark.parallel.buckets import Bucket
+from stepmark.parallel.gradient_sums import remove_hooks
 from stepmark.parallel.rank_weights import RankWeights
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 
 
 def sharded_gradients(
-    buckets: Sequence[Bucket], mesh: Mesh, *, accumulation: int = 1, reduce_in_fp32: bool = True
+    buckets: Sequence[Bucket], mesh: Mesh, *, accumulation: int = 1, reduce_dtype: torch.dtype | None = torch.float32
 ) -> GradientReducer:
     """The reducer of the gradients of the buckets' parameters over one step of `accumulation` micro-batches.
-    `reduce_in_fp32`: send gradients in fp32 rather than in the parameters' dtype."""
+    `reduce_dtype`: in which gradients are sent; None: in the parameters' dtype."""
     if mesh.runtime.lazy:
-        return LazyShardedGradients(buckets, mesh, accumulation=accumulation, reduce_in_fp32=reduce_in_fp32)
-    return ShardedGradients(buckets, mesh, reduce_in_fp32=reduce_in_fp32)
+        in_fp32 = reduce_dtype is not None
+        return LazyShardedGradients(buckets, mesh, accumulation=accumulation, reduce_in_fp32=in_fp32)
+    return ShardedGradients(buckets, mesh, reduce_dtype=reduce_dtype)
 
 
 class ShardedGradients:
     """On an eager device gradients are summed in the buckets, which are sent during the step's last backward pass. See
     `GradientReducer`; `reduce` returns this rank's shards of the mean gradients, one tensor per bucket."""
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, reduce_in_fp32: bool = True) -> None:
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, reduce_dtype: torch.dtype | None) -> None:
         self._buckets = list(buckets)
         self._mesh = mesh
-        self._reduce_in_fp32 = reduce_in_fp32
+        self._reduce_dtype = reduce_dtype
         self._bucketed = BucketedGradients(self._buckets, mesh, self._start)
         self.reset()
 
@@ -57,10 +61,7 @@ class ShardedGradients:
 
     def _start(self, number: int, weights: RankWeights) -> Callable[[], Tensor]:
         assert isinstance(self._mesh.data_parallel, GroupCollectives)
-        sums, dtype = (
-            self._bucketed.sums.complete(number),
-            None if self._reduce_in_fp32 else self._buckets[number].dtype,
-        )
+        sums, dtype = self._bucketed.sums.complete(number), self._reduce_dtype or self._buckets[number].dtype
         finish = self._mesh.data_parallel.start_reduce_scatter(sums, weights, dtype)
         return lambda: finish().float()
 
@@ -84,7 +85,20 @@ class LazyShardedGradients:
                 for b in self._buckets
             ]
         self._index = {id(m.parameter): (k, i) for k, b in enumerate(self._buckets) for i, m in enumerate(b.members)}
+        self._arrived: dict[int, int] = {}  # by the id of a parameter: when its gradient has last arrived
+        self._watch()
         self.reset()
+
+    def _watch(self) -> None:
+        """Notes when each gradient arrives, as long as this object lives."""
+        arrived, moments = self._arrived, itertools.count()
+
+        def hook(parameter: Tensor) -> None:
+            arrived[id(parameter)] = next(moments)
+
+        members = [member.parameter for bucket in self._buckets for member in bucket.members]
+        handles = [each.register_post_accumulate_grad_hook(hook) for each in members if each.requires_grad]
+        weakref.finalize(self, remove_hooks, handles)
 
     def begin(self, tokens: Tensor) -> None:
         """Does nothing: everything is sent in `reduce`."""
@@ -106,12 +120,21 @@ class LazyShardedGradients:
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
-        shards = [shard.float() for shard in self._axis.reduce_scatter(self._weighted(tokens))]
+        weighted, order = self._weighted(tokens), self._order()
+        received = self._axis.reduce_scatter([weighted[number] for number in order])
+        shards = [received[order.index(number)].float() for number in range(len(order))]
         shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
         loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh)
         total = head[0]
         means: list[Tensor | None] = [shard.div_(total) for shard in shards]
         return ReducedGradients(means, loss / total, total, square.sqrt() / total)
+
+    def _order(self) -> list[int]:
+        """The buckets in the order in which their gradients were complete. A graph runs its collectives in the order in
+        which they were recorded, so those of the last layers must not wait for those of the first, which are complete
+        after all of the backward pass."""
+        last = [max(self._arrived.get(id(m.parameter), -1) for m in bucket.members) for bucket in self._buckets]
+        return sorted(range(len(last)), key=lambda number: (last[number], -number))
 
     def _weighted(self, tokens: Tensor) -> list[Tensor]:
         """Each bucket's gradients times this rank's tokens."""

@@ -8,12 +8,14 @@ Per bucket and step there is one reduce-scatter of gradients and one all-gather 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
+from stepmark.optim.arrivals import Arrivals
 from stepmark.optim.elementwise import check_elementwise
 from stepmark.optim.master_weights import WrittenParameters, follow
 from stepmark.optim.protocols import GradientReducer
@@ -26,7 +28,7 @@ from stepmark.optim.wrapped import (
 )
 from stepmark.parallel.buckets import Bucket, complete_on_host, make_buckets
 from stepmark.parallel.zero.sharded_gradients import sharded_gradients
-from stepmark.runtime.collectives import gather_in_place
+from stepmark.runtime.collectives import start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Shard
 
@@ -66,6 +68,7 @@ class ShardedOptimizer:
         self.inner = make(inner_groups)
         check_elementwise(type(self.inner))
         self._written = [WrittenParameters([m.parameter for m in bucket.members]) for bucket in self.buckets]
+        self.arrivals = Arrivals([[member.parameter for member in bucket.members] for bucket in self.buckets])
 
     @torch.no_grad()
     def _lay_out(self, bucket: Bucket) -> Tensor | None:
@@ -93,9 +96,12 @@ class ShardedOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
-    def gradients(self, mesh: Mesh, *, accumulation: int, reduce_in_fp32: bool = True) -> GradientReducer:
-        """Makes the reducer of the gradients that `set_gradients` takes."""
-        return sharded_gradients(self.buckets, mesh, accumulation=accumulation, reduce_in_fp32=reduce_in_fp32)
+    def gradients(
+        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None = torch.float32
+    ) -> GradientReducer:
+        """Makes the reducer of the gradients that `set_gradients` takes. `reduce_dtype`: in which they are sent; None:
+        the parameters' own."""
+        return sharded_gradients(self.buckets, mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Sets the gradient (fp32), or None, of each bucket's shard."""
@@ -104,21 +110,23 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates this rank's shards, and distributes the new values to all ranks. What the script has written to
-        parameters since the last step is kept.
+        """Updates this rank's shards, and distributes the new values to all ranks, which with `arrivals.defer` may
+        arrive after this has returned. What the script has written to parameters since the last step is kept.
 
         Raises:
             UsageError: A parameter has been frozen since: its part of the shards would be updated all the same.
         """
         self._check_none_is_frozen()
+        self.arrivals.settle()
         for number, flat in enumerate(self._flat):
             moved = flat is not None and _attach(self.buckets[number], flat)
             if moved or self._written[number].found():
                 self._follow_written(number)
         self.inner.step()
-        self._publish()
-        for written in self._written:
-            written.forget()
+        if self._runtime.lazy:
+            self._publish_in_graph()
+        else:
+            self._publish()
 
     def _check_none_is_frozen(self) -> None:
         members = (member for bucket in self.buckets for member in bucket.members)
@@ -138,23 +146,30 @@ class ShardedOptimizer:
         (own,) = self._runtime.to_host([shard])
         self._runtime.write(shard, follow(own, values.to(bucket.dtype)))
 
-    @torch.no_grad()
+    def _publish_in_graph(self) -> None:
+        """All-gathers the shards on a lazy device."""
+        sent = [shard.detach().to(bucket.dtype) for bucket, shard in zip(self.buckets, self._shards, strict=True)]
+        for number, flat in enumerate(self._axis.all_gather(sent)):
+            for member in self.buckets[number].members:
+                member.read_from(flat)
+            self._written[number].forget()
+
     def _publish(self) -> None:
-        """All-gathers the shards: on an eager device in place, in the flat tensors of which the parameters are
-        views."""
-        if self._runtime.lazy:
-            sent = [shard.detach().to(bucket.dtype) for bucket, shard in zip(self.buckets, self._shards, strict=True)]
-            complete = self._axis.all_gather(sent)
-        else:
-            complete = [flat for flat in self._flat if flat is not None]
-            for flat, shard in zip(complete, self._shards, strict=True):
-                if flat.dtype != shard.dtype:
-                    self._axis.own_shard(flat).copy_(shard)
-            gather_in_place(self._axis, complete)
-        for bucket, flat in zip(self.buckets, complete, strict=True):
-            for member in bucket.members:
-                if self._runtime.lazy or not member.in_order:
-                    member.read_from(flat)
+        """All-gathers the shards in place, in the flat tensors of which the parameters are views. All of them are on
+        their way at once, the first layer's first."""
+        complete = [flat for flat in self._flat if flat is not None]
+        for flat, shard in zip(complete, self._shards, strict=True):
+            if flat.dtype != shard.dtype:
+                self._axis.own_shard(flat).copy_(shard)
+        started = {number: start_gather_in_place(self._axis, flat) for number, flat in enumerate(complete)}
+        self.arrivals.start({number: partial(self._arrived, number, wait) for number, wait in started.items()})
+
+    def _arrived(self, number: int, wait: Callable[[], Tensor]) -> None:
+        flat = wait()
+        for member in self.buckets[number].members:
+            if not member.in_order:
+                member.read_from(flat)
+        self._written[number].forget()
 
     def ensure_state(self) -> None:
         """Creates the state that the first step would create, so that it can be restored in place.

@@ -41,28 +41,27 @@ def make_rounds(
     parameters: Sequence[Tensor], owners: Sequence[int], ranks: int, limit: int = ROUND_ELEMENTS
 ) -> list[Round]:
     """Rounds that send every parameter once; a rank sends at most `limit` elements at a time, or one parameter."""
-    rounds = []
+    rounds, sizes = [], [parameter.numel() for parameter in parameters]
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         own: list[list[int]] = [[] for _ in range(ranks)]
         for index, (parameter, owner) in enumerate(zip(parameters, owners, strict=True)):
             if parameter.dtype == dtype:
                 own[owner].append(index)
-        for sent in zip_longest(*(_runs(indices, parameters, limit) for indices in own), fillvalue=()):
-            length = max(sum(parameters[index].numel() for index in run) for run in sent)
+        for sent in zip_longest(*(runs_of(indices, sizes, limit) for indices in own), fillvalue=()):
+            length = max(sum(sizes[index] for index in run) for run in sent)
             rounds.append(Round(dtype, sent, length))
     return rounds
 
 
-def _runs(indices: Sequence[int], parameters: Sequence[Tensor], limit: int) -> Iterator[tuple[int, ...]]:
-    """Runs of at most `limit` elements (more where one parameter has more)."""
+def runs_of(indices: Sequence[int], sizes: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:
+    """Runs of at most `limit` elements (more where one parameter has more); `sizes` are those of all parameters."""
     run: list[int] = []
     elements = 0
     for index in indices:
-        size = parameters[index].numel()
-        if run and elements + size > limit:
+        if run and elements + sizes[index] > limit:
             yield tuple(run)
             run, elements = [], 0
         run.append(index)
-        elements += size
+        elements += sizes[index]
     if run:
         yield tuple(run)

@@ -1,0 +1,62 @@
+"""Gradients that data parallel ranks send each other in bfloat16, and add in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stepmark import TrainingArguments
+from stepmark.errors import UsageError
+from stepmark.training.step import check_reduce_dtype
+from tests.support.programs import logged
+from tests.support.ranks import Ranks
+from tests.support.reduce_dtype_programs import UNIT
+
+PROGRAM = "tests.support.reduce_dtype_programs:reduced"
+
+
+@pytest.mark.parametrize("between_hosts", [True, False])
+def test_sums_are_in_float32(ranks: Ranks, between_hosts: bool) -> None:
+    """Added in bfloat16, the small ones would each be lost. ZeRO-1 keeps the sum, plain form rounds it once."""
+    shards = ranks.run(PROGRAM, True, between_hosts, "bfloat16", nproc=4).check()
+    assert shards == [[1 + 3 * UNIT] * 2] * 4
+    complete = ranks.run(PROGRAM, False, between_hosts, "bfloat16", nproc=4).check()
+    assert complete == [[1 + 4 * UNIT] * 8] * 4
+    assert torch.tensor(1 + 3 * UNIT).to(torch.bfloat16) == 1 + 4 * UNIT
+    assert ranks.run(PROGRAM, False, between_hosts, "float32", nproc=4).check() == [[1 + 3 * UNIT] * 8] * 4
+
+
+@pytest.mark.parametrize("zero_1", [False, pytest.param(True, marks=pytest.mark.prove)])
+def test_a_run_learns_alike_and_resumes_exactly(ranks: Ranks, tmp_path: Path, zero_1: bool) -> None:
+    common = {"device": "cpu", "save_strategy": "steps", "save_steps": 2, "dropout": 0.0, "zero_1": zero_1}
+    more = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2}
+
+    def run(name: str, **options: Any) -> tuple[dict[int, list[float]], list[Any]]:
+        told = {**common, **more, **options, "output_dir": str(tmp_path / name)}
+        found = ranks.run("tests.support.programs:train", told, nproc=2)
+        return logged(tmp_path / name)["losses"], [each and each["weights"] for each in found.results]
+
+    exact, _ = run("exact")
+    rounded, weights = run("rounded", reduce_dtype="bfloat16")
+    assert weights[0] == weights[1]
+    assert rounded != exact
+    assert len(rounded) == 8
+    for step, (loss, norm) in exact.items():
+        assert rounded[step] == [pytest.approx(loss, rel=2e-3), pytest.approx(norm, rel=2e-2)]
+    run("killed", reduce_dtype="bfloat16", kill_at=5)
+    assert run("killed", reduce_dtype="bfloat16", resume_from_checkpoint=True) == (rounded, weights)
+
+
+def test_what_is_refused() -> None:
+    lazy: Any = SimpleNamespace(lazy=True, name="xla")
+    check_reduce_dtype(torch.float32, lazy)
+    with pytest.raises(UsageError, match="^reduce_dtype: xla adds gradients in the type in which they are sent"):
+        check_reduce_dtype(torch.bfloat16, lazy)
+    with pytest.raises(UsageError, match="^reduce_dtype: float16 is not supported; choose float32 or bfloat16"):
+        check_reduce_dtype(torch.float16, lazy)
+    with pytest.raises(UsageError, match="^reduce_dtype: 'bf16' is unknown; choose one of float32, bfloat16"):
+        TrainingArguments(reduce_dtype="bf16")
