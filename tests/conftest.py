@@ -5,10 +5,12 @@ import os
 import signal
 from collections.abc import Iterator
 
+from tests.support.xla_flags import FASTER
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles in half the time
+os.environ.setdefault("XLA_FLAGS", FASTER)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background job; what tests start inherits it

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -59,8 +60,13 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def imported(path: Path, *, typing: bool = True) -> Iterator[str]:
+@cache
+def imported(path: Path, *, typing: bool = True) -> tuple[str, ...]:
     """Full names of what a file imports, at any place in it; without `typing`, not what only a type checker reads."""
+    return tuple(_imported(path, typing=typing))
+
+
+def _imported(path: Path, *, typing: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = {
         id(node)

@@ -46,7 +46,8 @@ def placed() -> dict[str, str]:
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param("from stepmark import Trainer", id="stepmark-first"),
+        pytest.param("import stepmark, torch_xla", id="stepmark-first"),
+        pytest.param("from stepmark import Trainer", id="the-Trainer-first", marks=pytest.mark.prove),
         pytest.param("from stepmark.trainer.trainer import Trainer", id="a-module-first", marks=pytest.mark.prove),
         # as transformers does, where a script imports it first
         pytest.param(f"import torch_xla\n{START}", id="torch_xla-first", marks=pytest.mark.prove),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 SITE = """
@@ -90,3 +91,10 @@ def install_brake(folder: Path, brake: Path) -> str:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SITE.format(rank=None, what=str(brake), place="step", once=""))
     return str(folder)
+
+
+def apply(folder: Path) -> None:
+    """Changes this process, which has imported everything, as `install` into the folder would have."""
+    from stepmark.trainer import training_loop
+
+    runpy.run_path(str(folder / "sitecustomize.py"))["change"](training_loop)

@@ -8,56 +8,26 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stepmark.launch import supervisor
+from tests.support.commands import ForkedRank
 
 _OPTIONS: dict[str, Any] = {}
 
 
-class ForkedRank:
-    """The part of subprocess.Popen that the supervisor uses."""
-
-    def __init__(
-        self, command: list[str], env: Mapping[str, str], pass_fds: tuple[int, ...], start_new_session: bool
-    ) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if not self.pid:
-            _be_rank(env, start_new_session)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-
-def _be_rank(env: Mapping[str, str], start_new_session: bool) -> None:
-    code = 1
-    try:
-        if start_new_session:
-            os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        os.environ.update(env)
-        supervisor.follow_supervisor()
+class KilledRank(ForkedRank):
+    def be(self, command: Sequence[str]) -> None:
         from tests.support import programs
         from tests.support.zygote import leave_group
 
         programs.train(_OPTIONS)
         leave_group()
-        code = 0
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def supervise_and_kill(options: dict[str, Any], seed: int, longest: float) -> dict[str, Any]:
@@ -65,10 +35,10 @@ def supervise_and_kill(options: dict[str, Any], seed: int, longest: float) -> di
     one of three cases while a save is being written. Returns the exit code if the supervisor survives. Every kill adds
     a line to the file `kills` in the output folder."""
     _OPTIONS.update(options)
-    started: list[ForkedRank] = []
+    started: list[KilledRank] = []
 
-    def start(*arguments: Any, **named: Any) -> ForkedRank:
-        started.append(ForkedRank(*arguments, **named))
+    def start(*arguments: Any, **named: Any) -> KilledRank:
+        started.append(KilledRank(*arguments, **named))
         return started[-1]
 
     # Of the supervisor alone: ranks start processes of their own.
@@ -80,7 +50,7 @@ def supervise_and_kill(options: dict[str, Any], seed: int, longest: float) -> di
     return {"code": supervisor.supervise(["rank"], 2)}
 
 
-def _kill(started: list[ForkedRank], folder: Path, chance: random.Random, longest: float) -> None:
+def _kill(started: list[KilledRank], folder: Path, chance: random.Random, longest: float) -> None:
     victim, in_save = chance.choice(["rank 0", "rank 1", "ranks", "supervisor"]), chance.random() < 1 / 3
     _wait_for_progress(folder)
     if in_save:

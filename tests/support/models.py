@@ -101,13 +101,17 @@ def fit_for_a_compiler(context: Context) -> Iterator[None]:
 
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
-    checkpointing, zero_1, smoothing, clip, batch (samples of a step, 4 by default); pp, schedule, chunks, layers."""
+    checkpointing, zero_1, smoothing, clip, batch (samples of a step, 4 by default); pp, schedule, chunks, layers;
+    optim (adamw_torch by default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader import DataLoader
     from stepmark.data.prefetcher import DevicePrefetcher
+    from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.model_options import enable_gradient_checkpointing
     from stepmark.training.optimizer import build_optimizer
+    from stepmark.training.parameter_kinds import parameter_kinds
     from stepmark.training.step import TrainStep
+    from tests.support.whole_parameter_programs import Lamb
 
     tp, accumulation = options.get("tp", 1), options.get("accumulation", 1)
     pp = options.get("pp", 1)
@@ -128,14 +132,21 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
         enable_gradient_checkpointing(model, runtime)
     place_module(model, runtime)
     loss = MicroBatchLoss(model, lazy=runtime.lazy, label_smoothing=options.get("smoothing", 0.0))
-    optimizer = build_optimizer(
-        "adamw_torch",
-        list(model.named_parameters()),
-        runtime,
-        learning_rate=1e-3,
-        sharded_over=mesh if options.get("zero_1") else None,
-        stages=context.host if pp > 1 else None,
-    )
+    optimizer: Any
+    if options.get("optim") == "lamb":
+        named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+        optimizer = WholeParameterOptimizer([{"params": named}], Lamb, mesh, zero_1=options.get("zero_1", False))
+    else:
+        optimizer = build_optimizer(
+            options.get("optim", "adamw_torch"),
+            list(model.named_parameters()),
+            runtime,
+            kinds=parameter_kinds(model),
+            learning_rate=options.get("rate", 1e-3),
+            sharded_over=mesh if options.get("zero_1") else None,
+            stages=context.host if pp > 1 else None,
+            mesh=mesh,
+        )
     clip = options.get("clip", 1.0)
     schedule = options.get("schedule", "1f1b")
     step = TrainStep(

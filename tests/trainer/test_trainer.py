@@ -154,7 +154,8 @@ def test_probes_of_starts_that_were_killed_are_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["train_results.json", "all_results.json"])
 def test_results_that_cannot_be_written_are_an_error_of_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / name / "in the way").mkdir(parents=True)
-    with pytest.raises(StepmarkError, match=r"^the results cannot be written to .*: Is a directory; free some space"):
+    message = r"^the results cannot be written to .*: Is a directory; then start the run again"
+    with pytest.raises(StepmarkError, match=message):
         train(tmp_path)
     assert statuses(tmp_path) == ["failed"]
 

@@ -23,7 +23,9 @@ from stepmark.cli.main import run
 from stepmark.runtime import context as context_module
 from stepmark.trainer import outputs as output_module
 from stepmark.trainer.telemetry.run_log import read_metrics
+from tests.support import commands
 from tests.support.corruption import flip_bit
+from tests.support.ranks import Ranks
 from tests.support.recipes import TINY, write_recipe, write_text
 
 
@@ -158,7 +160,7 @@ def test_recipes(call: Callable[..., Told], tmp_path: Path) -> None:
 
 
 def test_training_files(refused: Callable[..., str], tmp_path: Path) -> None:
-    missing, empty, odd = tmp_path / "missing.txt", tmp_path / "empty.txt", tmp_path / "data.xyz"
+    missing, empty, odd = tmp_path / "missing.txt", tmp_path / "empty.txt", tmp_path / "data.tsv"
     empty.touch()
     odd.write_text("words")
     assert refused(train_file=str(missing)).startswith(f"train_file: file {missing} does not exist")
@@ -166,7 +168,10 @@ def test_training_files(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "folder has no file that ends with .txt" in refused(code=1, train_file=str(tmp_path / "folder"))
     assert "no file matches" in refused(train_file=f"{tmp_path}/folder/*.txt")
     assert refused(code=1, train_file=str(empty)).startswith(f"train_file: {empty} is empty")
-    assert "has an unknown extension; supported are .txt" in refused(train_file=str(odd))
+    assert "has a format that is not read; supported are .txt" in refused(train_file=str(odd))
+    binary = tmp_path / "data.xyz"
+    binary.write_bytes(b"a\0b")
+    assert refused(train_file=str(binary)).startswith(f"train_file: {binary} is a binary file, not text")
 
 
 @pytest.mark.parametrize(
@@ -491,17 +496,15 @@ def test_a_folder_of_another_live_run(call: Callable[..., Told], refused: Callab
 # As a user calls it
 
 
-def test_as_a_user_calls_it(tmp_path: Path) -> None:
+def test_as_a_user_calls_it(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    recipe = write_recipe(tmp_path)
-    calls = {("--max_steps", "soon"): 2, ("--train_file", str(tmp_path / "empty.txt")): 1}
-    for flags, code in calls.items():
-        done = subprocess.run(
-            [sys.executable, "-m", "stepmark", "train", str(recipe), *flags],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-        )
+    recipe = str(write_recipe(tmp_path))
+    wrong = [sys.executable, "-m", "stepmark", "train", recipe, "--max_steps", "soon"]
+    empty = ("train", recipe, "--train_file", str(tmp_path / "empty.txt"))
+    for done, code in (
+        (subprocess.run(wrong, capture_output=True, text=True, cwd=tmp_path), 2),
+        (commands.run(ranks, tmp_path, *empty), 1),
+    ):
         assert done.returncode == code, done.stderr
         assert done.stdout == ""
         (line,) = [line for line in done.stderr.splitlines() if not line.startswith(("device: ", "train data: "))]

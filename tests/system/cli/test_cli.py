@@ -15,6 +15,8 @@ from stepmark.cli.local_ranks import rank_command
 from stepmark.cli.main import COMMANDS, run
 from stepmark.config.recipe import all_fields
 from stepmark.errors import CheckpointDamaged, UsageError
+from tests.support import commands
+from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
 HEAVY = ("torch", "torch_xla", "transformers", "datasets", "numpy", "pandas", "pyarrow", "rich", "matplotlib")
@@ -194,14 +196,11 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path: Path, arguments
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.prove)])
-def test_a_run_whose_standard_error_nobody_reads_goes_on(tmp_path: Path, nproc: int) -> None:
+def test_a_run_whose_standard_error_nobody_reads_goes_on(ranks: Ranks, tmp_path: Path, nproc: int) -> None:
     """As with `2>&1 | head -1`."""
     recipe = write_recipe(tmp_path, logging_steps=1)
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "stepmark", "train", str(recipe), *(["--nproc", "2"] if nproc > 1 else [])]
-    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=writer)
-    os.close(writer)
+    command = ["train", str(recipe), *(["--nproc", "2"] if nproc > 1 else [])]
+    done = commands.run(ranks, tmp_path, *command, read=False)
     assert done.returncode == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
 

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from stepmark.trainer.telemetry.run_log import read_metrics
+from tests.support import commands
 from tests.support.interference import install
+from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,11 +64,9 @@ def torchrun(*arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.prove), 1])
-def test_a_rank_that_raises_ends_the_job_with_its_error_alone(
-    environment: dict[str, str], tmp_path: Path, rank: int
-) -> None:
-    environment["PYTHONPATH"] = install(tmp_path / "site", rank=rank, what="raise")
-    done = run([*STEPMARK, "train", recipe(tmp_path), "--nproc", "2"], environment, tmp_path)
+def test_a_rank_that_raises_ends_the_job_with_its_error_alone(ranks: Ranks, tmp_path: Path, rank: int) -> None:
+    site = install(tmp_path / "site", rank=rank, what="raise")
+    done = commands.run(ranks, tmp_path, "train", recipe(tmp_path), "--nproc", "2", site=site)
     assert done.returncode == 1
     assert done.stdout == ""
     errors = [line for line in done.stderr.splitlines() if "rror" in line]
@@ -242,6 +242,15 @@ def slurm_tasks(environment: dict[str, str], folder: Path) -> list[subprocess.Po
     ]
 
 
+def test_tasks_of_a_slurm_step_train(ranks: Ranks, tmp_path: Path) -> None:
+    tasks = ranks.run("tests.support.commands:slurm_task", recipe(tmp_path), str(tmp_path), free_port(), nproc=2)
+    assert tasks.codes == [0, 0], tasks.logs
+    check_trained(tmp_path)
+    assert "device: cpu, 2 ranks" in tasks.logs[0]
+    assert tasks.logs[1] == ""
+
+
+@pytest.mark.prove
 def test_slurm_trains(environment: dict[str, str], tmp_path: Path) -> None:
     tasks = slurm_tasks(environment, tmp_path)
     told = [task.communicate(timeout=180)[1] for task in tasks]

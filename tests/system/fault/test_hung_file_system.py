@@ -32,10 +32,10 @@ def train_until_it_hangs(settings: dict[str, Any], signalled: bool) -> Any:
             os.open(pipe, os.O_WRONLY)
         append(path, values, **named)
 
-    def hang_or_replace(path: Path, content: Any) -> None:
+    def hang_or_replace(path: Path, content: Any, **named: Any) -> None:
         if hung.is_set():
             os.open(pipe, os.O_WRONLY)
-        replace(path, content)
+        replace(path, content, **named)
 
     run_log.append_line, run_log.replace_json = hang_or_append, hang_or_replace
     return programs.train(settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,32 +15,19 @@ from stepmark.launch.supervisor import _ForwardedSignals
 from stepmark.report.attempts import read_attempts
 from stepmark.report.history import read_history
 from stepmark.trainer.telemetry.run_log import EVENTS, read_metrics
+from tests.support import commands
 from tests.support.interference import install
+from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
 FIELDS = {"logging_steps": 1, "max_steps": 3, "save_steps": 1, "async_save": False, "max_restarts": 2}
 
 
-def command(folder: Path, nproc: int, **fields: object) -> list[str]:
+def run(
+    ranks: Ranks, folder: Path, site: str | None, nproc: int = 2, **fields: object
+) -> subprocess.CompletedProcess[str]:
     recipe = write_recipe(folder, **{**FIELDS, **fields})
-    return [sys.executable, "-m", "stepmark", "train", str(recipe), "--nproc", str(nproc)]
-
-
-def environment(folder: Path, site: str) -> dict[str, str]:
-    launchers = ("RANK", "WORLD_SIZE", "STEPMARK_REPORTS")
-    kept = {name: value for name, value in os.environ.items() if name not in launchers}
-    return {**kept, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(folder / "cache"), "PYTHONPATH": site}
-
-
-def run(folder: Path, site: str, nproc: int = 2, **fields: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, nproc, **fields),
-        env=environment(folder, site),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return commands.run(ranks, folder, "train", str(recipe), "--nproc", str(nproc), site=site, timeout=240)
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -49,10 +35,10 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.prove)])
-def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, nproc: int) -> None:
+def test_a_run_goes_on_after_a_rank_was_killed(ranks: Ranks, tmp_path: Path, nproc: int) -> None:
     for name in ("killed", "plain"):
         (tmp_path / name).mkdir()
-    done = run(tmp_path / "killed", install(tmp_path / "site", nproc - 1, "kill", "batch", once=True), nproc)
+    done = run(ranks, tmp_path / "killed", install(tmp_path / "site", nproc - 1, "kill", "batch", once=True), nproc)
     assert done.returncode == 0, done.stderr
     killed = f"{'rank 1: ' if nproc > 1 else ''}was killed by SIGKILL (out of memory?)"
     assert done.stderr.count("\nfailed at step 2: " + killed + "; attempt 2 starts in 1 s\n") == 1
@@ -64,14 +50,14 @@ def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path, nproc: int) -> No
         (nproc, 0, 2, f"failed: {killed}"),
         (nproc, 1, 3, "done"),
     ]
-    assert run(tmp_path / "plain", "", nproc).returncode == 0
+    assert run(ranks, tmp_path / "plain", None, nproc).returncode == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
     assert "restart_delay" not in json.loads((tmp_path / "killed" / "out" / "status.json").read_text())
 
 
 @pytest.mark.prove
-def test_a_batch_that_fails_each_time_is_named(tmp_path: Path) -> None:
-    done = run(tmp_path, install(tmp_path / "site", 1, "raise", "batch"), max_restarts=1)
+def test_a_batch_that_fails_each_time_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    done = run(ranks, tmp_path, install(tmp_path / "site", 1, "raise", "batch"), max_restarts=1)
     assert done.returncode == 1
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert error.startswith(
@@ -88,8 +74,8 @@ def test_a_batch_that_fails_each_time_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"dtype": "float16"}, pytest.param({"optim": "none such"}, marks=pytest.mark.prove)])
-def test_a_wrong_call_is_not_tried_again(tmp_path: Path, wrong: dict[str, str]) -> None:
-    done = run(tmp_path, "", **wrong)
+def test_a_wrong_call_is_not_tried_again(ranks: Ranks, tmp_path: Path, wrong: dict[str, str]) -> None:
+    done = run(ranks, tmp_path, None, **wrong)
     assert done.returncode == 2
     assert "attempt" not in done.stderr
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.support import commands
+from tests.support.ranks import Ranks
 from tests.support.recipes import TINY, write_recipe
 
 TIMEOUT = {"cpu": 4.0, "xla": 8.0}  # seconds: save_timeout; XLA's has room for a compilation
 MORE = {"nproc": 10, "torchrun": 45}  # seconds beyond it that the job may take to end
 SAVE_PHASES = ["joining", "planning", "copying", "writing", "finalizing"]
-SUPERVISE = "import sys; from stepmark.launch.supervisor import supervise; sys.exit(supervise(sys.argv[1:], 2))"
 TRAINING = ["training", "between stages", "evaluating"]  # no phase of a save waits for the rank there
 SAMPLE = [("cpu", "nproc", 0, "writing")]
 
@@ -34,34 +35,34 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=marks[case[0]] + [pytest.mark.prove] * (case not in SAMPLE)) for case in each]
 
 
-def command(launcher: str, rank_command: list[str]) -> list[str]:
-    if launcher == "nproc":
-        return [sys.executable, "-c", SUPERVISE, sys.executable, *rank_command]
+def torchrun(rank_command: list[str]) -> list[str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    return [*torchrun, *rank_command]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    return [*launcher, *rank_command]
 
 
 @pytest.mark.parametrize(("device", "launcher", "stopped", "phase"), cases())
 def test_a_stopped_rank_ends_the_job_and_is_named(
-    tmp_path: Path, device: str, launcher: str, stopped: int, phase: str
+    ranks: Ranks, tmp_path: Path, device: str, launcher: str, stopped: int, phase: str
 ) -> None:
-    stop_and_check(tmp_path, device, launcher, stopped, phase)
+    stop_and_check(ranks, tmp_path, device, launcher, stopped, phase)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("stopped", [0, 1])
 @pytest.mark.parametrize("phase", ["training", "between stages", "writing"])
-def test_a_stopped_stage_of_a_pipeline_is_named(tmp_path: Path, stopped: int, phase: str) -> None:
+def test_a_stopped_stage_of_a_pipeline_is_named(ranks: Ranks, tmp_path: Path, stopped: int, phase: str) -> None:
     pipeline = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}
     errors = stop_and_check(
-        tmp_path, "cpu", "nproc", stopped, phase, **pipeline, config_overrides={**TINY, "n_layer": 2}
+        ranks, tmp_path, "cpu", "nproc", stopped, phase, **pipeline, config_overrides={**TINY, "n_layer": 2}
     )
     assert phase == "writing" or f"pipeline stage {stopped + 1} of 2" in errors
 
 
-def stop_and_check(tmp_path: Path, device: str, launcher: str, stopped: int, phase: str, **more: Any) -> str:
+def stop_and_check(
+    ranks: Ranks, tmp_path: Path, device: str, launcher: str, stopped: int, phase: str, **more: Any
+) -> str:
     """What the job has written to stderr."""
     recipe = write_recipe(
         tmp_path,
@@ -76,13 +77,15 @@ def stop_and_check(tmp_path: Path, device: str, launcher: str, stopped: int, pha
         **more,
     )
     note = tmp_path / "stopped-at"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
     if phase == "looking":
-        first = [sys.executable, "-m", "stepmark", "train", str(recipe), "--max_steps", "2"]
-        subprocess.run(first, env=environment, check=True, capture_output=True, timeout=180)
+        commands.run(ranks, tmp_path, "train", str(recipe), "--max_steps", "2").check_returncode()
     script = str(Path(__file__).parents[2] / "support" / "stopping_rank.py")
-    ranks = command(launcher, [script, str(stopped), phase, str(note), "train", str(recipe)])
-    done = subprocess.run(ranks, env=environment, capture_output=True, text=True, timeout=240)
+    rank = [script, str(stopped), phase, str(note), "train", str(recipe)]
+    if launcher == "nproc":
+        done = commands.supervise(ranks, tmp_path, *rank)
+    else:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run(torchrun(rank), env=environment, capture_output=True, text=True, timeout=240)
     took = time.time() - float(note.read_text())
     assert done.returncode == 1, done.stderr
     assert took < TIMEOUT[device] + MORE[launcher], done.stderr
