@@ -42,7 +42,6 @@ INSTEAD = {
     "dataloader_pin_memory": _LOADER,
     "average_tokens_across_devices": "leave it out: a step's loss is the mean over its targets on all ranks",
     "use_cache": "leave it out: training needs no cache",
-    "ddp_bucket_cap_mb": "leave it out",
     "ddp_broadcast_buffers": "leave it out",
     "ddp_backend": "leave it out: the backend is that of the device",
     "ddp_timeout": _DEADLINE,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from stepmark.config.reduce_dtypes import REDUCE_DTYPES
+
 
 class FieldHelp(NamedTuple):
     """What a field does, and a value for it as in a recipe."""
@@ -94,6 +96,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "device": FieldHelp("auto, xla, cuda, neuron or cpu", "cpu"),
         "zero_1": FieldHelp("shard optimizer states over the data parallel ranks", "true"),
         "reduce_dtype": FieldHelp("how data parallel ranks send gradients: bfloat16 for half the bytes", "bfloat16"),
+        "ddp_bucket_cap_mb": FieldHelp("MiB of gradients that are sent at a time; unset: by the device", "8"),
         "tensor_parallel_size": FieldHelp("ranks that hold one replica of the model together", "4"),
         "sequence_parallel": FieldHelp("with tensor parallelism, shard activations along the sequence too", "true"),
         "parallelize_embedding": FieldHelp("with tensor parallelism, shard embedding, head and loss too", "false"),
@@ -147,7 +150,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch", "best"),
     "dtype": ("float32", "bfloat16"),
-    "reduce_dtype": ("float32", "bfloat16"),
+    "reduce_dtype": REDUCE_DTYPES,
     "device": ("auto", "xla", "cuda", "neuron", "cpu"),
     "log_format": ("text", "json"),
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),

@@ -13,6 +13,7 @@ from typing import Any
 from stepmark.config.activation_checkpointing import check_checkpointing, checkpointing_options
 from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
 from stepmark.config.option_text import parse_options
+from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.config.transformers_defaults import AcceptingDefaults
 from stepmark.errors import UsageError
 
@@ -47,6 +48,10 @@ class TrainingFields(metaclass=AcceptingDefaults):
         zero_1: Shards the optimizer's states over the data parallel ranks. Default: false.
         reduce_dtype: The type in which data parallel ranks send each other gradients, on eager devices: `float32` (the
             default), or `bfloat16` for half the bytes. Sums are in float32 in either case.
+        ddp_bucket_cap_mb: How much data parallel ranks send of gradients at a time, and with `zero_1` of new values: in
+            MiB of float32. A larger parameter is sent in one piece. Another size rounds the gradient's norm
+            differently. Default (None): by the device: 16 between hosts, 32 between accelerators, 128 in the graph of a
+            lazy device.
         tensor_parallel_size: Neighbouring ranks that hold the model together, each a shard of it; data parallelism uses
             the remaining factor of the world size. Default: 1.
         sequence_parallel: Shards activations along the sequence too, between the layers' matrix products. Default:
@@ -157,6 +162,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     dtype: str = "float32"
     zero_1: bool = False
     reduce_dtype: str = "float32"
+    ddp_bucket_cap_mb: int | None = None
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     parallelize_embedding: bool = True
@@ -225,6 +231,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
         return parse_options("optim_args", self.optim_args or "")
 
     @property
+    def bucket_elements(self) -> int | None:
+        """`ddp_bucket_cap_mb` as a number of float32 elements."""
+        return None if self.ddp_bucket_cap_mb is None else self.ddp_bucket_cap_mb * 2**20 // 4
+
+    @property
     def reporters(self) -> list[str]:
         """The names in `report_to`."""
         names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
@@ -268,6 +279,7 @@ def _check_ranges(args: TrainingFields) -> None:
         "data_seed": 0,
         "max_restarts": 0,
         "save_total_limit": 1,
+        "ddp_bucket_cap_mb": 1,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "pipeline_chunks": 1,
@@ -299,7 +311,6 @@ def _check_ranges(args: TrainingFields) -> None:
         "eval_strategy": STRATEGIES,
         "save_strategy": (*STRATEGIES, "best"),
         "dtype": ("float32", "bfloat16"),
-        "reduce_dtype": ("float32", "bfloat16"),
         "log_level": LOG_LEVELS,
         "log_format": ("text", "json"),
         "pipeline_schedule": PIPELINE_SCHEDULES,
@@ -326,6 +337,7 @@ def _check_agreement(args: TrainingFields) -> None:
             f"fp16 and {'bf16' if args.bf16 else 'dtype'}: matrix products are in float16 or in bfloat16; set one of "
             "them"
         )
+    check_reduce_dtype(args.reduce_dtype, lazy="xla" if args.device_name == "xla" else None)
     check_checkpointing(args.checkpointing_options, args.pipeline_parallel_size)
     if args.save_on_signal and args.save_only_model:
         raise UsageError(

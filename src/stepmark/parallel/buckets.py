@@ -22,6 +22,7 @@ from stepmark.sharding.replication import replication_of
 HOST_BUCKET_ELEMENTS = 4 * 2**20  # several in flight while received ones are added up, each worth its overhead
 EAGER_BUCKET_ELEMENTS = 8 * 2**20  # the full bandwidth between accelerators, and still several to overlap
 LAZY_BUCKET_ELEMENTS = 32 * 2**20  # few large collectives in a graph, and little memory beside the model
+FIRST_BUCKET = 1 / 4  # of the others' size: see `make_buckets`
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,11 @@ def make_buckets(
     reordered: bool = True,
 ) -> list[Bucket]:
     """Buckets of at most `limit` elements (one parameter may be larger), group by group, in order. Without a limit the
-    device determines it. `reordered`: store several projections side by side one after the other (see `Member`)."""
+    device determines it. On eager devices the first one of a group is smaller: its gradients are complete last, so
+    that nothing is computed while they travel, and its new values are the first that a forward pass waits for.
+    `reordered`: store several projections side by side one after the other (see `Member`)."""
     limit = limit or _default_limit(runtime)
+    first = limit if runtime.lazy else int(limit * FIRST_BUCKET)
     buckets = []
     for index, group in enumerate(groups):
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
@@ -177,7 +181,7 @@ def make_buckets(
             kind = (parameter.dtype, replication_of(parameter, tensor_axis_size))
             kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
-            runs = _split_into_buckets(parameters, limit, reordered)
+            runs = _split_into_buckets(parameters, first, limit, reordered)
             buckets += [Bucket(index, run, axis, tensor_axis_size) for run in runs]
     return buckets
 
@@ -189,13 +193,14 @@ def _default_limit(runtime: Runtime) -> int:
 
 
 def _split_into_buckets(
-    parameters: Sequence[tuple[str, nn.Parameter]], limit: int, reordered: bool
+    parameters: Sequence[tuple[str, nn.Parameter]], first: int, limit: int, reordered: bool
 ) -> Iterator[list[Member]]:
     run: list[Member] = []
+    most = first
     for name, parameter in parameters:
-        if run and run[-1].end + parameter.numel() > limit:
+        if run and run[-1].end + parameter.numel() > most:
             yield run
-            run = []
+            run, most = [], limit
         begin = run[-1].end if run else 0
         run.append(Member.of(name, parameter, begin) if reordered else Member.in_place(name, parameter, begin))
     if run:

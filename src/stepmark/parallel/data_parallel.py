@@ -18,14 +18,12 @@ from torch import Tensor, nn
 
 from stepmark.optim.protocols import ReducedGradients
 from stepmark.parallel.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
-from stepmark.parallel.buckets import make_buckets
-from stepmark.parallel.gradient_math import add_ends, add_partial, squares
+from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, make_buckets
+from stepmark.parallel.gradient_math import add_ends, add_partial, norms, squares
 from stepmark.parallel.rank_weights import RankWeights
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
-
-BUCKET_ELEMENTS = 32 * 2**20  # 128 MiB of fp32: large enough for full bandwidth, small beside the model
 
 
 def data_parallel_gradients(
@@ -34,12 +32,14 @@ def data_parallel_gradients(
     *,
     accumulation: int,
     reduce_dtype: torch.dtype = torch.float32,
+    bucket_elements: int | None = None,
 ) -> DataParallelGradients | OverlappedGradients:
     """The reducer of these parameters' gradients over one step of `accumulation` micro-batches. `reduce_dtype`: in
-    which they are sent, on eager devices."""
+    which they are sent, on eager devices. `bucket_elements`: how many at a time; None: by the device."""
     if isinstance(mesh.data_parallel, GroupCollectives) and named:
-        return OverlappedGradients(named, mesh, reduce_dtype=reduce_dtype)
-    return DataParallelGradients([parameter for _, parameter in named], mesh, accumulation=accumulation)
+        return OverlappedGradients(named, mesh, reduce_dtype=reduce_dtype, bucket_elements=bucket_elements)
+    parameters = [parameter for _, parameter in named]
+    return DataParallelGradients(parameters, mesh, accumulation=accumulation, bucket_elements=bucket_elements)
 
 
 class OverlappedGradients:
@@ -51,13 +51,14 @@ class OverlappedGradients:
         mesh: Mesh,
         *,
         reduce_dtype: torch.dtype = torch.float32,
+        bucket_elements: int | None = None,
     ) -> None:
         assert isinstance(mesh.data_parallel, GroupCollectives)
         self._reduce_dtype = reduce_dtype
         self._mesh = mesh
         self._axis = mesh.data_parallel
         self._buckets = make_buckets(
-            [named], mesh.data_parallel, mesh.tensor_parallel.size, mesh.runtime, reordered=False
+            [named], mesh.data_parallel, mesh.tensor_parallel.size, mesh.runtime, bucket_elements, reordered=False
         )
         position = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self._order = [position[id(member.parameter)] for bucket in self._buckets for member in bucket.members]
@@ -119,8 +120,16 @@ class OverlappedGradients:
 class DataParallelGradients:
     """The gradients of `parameters` over one step of `accumulation` micro-batches. See `GradientReducer`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, accumulation: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        accumulation: int,
+        bucket_elements: int | None = None,
+    ) -> None:
         self._parameters = list(parameters)
+        self._bucket_elements = bucket_elements or LAZY_BUCKET_ELEMENTS
         self._mesh = mesh
         self._replications = [replication_of(parameter, mesh.tensor_parallel.size) for parameter in self._parameters]
         runtime = mesh.runtime
@@ -172,7 +181,7 @@ class DataParallelGradients:
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
         weighted = [loss.float() * tokens, tokens, *complete]
-        buckets = list(_buckets(weighted))
+        buckets = list(_buckets(weighted, self._bucket_elements))
         flat = [torch.cat([tensor.reshape(-1) for tensor in bucket]) for bucket in buckets]
         flat[0][2:] *= tokens  # loss and tokens at the bucket's head are weighted already
         for bucket in flat[1:]:
@@ -187,7 +196,7 @@ class DataParallelGradients:
         and the loss, which only the last stage of a pipeline has: elsewhere it is 0."""
         present = [gradient for gradient in gradients if gradient is not None]
         if self._mesh.tensor_parallel.size == self._mesh.pipeline.size == 1:
-            return nn.utils.get_total_norm(present) if present else torch.zeros(()), loss
+            return torch.linalg.vector_norm(torch.stack(norms(present))) if present else torch.zeros(()), loss
         pairs = zip(self._replications, gradients, strict=True)
         copies = [replication.copies for replication, gradient in pairs if gradient is not None]
         square = squares(present, copies, self._mesh.runtime.device)
@@ -206,12 +215,12 @@ class DataParallelGradients:
             total.zero_()
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Splits the sequence into runs of at most BUCKET_ELEMENTS elements (more where one tensor has more)."""
+def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Splits the sequence into runs of at most `limit` elements (more where one tensor has more)."""
     bucket: list[Tensor] = []
     elements = 0
     for tensor in tensors:
-        if bucket and elements + tensor.numel() > BUCKET_ELEMENTS:
+        if bucket and elements + tensor.numel() > limit:
             yield bucket
             bucket, elements = [], 0
         bucket.append(tensor)

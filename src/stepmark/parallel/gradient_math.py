@@ -12,6 +12,9 @@ from torch._subclasses.fake_tensor import is_fake
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
 
+LONG = 2**16  # elements of a host tensor whose squares are not added in one go
+ROW = 1024
+
 
 def add_partial(
     gradients: Sequence[Tensor | None], replications: Sequence[Replication], mesh: Mesh
@@ -57,9 +60,29 @@ def squares(gradients: Sequence[Tensor], counts: Sequence[int], device: torch.de
     once."""
     if not gradients:
         return torch.zeros(1, device=device)
-    norms = torch._foreach_norm(list(gradients))
-    parts = [norm.float().square() / count for norm, count in zip(norms, counts, strict=True)]
+    pairs = zip(norms(gradients), counts, strict=True)
+    parts = [norm.float().square() / count for norm, count in pairs]
     return torch.stack(parts).sum().reshape(1)
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each. On a host torch adds the squares of a tensor in a few float32 sums, which stop growing: the
+    norm of 40 M elements is 0.3 % too small, that of 260 M 4 %. Long tensors are therefore taken row by row."""
+    short = [each for each in tensors if _is_short(each)]
+    found = iter(torch._foreach_norm(short) if short else [])
+    return [next(found) if _is_short(each) else _norm_by_rows(each) for each in tensors]
+
+
+def _is_short(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu" or tensor.numel() < LONG
+
+
+def _norm_by_rows(tensor: Tensor) -> Tensor:
+    while not _is_short(tensor):
+        flat = tensor.reshape(-1)
+        cut = len(flat) // ROW * ROW
+        tensor = torch.cat([torch.linalg.vector_norm(flat[:cut].view(-1, ROW), dim=1), flat[cut:]])
+    return torch.linalg.vector_norm(tensor)
 
 
 def scale_to(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:

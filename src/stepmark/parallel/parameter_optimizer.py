@@ -47,11 +47,14 @@ class ParameterOptimizer:
         *,
         order: Sequence[str],
         master_weights: bool = True,
+        bucket_elements: int | None = None,
     ) -> None:
         """`groups`: as for `torch.optim`, but "params" is a list of (name, parameter). `make` creates the optimizer
         from groups with the tensors to update. `order`: the names in the model's order, which `parameters` follows, so
-        that sums over all gradients do not depend on the groups."""
+        that sums over all gradients do not depend on the groups. `bucket_elements`: how many gradients are sent at a
+        time; None: by the device."""
         self._runtime = runtime
+        self._bucket_elements = bucket_elements
         self.arrivals = Arrivals()
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
@@ -72,7 +75,12 @@ class ParameterOptimizer:
 
     @classmethod
     def around(
-        cls, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], runtime: Runtime
+        cls,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[nn.Parameter, str],
+        runtime: Runtime,
+        *,
+        bucket_elements: int | None = None,
     ) -> ParameterOptimizer:
         """Wraps an optimizer that the user created over the model's parameters; `names` are the model's."""
         groups = []
@@ -83,7 +91,14 @@ class ParameterOptimizer:
                     "model.parameters()"
                 )
             groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
-        made = cls(groups, lambda _: optimizer, runtime, order=list(names.values()), master_weights=False)
+        made = cls(
+            groups,
+            lambda _: optimizer,
+            runtime,
+            order=list(names.values()),
+            master_weights=False,
+            bucket_elements=bucket_elements,
+        )
         made.given = True
         return made
 
@@ -104,7 +119,13 @@ class ParameterOptimizer:
     def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype = torch.float32) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes."""
         named = list(zip(self.names, self.parameters, strict=True))
-        return data_parallel_gradients(named, mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
+        return data_parallel_gradients(
+            named,
+            mesh,
+            accumulation=accumulation,
+            reduce_dtype=reduce_dtype,
+            bucket_elements=self._bucket_elements,
+        )
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Sets the gradient, or None, of each of `parameters`."""

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
+from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
@@ -39,7 +40,7 @@ from stepmark.training.model_options import check_bf16, check_fp16, enable_gradi
 from stepmark.training.optimizer import build_optimizer, wrap_optimizer
 from stepmark.training.packed_samples import check_packing
 from stepmark.training.parameter_kinds import decays_by_default, parameter_kinds
-from stepmark.training.step import TrainStep, check_reduce_dtype
+from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     _check_sharding(applied, args, context)
     mesh = applied.mesh if applied else make_mesh(args, context)
     runtime = mesh.runtime
-    check_reduce_dtype(getattr(torch, args.reduce_dtype), runtime)
+    check_reduce_dtype(args.reduce_dtype, lazy=runtime.name if runtime.lazy else None)
     if applied is None:
         _tie_again(model)
     fetch_module(model, runtime)
@@ -181,7 +182,7 @@ def step_optimizer(
         if stages is not None:
             stages.leave_out_elsewhere(given)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        return wrap_optimizer(given, names, mesh)
+        return wrap_optimizer(given, names, mesh, bucket_elements=args.bucket_elements)
     return build_optimizer(
         args.optim,
         list(model.named_parameters()),
@@ -196,6 +197,7 @@ def step_optimizer(
         sharded_over=mesh if args.zero_1 else None,
         stages=mesh.context.host if mesh.pipeline.size > 1 else None,
         mesh=mesh,
+        bucket_elements=args.bucket_elements,
     )
 
 

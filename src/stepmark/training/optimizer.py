@@ -42,6 +42,7 @@ def build_optimizer(
     sharded_over: Mesh | None = None,
     stages: HostGroup | None = None,
     mesh: Mesh | None = None,
+    bucket_elements: int | None = None,
 ) -> StepOptimizer:
     """Creates an optimizer over the parameters that require gradients.
 
@@ -65,6 +66,8 @@ def build_optimizer(
             empty one. None: all ranks have all groups.
         mesh: The mesh that the parameters are on. Needed where tensor parallelism has sharded them and the optimizer
             uses whole parameters, which its ranks then bring together. Default: `sharded_over`.
+        bucket_elements: How many gradients data parallel ranks send at a time, and with `sharded_over` new values. None
+            (the default): by the device.
 
     Returns:
         The optimizer for `TrainStep` and `Checkpointer`.
@@ -80,28 +83,17 @@ def build_optimizer(
         for items, own in _by_kind(name, trained, kinds)
         for decays, rate in ((True, weight_decay), (False, 0.0))
     ]
+    if name in WHOLE_PARAMETERS:
+        _check_device(name, runtime)
     keywords: dict[str, Any] = {"lr": learning_rate, **(options or {})}
     if name == ADAFACTOR:
         keywords = {"scale_parameter": False, "relative_step": False, **keywords}
-    if name in WHOLE_PARAMETERS:
-        _check_device(name, runtime)
     if name in (*ADAMW, *ADAMW_8BIT, MUON):
         keywords = {"betas": betas, "eps": epsilon, **keywords}
     kind = _class_of(name, runtime, keywords)
-
-    def make(inner_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        try:
-            return kind(inner_groups, **keywords)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"optim_args: {name} does not accept {dict(options or {})}: {error}") from error
-
-    present = [bool(group["params"]) for group in groups]
-    if stages is not None:
-        present = [any(found) for found in zip(*stages.all_gather(present), strict=True)]
-    used = [group for group, there in zip(groups, present, strict=True) if there]
-    order = [key for key, _ in named_parameters]
-    whole = name in WHOLE_PARAMETERS
-    if whole and (sharded_over is not None or _is_sharded(named_parameters)):
+    make = _maker(name, kind, keywords, options or {})
+    used, order = _used_groups(groups, stages), [key for key, _ in named_parameters]
+    if name in WHOLE_PARAMETERS and (sharded_over is not None or _is_sharded(named_parameters)):
         mesh = mesh or sharded_over
         if mesh is None:
             raise UsageError(
@@ -109,17 +101,51 @@ def build_optimizer(
                 "build_optimizer(…, mesh=mesh)"
             )
         zero_1, by_element = sharded_over is not None, partial(updates_elements, kind)
-        return WholeParameterOptimizer(used, make, mesh, order=order, zero_1=zero_1, elementwise_group=by_element)
+        return WholeParameterOptimizer(
+            used,
+            make,
+            mesh,
+            order=order,
+            zero_1=zero_1,
+            elementwise_group=by_element,
+            bucket_elements=bucket_elements,
+        )
     if sharded_over is None:
-        return ParameterOptimizer(used, make, runtime, order=order)
-    return ShardedOptimizer(used, make, sharded_over)
+        return ParameterOptimizer(used, make, runtime, order=order, bucket_elements=bucket_elements)
+    return ShardedOptimizer(used, make, sharded_over, bucket_elements=bucket_elements)
+
+
+def _maker(
+    name: str, kind: Callable[..., torch.optim.Optimizer], keywords: Mapping[str, Any], options: Mapping[str, Any]
+) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """A function that makes the optimizer from groups. `options`: of the `keywords`, those that the user has chosen."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            return kind(groups, **keywords)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"optim_args: {name} does not accept {dict(options)}: {error}") from error
+
+    return make
+
+
+def _used_groups(groups: Sequence[dict[str, Any]], stages: HostGroup | None) -> list[dict[str, Any]]:
+    """Those that have a parameter, on this rank or with `stages` on any."""
+    present = [bool(group["params"]) for group in groups]
+    if stages is not None:
+        present = [any(found) for found in zip(*stages.all_gather(present), strict=True)]
+    return [group for group, there in zip(groups, present, strict=True) if there]
 
 
 def wrap_optimizer(
-    given: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], mesh: Mesh
+    given: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    mesh: Mesh,
+    *,
+    bucket_elements: int | None = None,
 ) -> ParameterOptimizer | WholeParameterOptimizer:
     """The step's optimizer around one that the user created over the model's parameters; `names` are the model's.
-    Collective.
+    `bucket_elements`: see `build_optimizer`. Collective.
 
     Raises:
         UsageError: It holds a parameter that is not in the model; or tensor parallelism has sharded one, and the
@@ -128,13 +154,13 @@ def wrap_optimizer(
     kind = type(given)
     held = [names[each] for group in given.param_groups for each in group["params"] if layout_of(each) is not None]
     if not held or sharding_unit(kind, "tensor_parallel_size") == "element":
-        return ParameterOptimizer.around(given, names, mesh.runtime)
+        return ParameterOptimizer.around(given, names, mesh.runtime, bucket_elements=bucket_elements)
     if mesh.runtime.lazy:
         raise UsageError(
             f"optimizers: {kind.__name__} uses complete parameters, and tensor parallelism shards {held[0]}; on "
             f"{mesh.runtime.name} set tensor_parallel_size to 1, or choose an elementwise optimizer such as AdamW"
         )
-    return WholeParameterOptimizer.around(given, names, mesh)
+    return WholeParameterOptimizer.around(given, names, mesh, bucket_elements=bucket_elements)
 
 
 def _by_kind(

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.data.batch import StepBatch
-from stepmark.errors import UsageError
 from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.parallel.tensor.parallelize import check_not_added_to
-from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
@@ -38,18 +37,6 @@ class StepStatistics:
     step: int
     values: Tensor
     updated: bool = True
-
-
-def check_reduce_dtype(dtype: torch.dtype, runtime: Runtime) -> None:
-    """Raises UsageError for a type in which gradients cannot be sent, or not by this device."""
-    name = str(dtype).removeprefix("torch.")
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise UsageError(f"reduce_dtype: {name} is not supported; choose float32 or bfloat16")
-    if runtime.lazy and dtype != torch.float32:
-        raise UsageError(
-            f"reduce_dtype: {runtime.name} adds gradients in the type in which they are sent, so {name} would lose "
-            "what float32 sums keep; leave it out"
-        )
 
 
 def _nothing() -> None:
@@ -106,12 +93,13 @@ class TrainStep:
         reduce_dtype: torch.dtype = torch.float32,
         seed: int = 42,
     ) -> None:
+        runtime = mesh.runtime
         check_not_added_to(model)
-        check_reduce_dtype(reduce_dtype, mesh.runtime)
+        check_reduce_dtype(str(reduce_dtype).removeprefix("torch."), lazy=runtime.name if runtime.lazy else None)
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
-        self._runtime = mesh.runtime
+        self._runtime = runtime
         self._gradients = optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
         self._schedule = self._make_schedule(loss, mesh, pipeline_schedule, accumulation, autocast, seed)
         self._max_grad_norm = max_grad_norm

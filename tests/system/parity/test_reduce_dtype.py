@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from stepmark import TrainingArguments
+from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.errors import UsageError
-from stepmark.training.step import check_reduce_dtype
 from tests.support.programs import logged
 from tests.support.ranks import Ranks
 from tests.support.reduce_dtype_programs import UNIT
@@ -52,11 +51,12 @@ def test_a_run_learns_alike_and_resumes_exactly(ranks: Ranks, tmp_path: Path, ze
 
 
 def test_what_is_refused() -> None:
-    lazy: Any = SimpleNamespace(lazy=True, name="xla")
-    check_reduce_dtype(torch.float32, lazy)
+    """By the arguments, or where the device is not known before, by the device."""
+    check_reduce_dtype("float32", lazy="xla")
+    TrainingArguments(device="xla", reduce_dtype="float32")
     with pytest.raises(UsageError, match="^reduce_dtype: xla adds gradients in the type in which they are sent"):
-        check_reduce_dtype(torch.bfloat16, lazy)
-    with pytest.raises(UsageError, match="^reduce_dtype: float16 is not supported; choose float32 or bfloat16"):
-        check_reduce_dtype(torch.float16, lazy)
+        TrainingArguments(device="xla", reduce_dtype="bfloat16")
+    with pytest.raises(UsageError, match="^reduce_dtype: neuron adds gradients in the type in which they are sent"):
+        check_reduce_dtype("bfloat16", lazy="neuron")
     with pytest.raises(UsageError, match="^reduce_dtype: 'bf16' is unknown; choose one of float32, bfloat16"):
         TrainingArguments(reduce_dtype="bf16")

@@ -159,7 +159,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self._unit == "parameter":
             by_element = partial(updates_elements, self._optimizer_class)
             divided = WholeParameterOptimizer(
-                groups, make, mesh, elementwise_group=by_element, round_elements=self._bucket_elements
+                groups, make, mesh, elementwise_group=by_element, bucket_elements=self._bucket_elements
             )
             return divided, divided.gradients(mesh, accumulation=accumulation)
         sharded = ShardedOptimizer(groups, make, mesh, bucket_elements=self._bucket_elements)

@@ -50,18 +50,19 @@ class WholeParameterOptimizer:
         zero_1: bool = True,
         elementwise_group: Callable[[Mapping[str, Any]], bool] = lambda group: False,
         master_weights: bool = True,
-        round_elements: int | None = None,
+        bucket_elements: int | None = None,
     ) -> None:
         """`groups`: as for `torch.optim`, but "params" is a list of (name, parameter). `make` creates the optimizer
         from groups with this rank's tensors; some may be empty. `order`: the names in the model's order; None: that of
         the groups. `zero_1`: divide the parameters over the data parallel ranks. `elementwise_group`: whether the
         optimizer updates a group's parameters element by element, so that shards of them will do. `master_weights`: as
-        in `ParameterOptimizer`. `round_elements`: what a rank sends at most at a time; None: the default. Collective.
+        in `ParameterOptimizer`. `bucket_elements`: what a rank sends at most at a time; None: the default. Collective.
 
         Raises:
             UsageError: The device is lazy, or the optimizer needs all parameters at once.
         """
         self._mesh = mesh
+        self._bucket_elements = bucket_elements
         self._runtime = mesh.runtime
         self._axis = mesh.data_parallel
         self._zero_1, self._master_weights = zero_1, master_weights
@@ -72,7 +73,7 @@ class WholeParameterOptimizer:
         owners = self._divide()
         self._own = [index for index, owner in enumerate(owners) if owner == self._axis.rank]
         self._gathered_names = self._names_to_gather(groups, elementwise_group)
-        self._gathered = self._gather(round_elements)
+        self._gathered = self._gather()
         self._optimizer = ParameterOptimizer(
             [{**group, "params": self._held(group["params"])} for group in groups],
             make,
@@ -83,13 +84,18 @@ class WholeParameterOptimizer:
         self.inner = self._optimizer.inner
         self.arrivals = self._optimizer.arrivals
         self._check()
-        limit = round_elements or ROUND_ELEMENTS
+        limit = bucket_elements or ROUND_ELEMENTS
         divided = zero_1 and self._axis.size > 1
         self._rounds = make_rounds(self.parameters, owners, self._axis.size, limit) if divided else []
 
     @classmethod
     def around(
-        cls, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], mesh: Mesh
+        cls,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[nn.Parameter, str],
+        mesh: Mesh,
+        *,
+        bucket_elements: int | None = None,
     ) -> WholeParameterOptimizer:
         """Gives an optimizer that the user created over the model's parameters the complete ones in place of shards.
         `names` are the model's. Collective.
@@ -113,7 +119,9 @@ class WholeParameterOptimizer:
 
         named = [{**g, "params": [(names[each], each) for each in g["params"]]} for g in optimizer.param_groups]
         order = list(names.values())
-        made = cls(named, exchange, mesh, order=order, zero_1=False, master_weights=False)
+        made = cls(
+            named, exchange, mesh, order=order, zero_1=False, master_weights=False, bucket_elements=bucket_elements
+        )
         made.given = True
         return made
 
@@ -132,13 +140,13 @@ class WholeParameterOptimizer:
         sharded = [self.names[index] for index in self._own if layout_of(self.parameters[index]) is not None]
         return [name for name in sharded if name not in elementwise]
 
-    def _gather(self, round_elements: int | None) -> GatheredParameters | None:
+    def _gather(self) -> GatheredParameters | None:
         if self._runtime.lazy or self._mesh.tensor_parallel.size == 1:
             return None
         parameters = dict(zip(self.names, self.parameters, strict=True))
         chosen = [parameters[name] for name in self._gathered_names]
         return GatheredParameters(
-            chosen, self._mesh, master_weights=self._master_weights, round_elements=round_elements
+            chosen, self._mesh, master_weights=self._master_weights, round_elements=self._bucket_elements
         )
 
     def _complete(self) -> dict[str, nn.Parameter]:
@@ -168,7 +176,13 @@ class WholeParameterOptimizer:
     def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype = torch.float32) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes: of all parameters."""
         named = list(zip(self.names, self.parameters, strict=True))
-        return data_parallel_gradients(named, mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
+        return data_parallel_gradients(
+            named,
+            mesh,
+            accumulation=accumulation,
+            reduce_dtype=reduce_dtype,
+            bucket_elements=self._bucket_elements,
+        )
 
     @torch.no_grad()
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
