@@ -11,7 +11,8 @@ Contestants, all with fused AdamW and clipping of the global norm: Stepmark's Tr
 runs, in plain data parallel form and with ZeRO-1; torch's DistributedDataParallel, alone and with torch's
 ZeroRedundancyOptimizer; FSDP2 with the parameters kept after the forward pass. torch's send gradients in the last
 micro-batch only, too. In bfloat16 Stepmark keeps fp32 master weights and sums gradients in fp32, which the others do
-not. Every rank holds all of them and runs them in turn, round after round; a round is timed from barrier to barrier.
+not. Every rank holds all of them and runs them in turn, round after round, each time beginning
+with another one; a round is timed from barrier to barrier.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def rank_main(options: argparse.Namespace) -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     sent: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(options.rounds + 1):  # the first warms up
-        for name, run in runs.items():
+        for name in rotated(list(runs), turn):
+            run = runs[name]
             dist.barrier()
             begun, before = time.perf_counter(), bytes_sent(interface)
             for _ in range(options.steps):
@@ -142,6 +144,12 @@ def rank_main(options: argparse.Namespace) -> None:
     if rank == 0:
         parameters = sum(p.numel() for p in make_model(options).parameters())
         options.out.write_text(table(options, parameters, times, sent, hidden))
+
+
+def rotated(names: list[str], turn: int) -> list[str]:
+    """In another order every time: each leaves memory and caches in its own state for the next one."""
+    first = turn % len(names)
+    return names[first:] + names[:first]
 
 
 def hidden_share(run: Step, batches: list[Tensor]) -> float:

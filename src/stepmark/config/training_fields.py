@@ -50,7 +50,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
             default), or `bfloat16` for half the bytes. Sums are in float32 in either case.
         ddp_bucket_cap_mb: How much data parallel ranks send of gradients at a time, and with `zero_1` of new values: in
             MiB of float32. A larger parameter is sent in one piece. Another size rounds the gradient's norm
-            differently. Default (None): by the device: 16 between hosts, 32 between accelerators, 128 in the graph of a
+            differently. Default (None): by the device: 24 between hosts, 32 between accelerators, 128 in the graph of a
             lazy device.
         tensor_parallel_size: Neighbouring ranks that hold the model together, each a shard of it; data parallelism uses
             the remaining factor of the world size. Default: 1.

@@ -19,10 +19,10 @@ from stepmark.runtime.collectives import Collectives
 from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of
 from stepmark.sharding.replication import replication_of
 
-HOST_BUCKET_ELEMENTS = 4 * 2**20  # several in flight while received ones are added up, each worth its overhead
+HOST_BUCKET_ELEMENTS = 6 * 2**20  # several in flight while received ones are added up, each worth its overhead
 EAGER_BUCKET_ELEMENTS = 8 * 2**20  # the full bandwidth between accelerators, and still several to overlap
 LAZY_BUCKET_ELEMENTS = 32 * 2**20  # few large collectives in a graph, and little memory beside the model
-FIRST_BUCKET = 1 / 4  # of the others' size: see `make_buckets`
+FIRST_BUCKET = 1 / 6  # of the others' size: see `make_buckets`
 
 
 @dataclass(frozen=True)
