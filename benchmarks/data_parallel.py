@@ -66,7 +66,13 @@ def with_stepmark(options: argparse.Namespace, mesh: Mesh, zero_1: bool = False)
         sharded_over=mesh if zero_1 else None,
     )
     step = TrainStep(
-        model, optimizer, MicroBatchLoss(model), mesh, accumulation=options.accumulation, max_grad_norm=MAX_NORM
+        model,
+        optimizer,
+        MicroBatchLoss(model),
+        mesh,
+        accumulation=options.accumulation,
+        max_grad_norm=MAX_NORM,
+        reduce_dtype=getattr(torch, options.reduce_dtype),
     )
 
     step.defer_arrivals()  # as the Trainer does
@@ -195,6 +201,7 @@ def table(
         "steps. Ratios are medians of those within a round: a contestant's time by Stepmark's. Hidden is the share of "
         "the time in which rank 0 communicates that it computes in too, in a trace of two steps.",
         "",
+        *([f"Stepmark sends gradients in {options.reduce_dtype}.", ""] if options.reduce_dtype != "float32" else []),
         machine(),
         "",
         "| | seconds per step | by Stepmark's | by that with zero_1 | MB sent per step"
@@ -232,6 +239,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=1, help="sequences in a micro-batch")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--reduce-dtype", default="float32", choices=["float32", "bfloat16"], help="Stepmark's")
     parser.add_argument("--gigabits", type=float, help="between two hosts with half of the ranks each")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the table
@@ -252,6 +260,7 @@ def main() -> int:
             if options.save:
                 network = f"_{options.gigabits:g}gbit" if options.gigabits else ""
                 size = "" if options.layers == 6 else f"_{options.layers}x{options.width}"
+                size += "" if options.reduce_dtype == "float32" else "_reduced"
                 size += "" if options.rows == 1 else f"_{options.rows}rows"
                 name = f"data_parallel_{options.nproc}_{options.dtype}_{options.accumulation}{size}{network}.md"
                 (Path(__file__).parent / "results" / name).write_text(out.read_text())

@@ -1,15 +1,18 @@
 """Steps per second of Stepmark's Trainer beside a loop written by hand and transformers' Trainer.
 
     .venv-newest/bin/python benchmarks/train_overhead.py --device cpu --models gpt2 llama bert t5
+    .venv-newest/bin/python benchmarks/train_overhead.py --device cpu --nproc 2 --models gpt2 llama bert t5
     .venv/bin/python benchmarks/train_overhead.py --device xla --models gpt2 llama bert t5
 
-(transformers' Trainer does not train on a CPU where torch_xla is installed, so the CPU is measured without it.)
+(transformers' Trainer does not train on a CPU where torch_xla is installed, so the CPU is measured without it. Several
+ranks are of a CPU: processes on torch_xla's CPU client have no collectives for the others to use.)
 
 The same model (small, so that overhead shows: a GPT-2, a Llama, a BERT that classifies sentences, a T5), data, batch
-size, AdamW, schedule and clipping for all three, on one rank. They run in turn, round after round, in one process; each
-run is timed from its fourth step to its last, with the device drained at both ends. Printed are medians: of the steps
-per second, of their ratios within a round, and of the ratios of the processor seconds that a step takes, which depend
-less on what else the machine does.
+size, AdamW, schedule and clipping for all three; several ranks of a loop by hand have DistributedDataParallel. They run
+in turn, round after round, each time beginning with another one; each run is timed from its fourth step to its last,
+with the device drained, and the ranks together, at both ends. Printed are medians: of the steps per second, of their
+ratios within a round, and of the ratios of the processor seconds that a step takes, which depend less on what else the
+machine does.
 """
 
 from __future__ import annotations
@@ -18,19 +21,22 @@ import argparse
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "--nproc" in sys.argv else "2")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
@@ -45,6 +51,7 @@ from transformers import (  # noqa: E402
 )
 
 import stepmark  # noqa: E402
+from stepmark.launch.supervisor import supervise  # noqa: E402
 
 WARM_UP = 4
 VOCABULARY, LENGTH = 512, 128
@@ -66,7 +73,8 @@ class Blocks(torch.utils.data.Dataset):
 
 
 def make_data(options: argparse.Namespace) -> Blocks:
-    return Blocks(options.batch * options.steps, classes=2 if options.model == "bert" else 0)
+    samples = options.batch * options.steps * options.nproc
+    return Blocks(samples, classes=2 if options.model == "bert" else 0)
 
 
 def make_model(options: argparse.Namespace) -> torch.nn.Module:
@@ -112,12 +120,16 @@ class Clock(TrainerCallback):
 
 
 def by_hand(device: torch.device, options: argparse.Namespace, clock: Clock) -> None:
-    model = make_model(options).to(device)
+    model: Any = make_model(options).to(device)
     model.tie_weights()
+    if options.nproc > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     fused = device.type in ("cpu", "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused or None)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (options.steps + 1))
-    loader: Any = torch.utils.data.DataLoader(make_data(options), options.batch, shuffle=True)
+    data = make_data(options)
+    sampler: Any = torch.utils.data.distributed.DistributedSampler(data) if options.nproc > 1 else None
+    loader: Any = torch.utils.data.DataLoader(data, options.batch, shuffle=sampler is None, sampler=sampler)
     if device.type == "xla":
         import torch_xla
         from torch_xla.distributed.parallel_loader import MpDeviceLoader
@@ -138,18 +150,19 @@ def by_hand(device: torch.device, options: argparse.Namespace, clock: Clock) -> 
 
 
 def with_stepmark(device: torch.device, options: argparse.Namespace, clock: Clock) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with common_folder() as folder:
         args = stepmark.TrainingArguments(device=device.type, disable_tqdm=True, **common(options, folder))
         data = make_data(options)
         stepmark.Trainer(make_model(options), args, train_dataset=data, callbacks=[clock]).train()
 
 
 def with_transformers(device: torch.device, options: argparse.Namespace, clock: Clock) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with common_folder() as folder:
         args = transformers.TrainingArguments(
             use_cpu=device.type == "cpu",
             disable_tqdm=True,
             dataloader_pin_memory=False,
+            ddp_backend="gloo" if options.nproc > 1 else None,
             optim="adamw_torch" if device.type == "xla" else "adamw_torch_fused",  # it refuses fused on XLA
             **common(options, folder),
         )
@@ -157,6 +170,18 @@ def with_transformers(device: torch.device, options: argparse.Namespace, clock: 
         trainer = transformers.Trainer(make_model(options), args, train_dataset=data, callbacks=[clock])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
+
+
+@contextmanager
+def common_folder() -> Iterator[str]:
+    """A folder for a run of all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(folders)
+        yield folders[0]
+        if dist.is_initialized():
+            dist.barrier()
 
 
 def common(options: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -170,8 +195,11 @@ def common(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
-def open_device(name: str) -> tuple[torch.device, Callable[[], None]]:
-    """The device, and what waits until it has nothing left to do."""
+def open_device(name: str, nproc: int) -> tuple[torch.device, Callable[[], Any]]:
+    """The device, and what waits until it, and every other rank, has nothing left to do."""
+    if nproc > 1:
+        stepmark.Mesh.create(device=name)
+        return torch.device(name), dist.barrier
     if name == "xla":
         import torch_xla
         import torch_xla.core.xla_model as xm
@@ -181,26 +209,29 @@ def open_device(name: str) -> tuple[torch.device, Callable[[], None]]:
     return device, (lambda: None) if name == "cpu" else torch.cuda.synchronize
 
 
-def measure(options: argparse.Namespace, device: torch.device, drain: Callable[[], None]) -> dict[str, list[Clock]]:
+def measure(options: argparse.Namespace, device: torch.device, drain: Callable[[], Any]) -> dict[str, list[Clock]]:
     runners = {"by hand": by_hand, "stepmark": with_stepmark, "transformers": with_transformers}
     found: dict[str, list[Clock]] = {name: [] for name in runners}
     for index in range(options.rounds + 1):
-        for name, runner in runners.items():
+        names = list(runners)
+        for name in names[index % 3 :] + names[: index % 3]:
             clock = Clock(options.steps, drain)
             try:
-                runner(device, options, clock)
+                runners[name](device, options, clock)
             except Exception as error:
                 print(f"{name} cannot train here: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
             if index and clock.speed:  # the first round compiles and warms caches
                 found[name].append(clock)
         shown = "  ".join(f"{name} {each[-1].speed:.2f}" for name, each in found.items() if each)
-        print(f"{options.model}, round {index}: {shown}", flush=True)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{options.model}, round {index}: {shown}", flush=True)
     return found
 
 
 def heading(options: argparse.Namespace) -> list[str]:
+    ranks = f" on {options.nproc} ranks" if options.nproc > 1 else ""
     return [
-        f"device {options.device}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"device {options.device}{ranks}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{os.cpu_count()} cores {platform.machine()}, {time.strftime('%Y-%m-%d')}",
         f"{options.layers} layers, width {options.width}, batch {options.batch} x {LENGTH} tokens, {options.rounds} "
         f"rounds of {options.steps} steps",
@@ -222,9 +253,10 @@ def rows(model: str, found: dict[str, list[Clock]]) -> list[str]:
     return lines
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "xla", "cuda"])
+    parser.add_argument("--nproc", type=int, default=1, help="ranks, on a CPU")
     parser.add_argument("--models", nargs="+", default=["gpt2"], choices=["gpt2", "llama", "bert", "t5"])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=11)
@@ -233,17 +265,25 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--save", action="store_true", help="keep the table under benchmarks/results")
     options = parser.parse_args()
-    device, drain = open_device(options.device)
+    if options.nproc > 1 and options.device != "cpu":
+        parser.error("--nproc: several ranks are compared on a CPU only")
+    if options.nproc > 1 and "RANK" not in os.environ:
+        return supervise([sys.executable, *sys.argv], options.nproc)
+    device, drain = open_device(options.device, options.nproc)
     lines = heading(options)
     for model in options.models:
         options.model = model
         lines += rows(model, measure(options, device, drain))
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return 0
     table = "\n".join(lines)
     print(f"\n{table}")
     if options.save:
-        target = Path(__file__).parent / "results" / f"train_overhead_{options.device}.md"
+        ranks = f"_{options.nproc}" if options.nproc > 1 else ""
+        target = Path(__file__).parent / "results" / f"train_overhead_{options.device}{ranks}.md"
         target.write_text(table + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

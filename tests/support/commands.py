@@ -3,13 +3,11 @@ it. For what does not depend on how a process starts: tests/system/cli/test_cli.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import runpy
 import signal
 import subprocess
 import sys
-import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 from stepmark.__main__ import main
 from stepmark.launch import supervisor
 from tests.support import interference
+from tests.support.forked import run_and_exit
 from tests.support.ranks import Ranks
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "STEPMARK_STORE_FD")
@@ -110,7 +109,7 @@ class ForkedRank:
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
-            self._start(command, env, start_new_session)
+            run_and_exit(lambda: self._start(command, env, start_new_session))
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -124,25 +123,13 @@ class ForkedRank:
         raise NotImplementedError
 
     def _start(self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool) -> None:
-        code = 1
-        try:
-            if start_new_session:
-                os.setsid()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)
-            os.environ.update(env)
-            supervisor.follow_supervisor()
-            self.be(command)
-            code = 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+        if start_new_session:
+            os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.update(env)
+        supervisor.follow_supervisor()
+        self.be(command)
 
 
 def slurm_task(path: str, folder: str, port: int) -> None:

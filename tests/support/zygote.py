@@ -13,9 +13,11 @@ import os
 import socket
 import sys
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.support.forked import run_and_exit
 
 POLL_SECONDS = 0.01
 
@@ -38,7 +40,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         for rank in range(nproc):
             child = os.fork()
             if child == 0:
-                be_rank(rank, job, listener)
+                run_and_exit(partial(be_rank, rank, job, listener))
             children.append(child)
     codes = wait(children, time.monotonic() + job["timeout"])
     results = [read(folder / f"rank-{rank}.json") for rank in range(nproc)]
@@ -72,26 +74,15 @@ def read(path: Path) -> Any:
 
 
 def be_rank(rank: int, job: dict[str, Any], listener: socket.socket) -> None:
-    code = 1
-    try:
-        folder = Path(job["folder"])
-        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.update(environment(rank, job, listener))
-        module, name = job["function"].split(":")
-        result = getattr(importlib.import_module(module), name)(*job["arguments"])
-        (folder / f"rank-{rank}.json").write_text(json.dumps(result))
-        leave_group()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    folder = Path(job["folder"])
+    log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment(rank, job, listener))
+    module, name = job["function"].split(":")
+    result = getattr(importlib.import_module(module), name)(*job["arguments"])
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+    leave_group()
 
 
 def leave_group() -> None:
