@@ -12,7 +12,8 @@ runs, in plain data parallel form and with ZeRO-1; torch's DistributedDataParall
 ZeroRedundancyOptimizer; FSDP2 with the parameters kept after the forward pass. torch's send gradients in the last
 micro-batch only, too. In bfloat16 Stepmark keeps fp32 master weights and sums gradients in fp32, which the others do
 not. Every rank holds all of them and runs them in turn, round after round, each time beginning
-with another one; a round is timed from barrier to barrier.
+with another one; a round is timed from barrier to barrier: with few --steps, the new values that zero_1 leaves on their
+way are waited for at once.
 """
 
 from __future__ import annotations

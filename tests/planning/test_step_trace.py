@@ -53,7 +53,7 @@ def test_a_gradient_with_another_holder_is_not_added_in_place() -> None:
 def test_sharded_gradients_are_sent_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step sends them at its end, and learns when they are complete."""
     monkeypatch.setattr(collectives, "SPARE_BYTES", 0)
-    width = 1024
+    width = 1280
     assert 12 * width**2 > 2 * HOST_BUCKET_ELEMENTS
     config = GPT2Config(n_layer=2, n_embd=width, n_head=4, vocab_size=67, n_positions=32)
     args = TrainingFields(zero_1=True, gradient_accumulation_steps=2)

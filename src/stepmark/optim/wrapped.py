@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ OWN = frozenset({"params", "param_names", "lr", "foreach", "fused", "capturable"
 
 
 def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
-    """Takes one step with zero gradients and learning rate 0, in which any optimizer creates its state.
+    """Takes one step with zero gradients and learning rate 0, in which any optimizer creates its state. What it keeps
+    in its groups, such as a count of steps, is as before.
 
     Restore the tensors afterwards: weight decay and the like may have changed them.
     """
-    rates = [group["lr"] for group in inner.param_groups]
+    kept = [{key: _copied(key, group[key]) for key in group if key != "params"} for group in inner.param_groups]
     for group in inner.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for tensor in tensors:
@@ -27,9 +29,20 @@ def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], run
     inner.step()
     for tensor in tensors:
         tensor.grad = None
+    for group, values in zip(inner.param_groups, kept, strict=True):
+        for key, value in values.items():
+            if key != "lr" and isinstance(value, Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
     runtime.step_boundary()
-    for group, rate in zip(inner.param_groups, rates, strict=True):
-        group["lr"] = rate
+
+
+def _copied(key: str, value: Any) -> Any:
+    """A group's value that a step cannot change; the learning rate is not there in the empty step."""
+    if key == "lr":
+        return value
+    return value.clone() if isinstance(value, Tensor) else copy(value)
 
 
 def load_learning_rates(inner: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runtime: Runtime) -> None:
