@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
 
-LONG = 2**16  # elements of a host tensor whose squares are not added in one go
+LONG = 2**17  # elements of a host tensor whose squares are not added in one go
 ROW = 1024
 
 

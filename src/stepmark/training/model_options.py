@@ -79,7 +79,8 @@ def set_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     `from_pretrained` returns models in evaluation mode, and a callback may have left one there.
     """
-    model.train()
+    if not all(module.training for module in model.modules()):  # to ask is quicker
+        model.train()
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
