@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ import torch.distributed as dist
 from stepmark.errors import LaunchError, PeerLost
 from stepmark.launch.failure_report import REPORTS, is_lost_peer
 from stepmark.launch.process_exit import RECORDING, end_process, print_stacks, within
+from stepmark.launch.thread_frames import frame_of
 
 LONGEST_BEAT = 1.0  # seconds
 BEATS = 8  # per limit, at least
@@ -213,8 +213,7 @@ class PeerWatch:
         return {**dict.fromkeys(watched, ""), **latest}
 
     def _where(self) -> str:
-        frame = sys._current_frames().get(self._training_thread)
-        return f"{self._progress()}, in {_innermost(frame)}"
+        return f"{self._progress()}, in {_innermost(frame_of(self._training_thread))}"
 
     def _describe(self, rank: int) -> str:
         place = f"{self._place(rank)}, " if self._place(rank) else ""
