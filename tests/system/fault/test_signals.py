@@ -195,7 +195,7 @@ def test_a_signal_during_the_first_compilation(ranks: Ranks, tmp_path: Path, npr
     settings = options(tmp_path / "run", "xla", nproc)
     assert -9 in ranks.run(PROGRAM, {**settings, "kill_at": 5}, nproc=nproc).codes
     signalled = {"event": "on_pre_optimizer_step", "step": 4, "ranks": [0]}
-    stopped = ranks.run(PROGRAM, {**settings, "signal_grace": 0.2, "signal_at": signalled}, nproc=nproc)
+    stopped = ranks.run(PROGRAM, {**settings, "signal_grace": 0.05, "signal_at": signalled}, nproc=nproc)
     assert stopped.codes == [75] * nproc
     assert saved_steps(tmp_path / "run") == [4]
     assert read_status(tmp_path / "run")["state"] == "interrupted"
