@@ -10,10 +10,11 @@ that network between them (bits per second in each direction), which needs root.
 Contestants, all with fused AdamW and clipping of the global norm: Stepmark's TrainStep, which is what the Trainer
 runs, in plain data parallel form and with ZeRO-1; torch's DistributedDataParallel, alone and with torch's
 ZeroRedundancyOptimizer; FSDP2 with the parameters kept after the forward pass. torch's send gradients in the last
-micro-batch only, too. In bfloat16 Stepmark keeps fp32 master weights and sums gradients in fp32, which the others do
-not. Every rank holds all of them and runs them in turn, round after round, each time beginning
-with another one; a round is timed from barrier to barrier: with few --steps, the new values that zero_1 leaves on their
-way are waited for at once.
+micro-batch only, too. In bfloat16 Stepmark keeps fp32 master weights and sums gradients in fp32, which these do not; so
+two more that do are there then: DistributedDataParallel of fp32 parameters under autocast, and FSDP2 with a policy of
+mixed precision. Every rank holds all of them and runs them in turn, round after round, each time beginning with another
+one; a round is timed from barrier to barrier: with few --steps, the new values that zero_1 leaves on their way are
+waited for at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from zero1 import LEARNING_RATE, LENGTH, MAX_NORM, VOCABULARY
 import torch  # isort: skip
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -52,9 +53,9 @@ from stepmark.training.step import TrainStep
 Step = Callable[[list[Tensor]], Any]
 
 
-def make_model(options: argparse.Namespace) -> nn.Module:
+def make_model(options: argparse.Namespace, dtype: str | None = None) -> nn.Module:
     model = zero1.make_model({"n_layer": options.layers, "n_embd": options.width, "n_head": 8})
-    return model.to(getattr(torch, options.dtype)).train()
+    return model.to(getattr(torch, dtype or options.dtype)).train()
 
 
 def with_stepmark(options: argparse.Namespace, mesh: Mesh, zero_1: bool = False) -> Step:
@@ -86,12 +87,16 @@ def with_stepmark(options: argparse.Namespace, mesh: Mesh, zero_1: bool = False)
     return run
 
 
-def with_torch(options: argparse.Namespace, mesh: Mesh, kind: str) -> Step:
-    model: Any = make_model(options)
+def with_torch(options: argparse.Namespace, kind: str, masters: bool = False) -> Step:
+    """masters: parameters, their updates and the sums of gradients are in fp32, whatever computes."""
+    model: Any = make_model(options, "float32" if masters else None)
+    computing = getattr(torch, options.dtype)
     if kind == "FSDP2":
+        policy = MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=torch.float32)
+        shared: dict[str, Any] = {"reshard_after_forward": False, **({"mp_policy": policy} if masters else {})}
         for block in model.transformer.h:
-            fully_shard(block, reshard_after_forward=False)
-        fully_shard(model, reshard_after_forward=False)
+            fully_shard(block, **shared)
+        fully_shard(model, **shared)
     else:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer: torch.optim.Optimizer
@@ -108,7 +113,9 @@ def with_torch(options: argparse.Namespace, mesh: Mesh, kind: str) -> Step:
             if kind == "FSDP2":
                 model.set_requires_gradient_sync(last)
             with nullcontext() if last or kind == "FSDP2" else model.no_sync():
-                (model(input_ids=tokens, labels=tokens).loss / len(batches)).backward()
+                with torch.autocast("cpu", computing, enabled=masters and kind != "FSDP2"):
+                    loss = model(input_ids=tokens, labels=tokens).loss
+                (loss / len(batches)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -118,10 +125,14 @@ def with_torch(options: argparse.Namespace, mesh: Mesh, kind: str) -> Step:
 
 CONTESTANTS: dict[str, Callable[[argparse.Namespace, Mesh], Step]] = {
     "Stepmark": with_stepmark,
-    "DDP": lambda options, mesh: with_torch(options, mesh, "DDP"),
+    "DDP": lambda options, mesh: with_torch(options, "DDP"),
     "Stepmark, zero_1": lambda options, mesh: with_stepmark(options, mesh, zero_1=True),
-    "DDP, ZeroRedundancyOptimizer": lambda options, mesh: with_torch(options, mesh, "zero"),
-    "FSDP2": lambda options, mesh: with_torch(options, mesh, "FSDP2"),
+    "DDP, ZeroRedundancyOptimizer": lambda options, mesh: with_torch(options, "zero"),
+    "FSDP2": lambda options, mesh: with_torch(options, "FSDP2"),
+}
+IN_BFLOAT16: dict[str, Callable[[argparse.Namespace, Mesh], Step]] = {
+    "DDP, autocast": lambda options, mesh: with_torch(options, "DDP", masters=True),
+    "FSDP2, mixed precision": lambda options, mesh: with_torch(options, "FSDP2", masters=True),
 }
 
 
@@ -132,7 +143,8 @@ def rank_main(options: argparse.Namespace) -> None:
     shape = (options.rows, LENGTH)
     batches = [torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(options.accumulation)]
     left_out = options.without or []
-    runs = {name: make(options, mesh) for name, make in CONTESTANTS.items() if name not in left_out}
+    contestants = {**CONTESTANTS, **(IN_BFLOAT16 if options.dtype == "bfloat16" else {})}
+    runs = {name: make(options, mesh) for name, make in contestants.items() if name not in left_out}
     interface = two_nodes.INTERFACE if options.gigabits else "lo"
     times: dict[str, list[float]] = {name: [] for name in runs}
     sent: dict[str, list[float]] = {name: [] for name in runs}
@@ -235,7 +247,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument(
-        "--without", nargs="*", choices=list(CONTESTANTS), help="contestants that memory has no room for"
+        "--without", nargs="*", choices=[*CONTESTANTS, *IN_BFLOAT16], help="contestants that memory has no room for"
     )
     parser.add_argument("--rows", type=int, default=1, help="sequences in a micro-batch")
     parser.add_argument("--accumulation", type=int, default=1)
