@@ -35,9 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[NAME=]SOURCE",
-        help="a file, a folder made by save_to_disk, or python-stdlib; several with names "
+        help="a file, a folder, a pattern, or a dataset (its validation split, if it has one); several with names "
         "(default: the validation data of the run)",
     )
+    add("--text_column", metavar="NAME", help="the column with the texts of --data (default: as in the run)")
+    add("--messages_column", metavar="NAME", help="the column with the conversations of --data (likewise)")
     add("--block_size", type=int, metavar="INT", help="tokens in a sample (default: as in the run)")
     limit = "limit the samples of each set (default: as in the run; all of --data)"
     add("--max_samples", type=int, metavar="INT", help=limit)
@@ -82,7 +84,14 @@ def _request(parsed: argparse.Namespace) -> Request:
     return Request(
         path=parsed.path,
         watch=parsed.watch,
-        data=DataChoice(tuple(parsed.data), parsed.block_size, parsed.max_samples, parsed.update_best),
+        data=DataChoice(
+            tuple(parsed.data),
+            parsed.block_size,
+            parsed.max_samples,
+            parsed.update_best,
+            parsed.text_column,
+            parsed.messages_column,
+        ),
         batch_size=parsed.batch_size,
         device=parsed.device,
         until=parsed.until,

@@ -105,13 +105,13 @@ def _kind(part: type, name: str) -> str:
 def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
     """The recipe in the file at `path`, if one is given, overridden by the flags.
 
-    Raises UsageError that names the field for one that is unknown, of the wrong type, or contradicts another.
+    Raises UsageError that names all unknown fields, or the one that has the wrong type or contradicts another.
     """
     values = {**(_read_file(path) if path else {}), **_read_flags(flags)}
     known = all_fields()
-    for name in values:
-        if name not in known:
-            raise UsageError(unknown_field(name, known, path))
+    unknown = [unknown_field(name, known, path) for name in values if name not in known]
+    if unknown:
+        raise UsageError("; ".join(unknown))
     parts = [
         part(**convert_all(part, {name: value for name, value in values.items() if name in field_names(part)}))
         for part in PARTS

@@ -21,7 +21,10 @@ def choose_column(columns: Sequence[str], strings: Sequence[str], wanted: str | 
     if "text" in columns:
         return "text"
     if not strings:
-        raise UsageError(f"text_column: {where} has no column of strings; its columns are {listed}")
+        raise UsageError(
+            f"text_column: {where} has no column of strings; its columns are {listed}; conversations are "
+            "read with messages_column"
+        )
     if len(strings) > 1:
         raise UsageError(
             f"text_column: {where} has {len(strings)} columns of strings, of which one can be trained on: set"

@@ -56,6 +56,9 @@ def open_sources(config: DataArguments) -> Sources:
         train, validation = stdlib_texts(0 if given else percentage)
     else:
         train, validation = _dataset_texts(config)
+    if column is not None and train.is_plain and (given is None or given.is_plain):
+        files = train.where if given is None else f"{train.where} and {given.where}"
+        raise UsageError(f"text_column is given, but the data has no columns ({files} are plain text); remove it")
     validation = given or validation
     return Sources(train, validation, 0 if validation is not None else percentage)
 

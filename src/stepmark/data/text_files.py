@@ -17,7 +17,7 @@ from stepmark.data.json_rows import json_rows
 from stepmark.data.read_meter import ReadMeter
 from stepmark.data.source_files import find_files
 from stepmark.data.texts import Corpus, Texts
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import DataError
 
 LONGEST_LINE = 1 << 18  # characters; a longer one is read in parts
 SAMPLE_ROWS, SAMPLE_CHARACTERS = 100, 1 << 22  # of a JSON file, from which its columns are known
@@ -36,11 +36,9 @@ def file_corpus(field: str, given: str | Sequence[str], column: str | None) -> C
     All but .parquet may be compressed: .gz, .bz2, .xz, .zst.
 
     Raises DataError for a file that is empty or cannot be read, UsageError for one that is missing, binary or of a
-    format that is not read, and for an unknown column.
+    format that is not read, and for an unknown column of a table.
     """
     found = find_files(field, given, READERS)
-    if column is not None and not any(uncompressed_suffix(path) in COLUMNS for path in found.files):
-        raise UsageError("text_column is given, but the data has no columns; remove it")
     return Corpus(tuple(_file_texts(field, path, column) for path in found.files), found.left_out)
 
 

@@ -54,6 +54,11 @@ class Corpus:
         return first + (f" and {more} more file{'s' if more > 1 else ''}" if more else "")
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all of it are files of plain text, which have no columns."""
+        return all(source.text_kind for source in self.sources)
+
+    @property
     def content(self) -> str:
         return " + ".join(source.content for source in self.sources)
 

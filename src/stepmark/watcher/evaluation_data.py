@@ -8,11 +8,19 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from stepmark.config.data_arguments import STDLIB, DataArguments, file_names, may_have_columns
+from stepmark.config.data_arguments import (
+    STDLIB,
+    TABLES,
+    DataArguments,
+    file_names,
+    may_have_columns,
+    uncompressed_suffix,
+)
 from stepmark.config.recipe import Recipe
 from stepmark.errors import DataError, UsageError
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # one of which a model's or an adapter's folder has
+_OF_VALIDATION = re.compile(r"(?<![a-z])(validation|valid|val|dev)(?![a-z])", re.IGNORECASE)
 _NAMED = re.compile(r"([A-Za-z]\w*)=(.+)\Z", re.DOTALL)
 
 
@@ -27,13 +35,15 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class DataChoice:
-    """`sources` are the values of --data, each `[NAME=]SOURCE`; sizes, where given, override the recipe's. With
-    `updates_best` the run's `best` follows the results also on data other than its own."""
+    """`sources` are the values of --data, each `[NAME=]SOURCE`; sizes and columns, where given, override the recipe's.
+    With `updates_best` the run's `best` follows the results also on data other than its own."""
 
     sources: tuple[str, ...] = ()
     block_size: int | None = None
     max_samples: int | None = None
     updates_best: bool = False
+    text_column: str | None = None
+    messages_column: str | None = None
 
     def with_block_size(self, block_size: int | None) -> DataChoice:
         """With this block size, unless another was given."""
@@ -51,6 +61,28 @@ class DataChoice:
         for name, value, least in (("block_size", self.block_size, 2), ("max_samples", self.max_samples, 1)):
             if value is not None and value < least:
                 raise UsageError(f"--{name}: should be at least {least}, and is {value}")
+        if self.text_column is not None and self.messages_column is not None:
+            raise UsageError(
+                "--text_column and --messages_column: samples are texts or conversations; give one of them"
+            )
+
+    def columns(self, recipe: Recipe | None) -> dict[str, Any]:
+        """What is read of a table's rows, and how: as in the run, unless a column is given."""
+        names = ("text_column", "messages_column", "assistant_only_loss", "packing")
+        found = {name: getattr(recipe.data, name) for name in names} if recipe is not None else {}
+        if self.text_column is not None:
+            return {"text_column": self.text_column}
+        if self.messages_column is not None:
+            return {**found, "text_column": None, "messages_column": self.messages_column}
+        return found
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What is read: the validation part, and where there is none and `or_all`, what is there to train on."""
+
+    config: DataArguments
+    or_all: bool
 
 
 def split_name(source: str) -> tuple[str | None, str]:
@@ -70,15 +102,16 @@ def prepare_sets(
     """
     from stepmark.data.prepared_data import prepare
 
-    configs = _configs(choice, recipe, _block_size(choice, recipe, tokenizer, longest))
     sets: dict[str | None, EvaluationSet] = {}
-    for name, (config, in_full) in configs.items():
+    for name, chosen in _choose(choice, recipe, _block_size(choice, recipe, tokenizer, longest)).items():
+        config = chosen.config
         try:
-            data = prepare(config, tokenizer, may_be_short=in_full)
+            data = prepare(config, tokenizer, may_be_short=chosen.or_all)
         except (DataError, UsageError) as error:  # a file that is read completely was given in another field
             given = "--data" if choice.sources else "validation_file"
-            message = str(error).replace("train_file: ", f"{given}: ", 1) if in_full else str(error)
+            message = str(error).replace("train_file: ", f"{given}: ", 1) if chosen.or_all else str(error)
             raise type(error)(message if choice.sources else f"{message}; name other data with --data") from error
+        in_full = chosen.or_all and data.validation is None
         blocks = data.train if in_full else data.validation
         where = ", ".join(file_names(config.train_file)) or config.dataset_name or "dataset_mixture"
         if blocks is None:
@@ -86,7 +119,7 @@ def prepare_sets(
         if not len(blocks):
             raise DataError(f"{where}: its validation data is empty; name other data with --data")
         content = f"{data.fingerprint} {len(blocks)} {'all' if in_full else 'validation'}"
-        sets[name] = EvaluationSet(blocks, content, where)
+        sets[name] = EvaluationSet(blocks, content, where if in_full else f"the validation part of {where}")
     return sets
 
 
@@ -99,67 +132,84 @@ def _block_size(choice: DataChoice, recipe: Recipe | None, tokenizer: Any, longe
     return wanted or min(DEFAULT_BLOCK_SIZE, tokenizer.model_max_length, longest or DEFAULT_BLOCK_SIZE)
 
 
-def _configs(
-    choice: DataChoice, recipe: Recipe | None, block_size: int
-) -> dict[str | None, tuple[DataArguments, bool]]:
-    """By name: which data, and whether all of it is meant or the validation part."""
+def _choose(choice: DataChoice, recipe: Recipe | None, block_size: int) -> dict[str | None, _Chosen]:
+    """What is read, by name."""
     if choice.sources:
         return {
             name: _of_source(source, choice, recipe, block_size) for name, source in map(split_name, choice.sources)
         }
     if recipe is None:
-        raise DataError(f"--data: the run has no recipe that names its data; name a file, or {STDLIB}")
+        raise DataError(f"--data: the run has no recipe that names its data; name a file, a folder, or {STDLIB}")
     data = recipe.data
     samples = choice.max_samples or data.max_eval_samples
-    processes = data.preprocessing_num_workers
+    columns = choice.columns(recipe)
     if data.validation_file:  # the training data need not be read
-        return {None: (_all_of(data.validation_file, block_size, samples, _columns(data), processes), True)}
-    config = DataArguments(
-        dataset_name=data.dataset_name,
-        dataset_config_name=data.dataset_config_name,
-        dataset_mixture=data.dataset_mixture,
-        **_columns(data),
-        train_file=data.train_file,
-        block_size=block_size,
-        validation_split_percentage=data.validation_split_percentage,
-        max_eval_samples=samples,
-        preprocessing_num_workers=processes,
-    )
-    return {None: (config, False)}
+        names = file_names(data.validation_file)
+        return {None: _all_of(names, block_size, samples, columns, data.preprocessing_num_workers)}
+    config = replace(data, **columns, block_size=block_size, max_train_samples=None, max_eval_samples=samples)
+    return {None: _Chosen(replace(config, overwrite_cache=False), or_all=False)}
 
 
-def _of_source(source: str, choice: DataChoice, recipe: Recipe | None, block_size: int) -> tuple[DataArguments, bool]:
+def _of_source(source: str, choice: DataChoice, recipe: Recipe | None, block_size: int) -> _Chosen:
     path = Path(source).expanduser()
-    columns = _columns(recipe.data) if recipe is not None else {}
-    if path.is_file() or has_magic(source):
-        return _all_of(str(path), block_size, choice.max_samples, columns, None), True
-    percentage = (
-        recipe.data.validation_split_percentage if recipe is not None else DataArguments.validation_split_percentage
-    )
+    columns = choice.columns(recipe)
+    samples = choice.max_samples
+    if path.is_file() or has_magic(source) or (path.is_dir() and not _is_dataset(path)):
+        return _all_of([str(path)], block_size, samples, columns, None)
+    name = str(path) if path.is_dir() else source
+    percentage = _held_out(name, recipe)
     config = DataArguments(
-        dataset_name=str(path) if path.is_dir() else source,
+        dataset_name=name,
         **({} if source == STDLIB else columns),
         block_size=block_size,
         validation_split_percentage=percentage,
-        max_eval_samples=choice.max_samples,
+        max_train_samples=None if percentage else samples,
+        max_eval_samples=samples,
     )
-    return config, False
+    return _Chosen(config, or_all=not percentage)
 
 
-def _columns(data: DataArguments) -> dict[str, Any]:
-    """What is read of a table's rows, and how."""
-    return {name: getattr(data, name) for name in ("text_column", "messages_column", "assistant_only_loss", "packing")}
+def _is_dataset(folder: Path) -> bool:
+    """Whether `datasets` knows which of a folder's files are for validation: those of `save_to_disk`, and tables of
+    which some have such a name."""
+    if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return True
+    return any(uncompressed_suffix(file) in TABLES and _OF_VALIDATION.search(file.stem) for file in folder.rglob("*"))
+
+
+def _held_out(name: str, recipe: Recipe | None) -> int:
+    """Which percentage of a dataset without a validation split is for validation: 0 where all of it is, since the run
+    does not train on it."""
+    trained_on = {source.dataset_name for source in recipe.data.sources} if recipe is not None else set()
+    own = name in trained_on or any(each and Path(each).is_dir() and Path(name).samefile(each) for each in trained_on)
+    if own or name == STDLIB:
+        of_run = recipe.data.validation_split_percentage if recipe is not None else 0
+        return of_run or DataArguments.validation_split_percentage
+    return 0
 
 
 def _all_of(
-    path: str | list[str], block_size: int, samples: int | None, columns: dict[str, Any], processes: int | None
-) -> DataArguments:
-    plain = not any(map(may_have_columns, file_names(path)))
-    return DataArguments(
-        train_file=path,
-        **({} if plain else columns),
+    names: list[str], block_size: int, samples: int | None, columns: dict[str, Any], processes: int | None
+) -> _Chosen:
+    """All of the files; columns of the run's tables are nothing to a file without columns."""
+    config = DataArguments(
+        train_file=names,
+        **({} if _are_plain(names, columns) else columns),
         block_size=block_size,
         validation_split_percentage=0,
         max_train_samples=samples,
         preprocessing_num_workers=processes,
     )
+    return _Chosen(config, or_all=True)
+
+
+def _are_plain(names: list[str], columns: dict[str, Any]) -> bool:
+    """Whether none of the files has columns, where that matters; a folder has to be looked into."""
+    if not any(map(may_have_columns, names)):
+        return True
+    if columns.get("text_column") is None:
+        return False
+    from stepmark.data.source_files import find_files
+    from stepmark.data.text_files import READERS
+
+    return not any(uncompressed_suffix(file) in TABLES for file in find_files("--data", names, READERS).files)

@@ -229,7 +229,7 @@ class EvaluationSetup:
 
 def _what_to_pass(checkpoint: Path, options: RunOptions, choice: DataChoice, functions: Functions) -> str:
     """The error for a checkpoint of a run without a recipe, evaluated without data."""
-    flags = ["--data FILE (or a pattern, or python-stdlib)"]
+    flags = ["--data FILE (or a folder, a pattern, or python-stdlib)"]
     if options.block_size is None and choice.block_size is None:
         flags.append("--block_size N (tokens of a sample)")
     if options.metrics is not None and functions.metrics is None:
@@ -237,8 +237,8 @@ def _what_to_pass(checkpoint: Path, options: RunOptions, choice: DataChoice, fun
     if not any(checkpoint.glob("tokenizer*")):
         flags = ["--evaluator MODULE:FUNCTION (it has no tokenizer, so texts cannot be read)"]
     return (
-        f"--data: {checkpoint} has no {USED_RECIPE} that names its data, as those of the Python Trainer have none; to "
-        f"evaluate as its run did, pass {' '.join(flags)}"
+        f"--data: {checkpoint} has no {USED_RECIPE} that names its data (those of the Python Trainer and plain model "
+        f"folders have none); to evaluate as its run did, pass {' '.join(flags)}"
     )
 
 

@@ -133,7 +133,9 @@ def test_a_run_without_a_recipe_needs_data(folder: Path, tmp_path: Path, capsys:
     assert run(["evaluate", str(folder)]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: --data: {folder / 'checkpoint-6'} has no used_recipe.yaml that names its data")
-    assert error.endswith("pass --data FILE (or a pattern, or python-stdlib) --metrics own_functions:accuracy\n")
+    assert error.endswith(
+        "pass --data FILE (or a folder, a pattern, or python-stdlib) --metrics own_functions:accuracy\n"
+    )
     text = write_text(tmp_path / "text.txt", 3)
     assert run(["evaluate", str(folder / "checkpoint-2"), "--data", str(text), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["eval_loss"] > 0
@@ -332,7 +334,9 @@ def test_a_checkpoint_of_the_python_trainer_says_how_its_run_evaluated(
     assert run(["evaluate", str(moved), "--device", "cpu"]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: --data: {moved} has no used_recipe.yaml that names its data")
-    flags = f"--data FILE (or a pattern, or python-stdlib) --block_size N (tokens of a sample) --metrics {named}"
+    flags = (
+        f"--data FILE (or a folder, a pattern, or python-stdlib) --block_size N (tokens of a sample) --metrics {named}"
+    )
     assert error.endswith(f"pass {flags}\n")
     found, told = evaluated(capsys, moved, "--data", corpus)
     assert f"warning: {moved} does not say its run's block_size" in told
