@@ -63,6 +63,8 @@ def test_results_are_those_of_the_best_model_where_it_is_loaded(tmp_path: Path) 
     assert best < evaluation_at(made, 12)
     for name in ("eval_results.json", "all_results.json"):
         assert read(tmp_path / name)["eval_loss"] == best
+    epochs = [read(tmp_path / f"{name}_results.json")["epoch"] for name in ("train", "all", "eval")]
+    assert epochs == [made.state.epoch, made.state.epoch, pytest.approx(made.state.epoch / 3)]
     assert made.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
 
 

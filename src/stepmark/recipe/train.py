@@ -44,8 +44,8 @@ def train(recipe: Recipe) -> None:
         callbacks=[recipe_writer(recipe)],
     )
     trainer.checkpoint_files.append(lambda folder: write_used_recipe(folder, recipe))
-    output = trainer.train(save_model=True)
-    _say(context, _last_line(recipe.training, output.global_step), recipe.training.log_format)
+    trainer.train(save_model=True)
+    _say(context, _last_line(recipe.training, trainer.state), recipe.training.log_format)
 
 
 def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
@@ -207,11 +207,14 @@ def _collator(recipe: Recipe, dataset: Any, context: Context) -> Any:
     return dataset.padding(fixed=context.runtime.lazy or recipe.training.sequence_parallel)
 
 
-def _last_line(args: TrainingFields, step: int) -> str:
+def _last_line(args: TrainingFields, state: Any) -> str:
+    done = f"done: step {state.global_step}"
     if extracting_graphs():
-        return f"done: step {step}; nothing is saved"
+        return f"{done}; nothing is saved"
     folder = args.output_dir
-    return f"done: step {step}; the model is in {folder}; next: stepmark report {folder}, or stepmark evaluate {folder}"
+    best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+    model = f"the best model, of step {state.best_global_step}," if best else "the model"
+    return f"{done}; {model} is in {folder}; next: stepmark report {folder}, or stepmark evaluate {folder}"
 
 
 def _say(context: Context, text: str, log_format: str) -> None:

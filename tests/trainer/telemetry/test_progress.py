@@ -55,6 +55,12 @@ def test_lines_can_be_json(printed: Any) -> None:
     assert lines[-1]["message"].startswith("done: step 4")
 
 
+def test_the_last_line_says_which_model_is_saved(printed: Any, tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "save_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True}
+    lines = printed(eval_strategy="steps", eval_steps=1, learning_rate=1e-2, **best)
+    assert lines[-1].startswith(f"done: step 4; the best model, of step 1, is in {tmp_path / 'out'}; next")
+
+
 def test_a_run_that_is_too_short_to_log_or_evaluate_says_so(printed: Any) -> None:
     lines = printed(logging_steps=500, eval_strategy="steps", eval_steps=50)
     notes = [line for line in lines if line.startswith("note")]

@@ -69,9 +69,10 @@ def test_status_is_replaced_whole(journal: RunLog, tmp_path: Path, monkeypatch: 
 
 
 def test_results_of_both_kinds_are_joined(journal: RunLog, tmp_path: Path) -> None:
-    journal.results("train", {"train_loss": 1.0, "epoch": 1.0})
-    journal.results("eval", {"eval_loss": 2.0, "epoch": 2.0})
-    assert json.loads((tmp_path / "train_results.json").read_text()) == {"train_loss": 1.0, "epoch": 1.0}
+    """With the epoch of training, also where the evaluation is that of an earlier checkpoint."""
+    journal.results("train", {"train_loss": 1.0, "epoch": 2.0})
+    journal.results("eval", {"eval_loss": 2.0, "epoch": 1.0})
+    assert json.loads((tmp_path / "eval_results.json").read_text()) == {"eval_loss": 2.0, "epoch": 1.0}
     assert json.loads((tmp_path / "all_results.json").read_text()) == {
         "train_loss": 1.0,
         "epoch": 2.0,

@@ -143,17 +143,15 @@ class RunLog:
 
     def results(self, split: str, values: dict[str, Any], *, combined: bool = True) -> None:
         """Writes `<split>_results.json`, and with `combined` adds the same values to all_results.json, as transformers
-        does."""
+        does. The epoch there stays that of training, where the evaluation is that of an earlier, best one."""
         if not self.writes:
             return
         replace_json(self._folder / f"{split}_results.json", values)
         if combined:
-            self._add_to_all_results(values)
-
-    def _add_to_all_results(self, values: dict[str, Any]) -> None:
-        path = self._folder / "all_results.json"
-        before = json.loads(path.read_text()) if path.exists() else {}
-        replace_json(path, {**before, **values})
+            path = self._folder / "all_results.json"
+            before = json.loads(path.read_text()) if path.exists() else {}
+            trained = {"epoch": before["epoch"]} if "epoch" in before and split != "train" else {}
+            replace_json(path, {**before, **values, **trained})
 
     def read_results(self, split: str) -> dict[str, Any] | None:
         """What `<split>_results.json` holds; None where there is no such file, and on ranks other than 0."""
