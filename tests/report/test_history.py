@@ -200,6 +200,21 @@ def test_time_includes_steps_that_were_trained_again(run: Path) -> None:
     assert total_seconds(read_history(run)) == {"step": 6.0, "data": 1.5, "save": 0.0, "evaluation": 0.75, "again": 5.5}
 
 
+def test_what_came_after_the_last_log_counts(run: Path) -> None:
+    """The last evaluation and the last save, and the tokens of the last steps."""
+    spent = {"seconds_step": 2.0, "seconds_data": 0.5, "seconds_save": 0.0, "seconds_evaluation": 0.0}
+    last = {"seconds_step": 1.0, "seconds_data": 0.25, "seconds_save": 4.0, "seconds_evaluation": 8.0}
+    closing = {"step": 3, "train_loss": 2.0, "train_runtime": 9.0, "time": 1010.0, "target_tokens": 30, **last}
+    write(run / "metrics.jsonl", [log(2, target_tokens=20, **spent), closing])
+    history = read_history(run)
+    assert total_seconds(history) == {"step": 3.0, "data": 0.75, "save": 4.0, "evaluation": 8.0}
+    assert history.target_tokens == 30
+    (time,) = [figure for figure in figures([history]) if figure.name == "time"]
+    assert {series.name: sum(y or 0 for y in series.y) for series in time.series}["evaluation"] == 8.0
+    write(run / "metrics.jsonl", [log(2, **spent), closing, {"resumed": 2, "time": 2000.0}, log(3, **spent)])
+    assert total_seconds(read_history(run))["again"] == 13.25
+
+
 def test_text_of_the_run_cannot_break_the_page(run: Path) -> None:
     nasty = "</script><script>alert(1)</script><!-- &"
     write(run / "metrics.jsonl", [log(1)])

@@ -142,7 +142,7 @@ def _of_logs(histories: Sequence[History], key: str, empty: Figure, points: int)
 
 def _time(history: History) -> Figure:
     """Seconds of each part, in bars of equally many steps, including the steps that were trained again."""
-    logs = [*history.logs, *(line for lost in history.lost for line in lost)]
+    logs = [*history.logs, *history.closing, *(line for lost in history.lost for line in lost)]
     logs = [line for line in logs if any(_finite(line.get(f"seconds_{part}")) is not None for part in PARTS)]
     if not logs:
         return Figure("time", "Where the time went", "")
@@ -253,6 +253,6 @@ def total_seconds(history: History) -> dict[str, float]:
     def spent(lines: Iterable[Line], part: str) -> float:
         return sum(_finite(line.get(f"seconds_{part}")) or 0.0 for line in lines)
 
-    found = {part: spent(history.logs, part) for part in PARTS}
+    found = {part: spent([*history.logs, *history.closing], part) for part in PARTS}
     again = sum(spent(lost, part) for lost in history.lost for part in PARTS)
     return {**found, "again": again} if again else found

@@ -63,7 +63,8 @@ class BestEvaluation:
 @dataclass
 class History:
     """Everything read from a run's folder. `logs`: the valid training lines, by step; `lost`: lines whose steps were
-    trained again, one list per resumption; `liveness`: read only while the status is "running"."""
+    trained again, one list per resumption; `closing`: the lines at the ends of processes that reached the run's last
+    step; `liveness`: read only while the status is "running"."""
 
     folder: Path
     name: str
@@ -71,6 +72,7 @@ class History:
     liveness: Liveness | None = None
     logs: list[Line] = field(default_factory=list)
     lost: list[list[Line]] = field(default_factory=list)
+    closing: list[Line] = field(default_factory=list)
     evaluations: list[EvaluationPoint] = field(default_factory=list)
     unevaluated: list[Line] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
@@ -103,6 +105,12 @@ class History:
         """When the run last wrote anything, in seconds since 1970."""
         times = [self.status.get("time"), *(line.get("time") for line in [*self.logs[-1:], *self.events[-1:]])]
         return max((time for time in times if isinstance(time, (int, float))), default=None)
+
+    @property
+    def target_tokens(self) -> int | None:
+        """Target tokens of the loss so far, by the newest line that has them."""
+        counts = [number(line.get("target_tokens")) for line in [*self.logs[-1:], *self.closing[-1:]]]
+        return max((count for count in counts if count is not None), default=None)
 
     def resumptions(self) -> list[tuple[Attempt, Attempt]]:
         """Each process that was followed by another, paired with its successor."""
@@ -161,20 +169,24 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
     """Training lines, evaluations and attempts. After a resumption steps appear again, and the last one counts."""
     logs: dict[int, Line] = {}
     evaluations: dict[int, Line] = {}
+    closing: dict[int, Line] = {}
     resumptions: list[tuple[Line, int | None, float | None]] = []
     for line in lines:
         step = number(line.get("step"))
         if "resumed" in line:
             last = max(logs, default=None)
             resumptions.append((line, last, logs[last].get("time") if last is not None else None))
-            _discard(history, logs, evaluations, after=number(line["resumed"]) or 0)
+            _discard(history, logs, evaluations, closing, after=number(line["resumed"]) or 0)
         elif step is not None and "loss" in line:
             if step in logs:
-                _discard(history, logs, evaluations, after=step - 1)
+                _discard(history, logs, evaluations, closing, after=step - 1)
             logs[step] = line
+        elif step is not None and "train_runtime" in line:
+            closing[step] = line
         elif step is not None and (values := _metrics_of(line)):
             evaluations[step] = {**evaluations.get(step, {}), "time": line.get("time"), **values}
     history.logs = [logs[step] for step in sorted(logs)]
+    history.closing = [closing[step] for step in sorted(closing)]
     history.evaluations = [
         EvaluationPoint(step, evaluations[step].pop("time"), evaluations[step], concurrent=False)
         for step in sorted(evaluations)
@@ -182,9 +194,11 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
     history.attempts = _attempts(history, resumptions)
 
 
-def _discard(history: History, logs: dict[int, Line], evaluations: dict[int, Line], *, after: int) -> None:
+def _discard(
+    history: History, logs: dict[int, Line], evaluations: dict[int, Line], closing: dict[int, Line], *, after: int
+) -> None:
     """Moves the steps after this one to `lost`, and drops their evaluations."""
-    lost = [logs.pop(step) for step in sorted(logs) if step > after]
+    lost = [lines.pop(step) for lines in (logs, closing) for step in sorted(lines) if step > after]
     if lost:
         history.lost.append(lost)
     for step in [step for step in evaluations if step > after]:

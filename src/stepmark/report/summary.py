@@ -139,14 +139,20 @@ def _size(history: History) -> list[tuple[str, str, str]]:
     if parameters:
         note = "all trained" if trained == parameters else f"{text.count(trained)} of them trained"
         found.append(("Parameters", text.count(parameters), note))
-    tokens = history.logs[-1].get("target_tokens") if history.logs else None
+    tokens = history.target_tokens
     if tokens:
-        found.append(("Tokens seen", text.count(tokens), "targets of the loss"))
+        found.append(("Tokens seen", text.count(tokens), _tokens_note(history)))
     left, update = history.status.get("eta_seconds"), history.status.get("time")
     if history.state == "running" and isinstance(left, (int, float)):
         end = f"about {text.moment(update + left)}" if isinstance(update, (int, float)) else "at the pace so far"
         found.append(("Time left", text.seconds(left), end))
     return found
+
+
+def _tokens_note(history: History) -> str:
+    known = max(line["step"] for line in [*history.logs[-1:], *history.closing[-1:]] if "target_tokens" in line)
+    up_to = "" if known == history.last_step else f", to step {known:,}"
+    return f"targets of the loss{up_to}"
 
 
 def commands(history: History) -> str:

@@ -52,7 +52,7 @@ def run_table(histories: Sequence[History]) -> str:
                 escape(history.state),
                 sorted_by(parameters, text.count(parameters)),
                 sorted_by(history.last_step, _count(history.last_step)),
-                sorted_by(last.get("target_tokens"), text.count(last.get("target_tokens"))),
+                sorted_by(history.target_tokens, text.count(history.target_tokens)),
                 sorted_by(loss if isinstance(loss, (int, float)) else None, number(loss)),
                 sorted_by(None if best is None else best.value, best_cell),
                 sorted_by(recent_median(history, "tokens_per_second"), speed(history, "tokens_per_second")),

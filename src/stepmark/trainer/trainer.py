@@ -609,6 +609,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         with noisy_embeddings(self.model, self.args.neftune_noise_alpha):
             loop.run(restored)
         seconds, steps = time.perf_counter() - began, self.state.global_step - first
+        mean_loss, machine = loop.mean_loss(), loop.closing_fields()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             checkpointer.restore({"model": self._saved}, Path(self.state.best_model_checkpoint))
             callbacks.best_step = self.state.best_global_step
@@ -616,13 +617,13 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         metrics = {
             "epoch": self.state.epoch,
             "total_flos": self.state.total_flos,
-            "train_loss": loop.mean_loss(),
+            "train_loss": mean_loss,
             "train_runtime": seconds,
             "train_samples_per_second": samples / seconds,
             "train_steps_per_second": steps / seconds,
         }
         if steps or evaluating:  # a process that found the run finished has trained nothing
-            callbacks.log({name: value for name, value in metrics.items() if name != "epoch"})
+            callbacks.log({name: value for name, value in metrics.items() if name != "epoch"}, machine)
         callbacks.event("on_train_end")
         if self._repository is not None:
             self._repository.wait()

@@ -60,7 +60,7 @@ class TrainingLoop:
         self._write_files = write_files
         self._before_save = before_save
         self._monitor = Monitor.for_run(parts, callbacks.run_log)
-        self._flos = TotalFlos(parts.model, parts.mesh.data_parallel.size)
+        self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.look)
         self._epoch_open = False
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
@@ -133,6 +133,11 @@ class TrainingLoop:
     def mean_loss(self) -> float:
         """Mean over all tokens since the run began, resumptions included."""
         return self._losses.mean_loss()
+
+    def closing_fields(self) -> dict[str, Any]:
+        """What the last line of the run adds about the machine: the time since the last log, in which the last
+        evaluation and the last save were, and the tokens of the complete run."""
+        return {**self._monitor.part_fields(), "target_tokens": self._losses.since_start["tokens"]}
 
     # The loop
 

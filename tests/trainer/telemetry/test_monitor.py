@@ -18,6 +18,20 @@ from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 
 
+def test_the_last_line_has_what_came_after_the_last_log(tmp_path: Path) -> None:
+    fields = {"eval_strategy": "steps", "eval_steps": 12, "max_steps": 12}
+    train(tmp_path, fields=fields, eval_dataset=Blocks(8))
+    lines = read_metrics(tmp_path)
+    (evaluation,) = [line for line in lines if "eval_loss" in line]
+    last, logs = lines[-1], [line for line in lines if "loss" in line]
+    assert "train_runtime" in last
+    assert last["seconds_evaluation"] >= evaluation["eval_runtime"]
+    assert last["seconds_save"] > 0
+    spent = sum(value for line in (*logs, last) for name, value in line.items() if name.startswith("seconds_"))
+    assert last["seconds_evaluation"] + last["seconds_save"] < spent <= last["train_runtime"]
+    assert last["target_tokens"] > logs[-1]["target_tokens"]
+
+
 def train(folder: Path, *, samples: int = 20, model: Any = None, **given: Any) -> list[dict[str, Any]]:
     """Twelve steps, saved every four; the events."""
     fields = given.pop("fields", {})

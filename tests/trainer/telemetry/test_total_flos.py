@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
 from stepmark import Trainer, TrainingArguments
+from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.trainer.telemetry.total_flos import TotalFlos
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
 
@@ -18,6 +22,20 @@ def trained(folder: Path, *stops: int, resume: bool = False) -> Trainer:
     trainer = Trainer(tiny_model(), args, train_dataset=Blocks(16), callbacks=[StopsAt(stop) for stop in stops])
     trainer.train(resume_from_checkpoint=resume or None)
     return trainer
+
+
+def test_rows_that_only_keep_the_shape_do_not_count() -> None:
+    """The ranks' shares of a step with an odd number of samples give the same number, that of the samples."""
+    model = tiny_model()
+    count = TotalFlos(model)
+    tokens = torch.ones(2, 8, dtype=torch.long)
+
+    def share(*rows: int) -> float:
+        made = [MicroBatch({"input_ids": tokens, "labels": tokens}, each, 8) for each in rows]
+        return count.of(StepBatch(made, 3, 1.0, {"samples": 0}))
+
+    expected = 6 * model.num_parameters(exclude_embeddings=True) * 3 * 8
+    assert [share(2), share(1), share(0), share(2, 1)] == [expected] * 4
 
 
 def test_operations_are_counted_over_the_complete_run(tmp_path: Path) -> None:

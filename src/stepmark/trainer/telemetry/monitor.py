@@ -139,12 +139,15 @@ class Monitor:
 
     def log_fields(self) -> dict[str, Any]:
         """The fields of a log that describe the machine, since the last call."""
-        seconds = self.timers.training()
-        parts = {f"seconds_{part}": spent for part, spent in self.timers.parts().items()}
-        fields = {**self._throughput.fields(seconds), **parts, **memory_fields(self._runtime)}
-        self.timers.restart()
+        speed = self._throughput.fields(self.timers.training())
         self._throughput.restart()
-        return fields
+        return {**speed, **self.part_fields(), **memory_fields(self._runtime)}
+
+    def part_fields(self) -> dict[str, float]:
+        """Where the time since the last call, or the last log, went."""
+        parts = {f"seconds_{part}": spent for part, spent in self.timers.parts().items()}
+        self.timers.restart()
+        return parts
 
     # Saves
 

@@ -14,17 +14,15 @@ from stepmark.training.model_labels import unwrapped
 
 
 class TotalFlos:
-    """Counts the operations of steps. Parameters of embeddings do not count, padding does, as in transformers; a model
-    that is not one of transformers has none.
+    """Counts the operations of steps. Parameters of embeddings do not count, padding of samples does, as in
+    transformers, and rows that only keep a batch's shape do not; a model that is not one of transformers has none.
 
     Args:
         model: The model, of which this rank may have a part.
-        data_parallel_size: Ranks that train on different samples, each as many as this one.
     """
 
-    def __init__(self, model: nn.Module, data_parallel_size: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model: Any = unwrapped(model)
-        self._ranks = data_parallel_size
 
     @functools.cached_property
     def _per_token(self) -> int:
@@ -33,10 +31,19 @@ class TotalFlos:
         return 6 * complete_size(self._model).outside_embeddings
 
     def of(self, batch: StepBatch) -> float:
-        """The operations of a step on all ranks."""
+        """The operations of a step on all ranks, whose samples are on average as long as this one's."""
         if not self._per_token:
             return 0.0
         name = getattr(self._model, "main_input_name", "input_ids")
-        inputs = [each.inputs for each in batch if isinstance(each.inputs, Mapping)]
-        tokens = sum(each[name].numel() for each in inputs if isinstance(each.get(name), Tensor))
-        return float(self._per_token * tokens * self._ranks)
+        made = [(each.rows, each.inputs[name]) for each in batch if _has_tensor(each.inputs, name)]
+        rows = sum(count for count, _ in made)
+        counts = [count if rows else len(tensor) for count, tensor in made]  # a rank may have filler alone
+        if not sum(counts):
+            return 0.0
+        tokens = sum(count * tensor[0].numel() for count, (_, tensor) in zip(counts, made, strict=True))
+        return float(self._per_token * tokens * batch.samples / sum(counts))
+
+
+def _has_tensor(inputs: Any, name: str) -> bool:
+    found = inputs.get(name) if isinstance(inputs, Mapping) else None
+    return isinstance(found, Tensor) and found.dim() > 0 and len(found) > 0
