@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from stepmark.optim.arrivals import Arrivals, ArrivingParameter
+from stepmark.optim.arrivals import Arrivals, ArrivingParameter, of_known_libraries
 
 
 def on_its_way(*shape: int) -> tuple[nn.Parameter, Arrivals, list[int]]:
@@ -107,6 +108,30 @@ def test_calling_a_module_waits_for_its_own_parameters() -> None:
             return list(self.waited)
 
     assert Kernel()() == [1]
+
+
+def test_a_module_that_is_given_what_was_made_of_parameters_waits_for_all() -> None:
+    """torch.func hides parameters in tensors of its own; a module shows that it was given such ones."""
+    module = nn.Linear(2, 2, bias=False)
+    module.weight, _, waited = on_its_way()
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(module, parameters, (torch.ones(1, 2),)).sum()
+
+    gradient = torch.func.grad(loss)({"weight": module.weight})["weight"]
+    assert waited == [1]
+    assert gradient.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_only_models_of_libraries_are_known() -> None:
+    class Own(GPT2LMHeadModel):
+        pass
+
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8, n_positions=8)
+    assert of_known_libraries(GPT2LMHeadModel(config))
+    assert of_known_libraries(nn.Sequential(nn.Linear(2, 2)))
+    assert not of_known_libraries(Own(config))
+    assert not of_known_libraries(nn.Sequential(Own(config)))
 
 
 def test_what_is_known_without_values_does_not_wait() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from stepmark import ZeroRedundancyOptimizer
+from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
 from stepmark.parallel.gradient_sums import GradientSums
 from stepmark.runtime.collectives import NoCollectives
@@ -99,19 +103,69 @@ def test_sparse_gradients_are_added() -> None:
     assert sums.complete(0).tolist() == [0.0, 0.0, 4.0, 4.0, 0.0, 0.0, 2.0, 2.0]
 
 
-def test_two_optimizers_of_one_model_and_one_that_is_gone() -> None:
-    net, seen = Net(), []
-    gone = sums_of(net, seen)
-    first, second = sums_of(net), sums_of(net)
-    del gone
-    gc.collect()
+@pytest.fixture
+def without_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_last_optimizer_of_a_model_gets_its_gradients(dtype: torch.dtype, kept: bool) -> None:
+    """Also where nothing has collected the one before it."""
+    net, seen = Net(dtype), []
+    before = [sums_of(net, seen)] if kept else []
+    if not kept:
+        sums_of(net, seen)
+    sums = sums_of(net)
     for _ in range(2):
         net(torch.ones(2, 3)).backward()
-    for sums in (first, second):
-        sums.collect_all()
-        assert found(sums) == [4.0] * 6 + [30.0] + [0.0] * 3
+    sums.collect_all()
+    assert found(sums) == [4.0] * 6 + [30.0] + [0.0] * 3
     assert not seen
-    assert len(net.first._post_accumulate_grad_hooks) == 2  # type: ignore[arg-type]
+    assert len(net.first._post_accumulate_grad_hooks) == 1  # type: ignore[arg-type]
+    sums.hooks.check()
+    for each in before:
+        each.reset()  # which leaves the gradients of the other one
+        with pytest.raises(UsageError, match="another optimizer was made over parameters of this one"):
+            each.hooks.check()
+    sums.collect_all()
+    assert found(sums) == [4.0] * 6 + [30.0] + [0.0] * 3
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_gone_leaves_gradients_to_autograd(dtype: torch.dtype) -> None:
+    """An optimizer that was dropped, and a reducer that was closed."""
+    mesh = Mesh.create(device="cpu")
+    for drop in (True, False):
+        net = Net(dtype)
+        optimizer: Any = ZeroRedundancyOptimizer(net.named_parameters(), torch.optim.SGD, mesh=mesh, lr=0.1)
+        net(torch.ones(2, 3)).backward()
+        optimizer.step()
+        if drop:
+            del optimizer
+        else:
+            optimizer._gradients.close()
+        net(torch.ones(2, 3)).backward()
+        assert net.first.grad is not None
+        assert net.first.grad.dtype == dtype
+
+
+def test_hooks_that_are_registered_later_come_first() -> None:
+    net = Net()
+    sums = sums_of(net)
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    net.first.register_post_accumulate_grad_hook(halve)
+    sums.reset()
+    net(torch.ones(2, 3)).backward()
+    assert found(sums)[:6] == [1.0] * 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

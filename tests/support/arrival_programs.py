@@ -26,9 +26,11 @@ from transformers import (
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.launch.signal_listener import RunInterrupted
+from stepmark.optim import arrivals
 from stepmark.optim.arrivals import Arrivals
 from stepmark.parallel import buckets
 from stepmark.runtime.collectives import GroupCollectives
+from tests.support.gradient_programs import Inner
 
 WORDS, SAMPLES = 32, 24
 Model = Callable[[], nn.Module]
@@ -166,6 +168,7 @@ MODELS: dict[str, Model] = {
     "functions": Functions,
     "replayed": Replayed,
     "kernels": Kernels,
+    "torch.func": Inner,
 }
 
 
@@ -226,6 +229,8 @@ def train(folder: str, model: str, options: dict[str, Any], case: str, late: boo
     arrived: list[int] = []
     deferred: list[bool] = []
     buckets.HOST_BUCKET_ELEMENTS = 400
+    if case != "unknown":
+        arrivals.LIBRARIES |= {"tests"}
     if late:
         GroupCollectives.start_gather_in_place = _late(arrived)  # type: ignore[method-assign]
         first_use = Arrivals.first_use

@@ -4,6 +4,9 @@ ZeRO-1's all-gather overlaps with what follows the step, up to the next forward 
 its values are used. That is seen in two ways. Until its values are there, a parameter has a class whose functions wait
 for them (`__torch_function__`), whoever calls them; and a module that is called waits for the parameters of its own,
 which may go to code that is none of torch's functions.
+
+Neither sees compiled code that is given parameters of other modules, nor the transforms of torch.func, which hide them
+in tensors of their own. Models of libraries do no such thing (`of_known_libraries`).
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 Finish = Callable[[], object]
 Use = Callable[[Tensor], None]
+
+LIBRARIES = frozenset({"torch", "transformers", "peft", "stepmark"})
 
 _PROPERTIES = (
     "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse",
@@ -38,7 +45,12 @@ WITHOUT_VALUES = frozenset(
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )  # functions that are about something of a tensor other than its values
 
-_uses: dict[int, Use] = {}  # by the id of a parameter whose values are on their way
+_uses: dict[int, Callable[[], None]] = {}  # by the id of a parameter whose values are on their way
+
+
+def of_known_libraries(model: nn.Module) -> bool:
+    """Whether no code of the user's, or of a model's author, is in the model."""
+    return all(type(module).__module__.partition(".")[0] in LIBRARIES for module in model.modules())
 
 
 class ArrivingParameter(nn.Parameter):
@@ -54,7 +66,7 @@ class ArrivingParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for each in _arriving([*args, *kwargs.values()]):
-            _uses[id(each)](each)
+            _uses[id(each)]()
         return func(*args, **kwargs)
 
 
@@ -72,7 +84,7 @@ def _arriving(values: Iterable[Any]) -> Iterator[Tensor]:
 def _mark(parameters: Iterable[Tensor], use: Use) -> None:
     """From now on `use` is called before anything uses the values of one of the parameters."""
     for each in parameters:
-        _uses[id(each)] = use
+        _uses[id(each)] = partial(use, each)
         each.__class__ = ArrivingParameter
 
 
@@ -147,7 +159,8 @@ class Arrivals:
         with self._lock:
             finish = self._pending.get(number)  # another thread may have waited meanwhile
             if finish is not None:
-                with torch._C.DisableTorchFunctionSubclass():  # it may use the parameters itself
+                # It may use the parameters itself, and is no part of what torch.func transforms.
+                with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
                     finish()
                 _unmark(self._groups[number])
                 del self._pending[number]
@@ -215,5 +228,11 @@ class _Trial:
 
 
 def _use_own(module: nn.Module, _: object) -> None:
-    for each in _arriving(module._parameters.values()):
-        _uses[id(each)](each)
+    """Before a module is called: its own parameters are used; in place of them it may have been given what somebody has
+    made of some parameters (`torch.func.functional_call`)."""
+    for each in module._parameters.values():
+        if type(each) is ArrivingParameter:
+            _uses[id(each)]()
+        elif each is not None and type(each) is not nn.Parameter:
+            for use in list(_uses.values()):
+                use()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,8 +50,15 @@ class GradientReducer(Protocol):
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32)."""
 
+    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Makes `parameter.grad` of fp32 parameters what `reduce` has made of it on all ranks, for callbacks; calling
+        the result takes over what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
+
     def reset(self) -> None:
         """Clears the sums for the next step."""
+
+    def close(self) -> None:
+        """Leaves gradients to autograd from now on; called after the last step."""
 
 
 class StepOptimizer(Protocol):

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket
+from stepmark.parallel.gradient_hooks import weakly
 from stepmark.parallel.gradient_math import add_ends, squares
 from stepmark.parallel.gradient_sums import GradientSums
 from stepmark.parallel.overlapped_reduction import OverlappedReduction
@@ -43,8 +45,9 @@ class BucketedGradients:
         self._weights: RankWeights | None = None
         self._overlap: OverlappedReduction | None = None
         if isinstance(self._axis, GroupCollectives):
-            self._overlap = OverlappedReduction(self._buckets, self._axis, mesh.runtime.device, self._send)
-        self.sums = GradientSums(self._buckets, mesh.runtime, self._arrived)
+            self._overlap = OverlappedReduction(self._buckets, self._axis, mesh.runtime.device, weakly(self._send))
+        self.sums = GradientSums(self._buckets, mesh.runtime, weakly(self._arrived))
+        self._sent_versions: dict[int, int] = {}  # of the sums when they were sent, by bucket
 
     def _arrived(self, number: int, position: int) -> None:
         if self._overlap is not None:
@@ -52,6 +55,8 @@ class BucketedGradients:
 
     def begin(self, tokens: Tensor) -> None:
         """Tells the other ranks this one's target tokens in the step. Optional."""
+        self.sums.hooks.check()
+        self.sums.hooks.come_last()
         if isinstance(self._axis, GroupCollectives):
             self._weights = RankWeights(tokens, self._axis)
 
@@ -65,7 +70,11 @@ class BucketedGradients:
 
     @torch.no_grad()
     def reduce(self, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The mean of each bucket, weighted by tokens, as `start` has reduced it, and the tokens of all ranks."""
+        """The mean of each bucket, weighted by tokens, as `start` has reduced it, and the tokens of all ranks.
+
+        Raises UsageError where gradients were changed after they were sent, which would have no effect."""
+        self.sums.hooks.check()
+        self._check_unchanged()
         self._add_partial()
         if self._overlap is None:
             return [self.sums.complete(number) for number in range(len(self._buckets))], tokens
@@ -89,10 +98,24 @@ class BucketedGradients:
     @torch.no_grad()
     def _send(self, number: int) -> Finish:
         assert self._weights is not None
-        return self._start(number, self._weights)
+        finish = self._start(number, self._weights)
+        self._sent_versions[number] = self.sums.flat[number]._version
+        return finish
+
+    def _check_unchanged(self) -> None:
+        if any(self.sums.flat[number]._version != version for number, version in self._sent_versions.items()):
+            raise UsageError(
+                "gradients were changed after the backward pass that last_backward() announced, which has sent them; "
+                "change them in hooks of the parameters (register_hook), or leave out last_backward()"
+            )
+
+    def close(self) -> None:
+        """Takes no gradients from now on."""
+        self.sums.hooks.close()
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""
+        self._sent_versions.clear()
         if self._overlap is not None:
             self._overlap.drop()
         self._weights = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives
 from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of
@@ -92,13 +93,34 @@ class Member:
 
     def write_to(self, flat: Tensor) -> None:
         """Copies the parameter's values to the bucket's flat tensor."""
-        for place, box in zip(self.places_in(flat), self.boxes_of(self.parameter), strict=True):
-            place.copy_(box)
+        self.write(self.parameter, flat)
+
+    def write(self, tensor: Tensor, flat: Tensor) -> None:
+        """Copies a tensor of the parameter's shape to the bucket's flat tensor, unless it is a view of its place."""
+        for place, box in zip(self.places_in(flat), self.boxes_of(tensor), strict=True):
+            if not _same_memory(place, box):
+                place.copy_(box)
+
+    def read(self, flat: Tensor) -> Tensor:
+        """What is at the parameter's place in the bucket's flat tensor, in the parameter's shape: a view, if it can."""
+        places = self.places_in(flat)
+        if self.in_order:
+            return places[0]
+        found = flat.new_empty(self.parameter.shape)
+        for box, place in zip(self.boxes_of(found), places, strict=True):
+            box.copy_(place)
+        return found
 
     def read_from(self, flat: Tensor) -> None:
         """Copies the values in the bucket's flat tensor to the parameter."""
         for place, box in zip(self.places_in(flat), self.boxes_of(self.parameter), strict=True):
             box.copy_(place)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
+        (one.storage_offset(), one.stride()) == (other.storage_offset(), other.stride())
+    )
 
 
 class Bucket:
@@ -178,12 +200,23 @@ def make_buckets(
     for index, group in enumerate(groups):
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in group:
+            check_real(name, parameter)
             kind = (parameter.dtype, replication_of(parameter, tensor_axis_size))
             kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
             runs = _split_into_buckets(parameters, first, limit, reordered)
             buckets += [Bucket(index, run, axis, tensor_axis_size) for run in runs]
     return buckets
+
+
+def check_real(name: str, parameter: nn.Parameter) -> None:
+    """Raises UsageError for a complex parameter: gradients are added in float32."""
+    if parameter.is_complex():
+        raise UsageError(
+            f"{name}: is a complex parameter ({parameter.dtype}), of which gradients are not summed; keep its real and "
+            "imaginary parts in a real one (torch.view_as_real), and make it complex where it is used "
+            "(torch.view_as_complex)"
+        )
 
 
 def _default_limit(runtime: Runtime) -> int:

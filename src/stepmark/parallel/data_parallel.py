@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from stepmark.optim.protocols import ReducedGradients
 from stepmark.parallel.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
 from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, make_buckets
+from stepmark.parallel.gradient_hooks import weakly
 from stepmark.parallel.gradient_math import add_ends, add_partial, norms, squares
 from stepmark.parallel.rank_weights import RankWeights
+from stepmark.parallel.shown_gradients import show
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
@@ -60,9 +62,10 @@ class OverlappedGradients:
         self._buckets = make_buckets(
             [named], mesh.data_parallel, mesh.tensor_parallel.size, mesh.runtime, bucket_elements, reordered=False
         )
+        self._parameters = [parameter for _, parameter in named]
         position = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self._order = [position[id(member.parameter)] for bucket in self._buckets for member in bucket.members]
-        self._bucketed = BucketedGradients(self._buckets, mesh, self._start, weigh_arriving=True)
+        self._bucketed = BucketedGradients(self._buckets, mesh, weakly(self._start), weigh_arriving=True)
 
     def begin(self, tokens: Tensor) -> None:
         """Announces the step, and this rank's tokens in it: the value that `reduce` will be given."""
@@ -111,10 +114,18 @@ class OverlappedGradients:
             return self._axis.start_all_reduce(weighted)
         return self._axis.start_all_reduce_in(self._reduce_dtype, weighted)
 
+    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Makes `parameter.grad` the mean gradients, those of parameters that other ranks update too."""
+        return show(list(zip(self._parameters, gradients, strict=True)))
+
     @torch.no_grad()
     def reset(self) -> None:
         """Clears the sums for the next step."""
         self._bucketed.reset()
+
+    def close(self) -> None:
+        """Takes no gradients from now on."""
+        self._bucketed.close()
 
 
 class DataParallelGradients:
@@ -213,6 +224,13 @@ class DataParallelGradients:
             parameter.grad = None
         for total in self._sums or ():
             total.zero_()
+
+    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Makes `parameter.grad` the mean gradients."""
+        return show(list(zip(self._parameters, gradients, strict=True)))
+
+    def close(self) -> None:
+        """Does nothing: gradients are taken when `collect` is called."""
 
 
 def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:

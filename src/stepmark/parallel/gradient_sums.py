@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from stepmark.parallel.buckets import Bucket
+from stepmark.parallel.gradient_hooks import GradientHooks
 from stepmark.runtime.base import Runtime
 
 Weight = Tensor | float  # a tensor where a number would have to be waited for
@@ -29,6 +28,7 @@ class GradientSums:
         flat: The sums, `bucket.padded` elements each. Those of parameters without a gradient are undefined until
             `complete`.
         arrived: Called with the number of a bucket and the position of its member whenever a gradient is there.
+        hooks: What collects the gradients.
     """
 
     def __init__(self, buckets: Sequence[Bucket], runtime: Runtime, arrived: Callable[[int, int], object]) -> None:
@@ -50,26 +50,21 @@ class GradientSums:
         self._weight: Weight | None = None
         self._weighing: Collection[int] = ()
         self._arrived = arrived
-        self._watch()
+        members = [(k, i) for k, bucket in enumerate(self._buckets) for i in range(len(bucket.members))]
+        self._hooked = [place for place in members if self._parameter(*place).requires_grad]
+        self.hooks = GradientHooks(self, [self._parameter(*place) for place in self._hooked], GradientSums._made)
 
-    def _watch(self) -> None:
-        """Collects every gradient when it is there, as long as this object lives."""
-        me = weakref.ref(self)
+    def _parameter(self, number: int, position: int) -> nn.Parameter:
+        return self._buckets[number].members[position].parameter
 
-        def hook(parameter: Tensor) -> None:
-            sums = me()
-            if sums is not None:
-                number, position = sums._index[id(parameter)]
-                if torch.is_grad_enabled():  # backward(create_graph=True)
-                    sums.collect(parameter)
-                else:
-                    sums._collect(parameter, number, position)
-                sums._arrived(number, position)
-
-        parameters: list[nn.Parameter] = [member.parameter for bucket in self._buckets for member in bucket.members]
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in trained]
-        weakref.finalize(self, remove_hooks, handles)
+    def _made(self, index: int) -> None:
+        """Autograd has made a gradient."""
+        number, position = self._hooked[index]
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            self.collect(self._parameter(number, position))
+        else:
+            self._collect(self._parameter(number, position), number, position)
+        self._arrived(number, position)
 
     @torch.no_grad()
     def collect(self, parameter: Tensor) -> None:
@@ -152,15 +147,12 @@ class GradientSums:
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""
+        if self.hooks.taken:
+            return
         self._weight = None
+        self.hooks.come_last()
         for bucket, *flags in zip(self._buckets, self._present, self._got, self._weighted, strict=True):
             for each in flags:
                 each[:] = [False] * len(each)
             for member in bucket.members:
                 member.parameter.grad = None
-
-
-def remove_hooks(handles: Sequence[RemovableHandle]) -> None:
-    """Removes hooks of tensors."""
-    for handle in handles:
-        handle.remove()

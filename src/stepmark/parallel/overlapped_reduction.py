@@ -3,10 +3,14 @@
 The first pass sends nothing before its end. It shows how often each gradient arrives: more than once where a layer that
 is used several times is computed again by reentrant checkpoints. All ranks send the buckets in the same order, that in
 which they were complete in the first pass, averaged over the ranks, so that no bucket waits long for another.
+
+Of several optimizers whose gradients come from one backward pass, only the one that was announced first sends during
+it: the order among several could differ between ranks, and with it what each of them receives.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +19,9 @@ from torch import Tensor
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket
 from stepmark.runtime.collectives import GroupCollectives
+
+_overlapping: weakref.WeakKeyDictionary[GroupCollectives, weakref.ref[OverlappedReduction]]
+_overlapping = weakref.WeakKeyDictionary()  # by axis: what sends while a backward pass runs
 
 IN_FLIGHT = 4  # buckets sent at a time where nothing is computed meanwhile; each may need a buffer of its size
 
@@ -61,6 +68,14 @@ class OverlappedReduction:
         self._missing = [sum(each) for each in self._needed]
         self._completed, self._sent = [], {}
         self.running = True
+        if self._other() is None:
+            _overlapping[self._axis] = weakref.ref(self)
+
+    def _other(self) -> OverlappedReduction | None:
+        """Another one that sends on the same axis while a backward pass runs."""
+        reference = _overlapping.get(self._axis)
+        found = reference() if reference is not None else None
+        return found if found is not None and found is not self and found.running else None
 
     def arrived(self, number: int, position: int) -> None:
         """Tells that a gradient of a bucket's member is there; nothing follows unless `running`.
@@ -73,9 +88,12 @@ class OverlappedReduction:
         if number in self._sent:
             raise UsageError(
                 "a backward pass ran after the one that last_backward() announced as the step's last, and its "
-                "gradients would be lost; call last_backward() before the last one"
+                "gradients would be lost; call last_backward() before the last one (a Trainer does so: there, a "
+                "layer is used more often than in the first step, and gradient checkpointing has use_reentrant: true)"
             )
         self._count[number][position] += 1
+        if self._other() is not None:
+            return
         if not self._learned:
             self._completed = [each for each in self._completed if each != number] + [number]
             return
@@ -89,7 +107,10 @@ class OverlappedReduction:
     def finish(self) -> list[Tensor]:
         """What this rank gets, one tensor per bucket; sends the remaining buckets, such as those of parameters without
         a gradient."""
-        overlapped, self.running = self.running, False
+        other = self._other()
+        if other is not None:
+            other._send_rest()
+        overlapped, self.running = self.running and other is None, False
         results: dict[int, Tensor] = {}
         for number in [*self._order, *range(len(self._buckets))]:
             if number not in self._sent and number not in results:
@@ -102,6 +123,14 @@ class OverlappedReduction:
         if overlapped and not self._learned and self._buckets:  # a pipeline stage may have no trained parameter
             self._learn()
         return [results[number] for number in range(len(self._buckets))]
+
+    def _send_rest(self) -> None:
+        """Before others send: what was announced, if the backward pass has run."""
+        if not any(map(any, self._count)):
+            return
+        for number in [*self._order, *range(len(self._buckets))]:
+            if number not in self._sent:
+                self._sent[number] = self._send(number)
 
     def drop(self) -> None:
         """Waits for what was sent in a step that is given up."""

@@ -20,6 +20,7 @@ from stepmark.optim.wrapped import (
     plain,
     take_empty_step,
 )
+from stepmark.parallel.buckets import check_real
 from stepmark.parallel.data_parallel import data_parallel_gradients
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
@@ -103,6 +104,7 @@ class ParameterOptimizer:
         return made
 
     def _add(self, name: str, parameter: nn.Parameter, master_weights: bool) -> Tensor:
+        check_real(name, parameter)
         self.names.append(name)
         self.parameters.append(parameter)
         updated: Tensor = parameter

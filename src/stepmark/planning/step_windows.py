@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,8 +77,14 @@ class WatchedGradients:
         self._tracker.enter("gradient reduction", COMMUNICATION)
         return self._reducer.reduce(loss, tokens)
 
+    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        return self._reducer.show(gradients)
+
     def reset(self) -> None:
         self._reducer.reset()
+
+    def close(self) -> None:
+        self._reducer.close()
 
     def _assign(self) -> None:
         self._tracker.assign((parameter.grad for parameter in self._parameters), GRADIENTS)

@@ -198,9 +198,10 @@ def _collectives(context: Context, groups: Sequence[list[int]], between_stages: 
     if len(own) == 1:
         return NoCollectives()
     runtime, everybody = context.runtime, len(own) == context.world.size
+    # On eager devices a group of its own: what the script sends in torch's default one may come in another order there.
     if in_graph:
         return _graph_collectives(context, own, None if everybody else list(groups), between_stages)
-    default = everybody and not context.shares_default_group
+    default = everybody and runtime.lazy and not context.shares_default_group
     group = None if default else _process_group(own, groups, backend_for(runtime))
     if not runtime.lazy:
         return GroupCollectives(group)

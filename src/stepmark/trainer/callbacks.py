@@ -118,7 +118,7 @@ class RunCallbacks:
 
     def event(self, name: str, *values: Any) -> None:
         """Calls the method `name` of every callback; they may set flags of the control, and use the model."""
-        if self._hears(name):
+        if self.hears(name):
             self.before_hearing()
         self.control = getattr(self.handler, name)(self.args, self.state, self.control, *values)
 
@@ -126,8 +126,8 @@ class RunCallbacks:
         """Whether a callback defines the event `name`, rather than inheriting the empty method of its base class."""
         return any(_defines(callback, name) for callback in self.handler.callbacks)
 
-    def _hears(self, name: str) -> bool:
-        """Whether one that is not the run's own does."""
+    def hears(self, name: str) -> bool:
+        """Whether a callback that is not the run's own defines the event `name`."""
         return any(type(each) is not StrategyCallback and _defines(each, name) for each in self.handler.callbacks)
 
     def evaluated(self, metrics: Metrics, prefix: str) -> None:

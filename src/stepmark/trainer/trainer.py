@@ -565,6 +565,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 record_end(self._callbacks, error)
                 raise
             finally:
+                parts.step.close()
                 self._callbacks.close()
 
     def make_parts(self) -> RunParts:

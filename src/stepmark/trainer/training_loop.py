@@ -217,6 +217,7 @@ class TrainingLoop:
             after_micro_step=lambda: callbacks.event("on_substep_end"),
             before_update=lambda: callbacks.event("on_pre_optimizer_step"),
             after_update=lambda: callbacks.event("on_optimizer_step"),
+            look_at_gradients=callbacks.hears("on_pre_optimizer_step") or callbacks.hears("on_optimizer_step"),
         )
         show_step(StepPlace.of(self._step + 1, batch.samples, batch.state))
         self._learning_rate = float(parts.schedule.get_last_lr()[0])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.data.batch import StepBatch
+from stepmark.optim.arrivals import of_known_libraries
 from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
@@ -45,11 +46,13 @@ def _nothing() -> None:
 
 @dataclass
 class StepHooks:
-    """Functions that a step calls on the host: after each micro-batch but the last, before and after the update."""
+    """Functions that a step calls on the host: after each micro-batch but the last, before and after the update.
+    `look_at_gradients`: those around the update may use `parameter.grad`, which is completed for them."""
 
     after_micro_step: Callable[[], Any] = field(default=_nothing)
     before_update: Callable[[], Any] = field(default=_nothing)
     after_update: Callable[[], Any] = field(default=_nothing)
+    look_at_gradients: bool = False
 
 
 class TrainStep:
@@ -101,6 +104,8 @@ class TrainStep:
         self.scaler = scaler
         self._runtime = runtime
         self._gradients = optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
+        for parameter in model.parameters():  # what was computed before is not part of the first step
+            parameter.grad = None
         self._schedule = self._make_schedule(loss, mesh, pipeline_schedule, accumulation, autocast, seed)
         self._max_grad_norm = max_grad_norm
 
@@ -151,11 +156,17 @@ class TrainStep:
         self._runtime.step_boundary()
         return StepStatistics(step, statistics, updates)
 
+    def close(self) -> None:
+        """Leaves the gradients of the model to others, once the last step is over."""
+        self._gradients.close()
+
     def defer_arrivals(self) -> None:
         """From now on, new values of parameters may arrive up to the next step's forward pass, where that can wait for
-        each of them. Whoever uses the model in between calls `optimizer.arrivals.settle()` before."""
+        each of them: in models of known libraries, not in code of which nothing is known. Whoever uses the model in
+        between calls `optimizer.arrivals.settle()` before."""
         sequential = isinstance(self._schedule, SequentialSchedule)
-        self.optimizer.arrivals.defer = sequential and not _is_compiled(self.model)
+        known = of_known_libraries(self.model) and not _is_compiled(self.model)
+        self.optimizer.arrivals.defer = sequential and known
 
     def _unscaled(self, reduced: ReducedGradients) -> tuple[ReducedGradients, bool]:
         """The true gradients, and whether they may update the parameters; with a scaler this waits for the device."""
@@ -170,7 +181,9 @@ class TrainStep:
 
     def _update(self, reduced: ReducedGradients, hooks: StepHooks, *, updates: bool) -> None:
         self.optimizer.set_gradients(reduced.gradients)
+        take = self._gradients.show(reduced.gradients) if hooks.look_at_gradients else _nothing
         hooks.before_update()
+        take()
         if updates:
             self.optimizer.step()
         hooks.after_update()

@@ -234,6 +234,33 @@ def write(net: nn.Module, how: str) -> None:
             parameter.data = halves[name]
 
 
+def test_a_transposed_view_of_a_parameter_is_a_change_of_its_values() -> None:
+    """It has the same memory."""
+    found = []
+    for sharded in (True, False):
+        weight = nn.Parameter(torch.arange(9.0).reshape(3, 3))
+        made: Any = torch.optim.SGD([weight], lr=0.1)
+        if sharded:
+            mesh = Mesh.create(device="cpu")
+            made = ZeroRedundancyOptimizer([("w", weight)], torch.optim.SGD, mesh=mesh, lr=0.1, grad_clipping=False)
+        for _ in range(2):
+            weight.data = weight.data.t()
+            (weight * torch.arange(9.0).reshape(3, 3)).sum().backward()
+            made.step()
+            made.zero_grad()
+        found.append(weight.tolist())
+    assert found[0] == found[1]
+
+
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight.data = net[0].weight.data
+    with pytest.raises(UsageError, match=r"0\.weight and 1\.weight are two parameters in the same memory"):
+        optimizer(net)
+    with pytest.raises(UsageError, match="wave: is a complex parameter"):
+        optimizer(nn.ParameterDict({"wave": torch.ones(2, dtype=torch.complex64)}))
+
+
 def test_masters_keep_what_rounding_hides_of_parameters_that_were_not_written() -> None:
     net = Net().to(torch.bfloat16)
     made = ZeroRedundancyOptimizer(

@@ -31,9 +31,12 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"save_strategy": "steps", "save_steps": 100}, "stopped"),
     ("functions", {}, ""),
     ("replayed", {}, ""),
+    ("torch.func", {}, "unknown"),
+    ("own", {}, "unknown"),
 ]
-WAITING = ("on_step_begin", "on_optimizer_step", "on_step_end", "stopped")  # callbacks may use the model
-SAMPLE = [CASES[6], CASES[8], CASES[14], CASES[15], CASES[16], CASES[18]]
+# Callbacks may use the model, and the user's code do anything with it.
+WAITING = ("on_step_begin", "on_optimizer_step", "on_step_end", "stopped", "unknown")
+SAMPLE = [CASES[6], CASES[8], CASES[14], CASES[15], CASES[16], CASES[18], CASES[19]]
 
 
 def check(ranks: Ranks, folder: Path, model: str, options: dict[str, Any], case: str, nproc: int = 2) -> None:

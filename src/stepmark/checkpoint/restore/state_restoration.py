@@ -69,7 +69,9 @@ class StateRestoration(ReadPlan):
             if own is None:
                 names = " and ".join(f"{target.name!r} of section {target.group!r}" for target in pair)
                 raise CheckpointMismatch(
-                    f"{names} share memory here but have different values in {self.where}: give each its own tensor"
+                    f"{names} share memory here but have different values in {self.where}: give each its own tensor; "
+                    "where zero_1 has put states of an optimizer together, its parameters have not taken part in the "
+                    "same steps: go on without zero_1"
                 )
             assert own.live is not None
             own.shape, own.live = tuple(own.live.shape), None

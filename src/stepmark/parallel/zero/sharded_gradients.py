@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor
 from stepmark.optim.protocols import GradientReducer, ReducedGradients
 from stepmark.parallel.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
 from stepmark.parallel.buckets import Bucket
-from stepmark.parallel.gradient_sums import remove_hooks
+from stepmark.parallel.gradient_hooks import GradientHooks, weakly
 from stepmark.parallel.rank_weights import RankWeights
-from stepmark.runtime.collectives import GroupCollectives
+from stepmark.parallel.shown_gradients import show
+from stepmark.runtime.collectives import GroupCollectives, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 
 
@@ -37,7 +37,7 @@ class ShardedGradients:
         self._buckets = list(buckets)
         self._mesh = mesh
         self._reduce_dtype = reduce_dtype
-        self._bucketed = BucketedGradients(self._buckets, mesh, self._start)
+        self._bucketed = BucketedGradients(self._buckets, mesh, weakly(self._start))
         self.reset()
 
     def begin(self, tokens: Tensor) -> None:
@@ -65,19 +65,55 @@ class ShardedGradients:
         finish = self._mesh.data_parallel.start_reduce_scatter(sums, weights, dtype)
         return lambda: finish().float()
 
+    @torch.no_grad()
+    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        axis, flat = self._mesh.data_parallel, self._bucketed.sums.flat
+        pairs = [(axis.own_shard(each), shard) for each, shard in zip(flat, gradients, strict=True)]
+        for place, shard in pairs:
+            if shard is not None and place.data_ptr() != shard.data_ptr():
+                place.copy_(shard)
+        for wait in [start_gather_in_place(axis, each) for each in flat]:
+            wait()
+        members = [
+            (member, each) for bucket, each in zip(self._buckets, flat, strict=True) for member in bucket.members
+        ]
+        for member, _ in members:
+            member.parameter.grad = None
+        complete = [(member.parameter, member.read(each)) for member, each in members]
+        take = show(complete)
+
+        @torch.no_grad()
+        def take_all() -> None:
+            take()
+            for (member, each), (_, gradient) in zip(members, complete, strict=True):
+                member.write(gradient, each)
+            for place, shard in pairs:
+                if shard is not None and place.data_ptr() != shard.data_ptr():
+                    shard.copy_(place)
+
+        return take_all
+
     def reset(self) -> None:
         self._bucketed.reset()
+
+    def close(self) -> None:
+        self._bucketed.close()
 
 
 class LazyShardedGradients:
     """On a lazy device, where views would be operations of the graph, each parameter has a separate sum, and these are
-    concatenated once per step. See `GradientReducer` and `ShardedGradients`."""
+    concatenated once per step. See `GradientReducer` and `ShardedGradients`.
+
+    Attributes:
+        collects: Whether each gradient is added to its sum as soon as it is there, rather than after a backward pass.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, accumulation: int, reduce_in_fp32: bool) -> None:
         self._buckets = list(buckets)
         self._reduce_in_fp32 = reduce_in_fp32
         self._mesh = mesh
         self._axis = mesh.data_parallel
+        self.collects = False
         self._sums: list[list[Tensor]] = []
         if accumulation > 1 or any(bucket.dtype != torch.float32 for bucket in self._buckets):
             self._sums = [
@@ -86,19 +122,17 @@ class LazyShardedGradients:
             ]
         self._index = {id(m.parameter): (k, i) for k, b in enumerate(self._buckets) for i, m in enumerate(b.members)}
         self._arrived: dict[int, int] = {}  # by the id of a parameter: when its gradient has last arrived
-        self._watch()
+        self._moments = itertools.count()
+        self._watched = [m.parameter for bucket in self._buckets for m in bucket.members if m.parameter.requires_grad]
+        self._hooks = GradientHooks(self, self._watched, LazyShardedGradients._made)
         self.reset()
 
-    def _watch(self) -> None:
-        """Notes when each gradient arrives, as long as this object lives."""
-        arrived, moments = self._arrived, itertools.count()
-
-        def hook(parameter: Tensor) -> None:
-            arrived[id(parameter)] = next(moments)
-
-        members = [member.parameter for bucket in self._buckets for member in bucket.members]
-        handles = [each.register_post_accumulate_grad_hook(hook) for each in members if each.requires_grad]
-        weakref.finalize(self, remove_hooks, handles)
+    def _made(self, index: int) -> None:
+        """Notes when each gradient arrives; with `collects`, adds it to the sums at once."""
+        parameter = self._watched[index]
+        self._arrived[id(parameter)] = next(self._moments)
+        if self.collects:
+            self.collect_one(parameter)
 
     def begin(self, tokens: Tensor) -> None:
         """Does nothing: everything is sent in `reduce`."""
@@ -120,6 +154,7 @@ class LazyShardedGradients:
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        self._hooks.check()
         weighted, order = self._weighted(tokens), self._order()
         received = self._axis.reduce_scatter([weighted[number] for number in order])
         shards = [received[order.index(number)].float() for number in range(len(order))]
@@ -156,6 +191,16 @@ class LazyShardedGradients:
             return self._sums[number]
         parameters = [member.parameter for member in self._buckets[number].members]
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Shows nothing: what is in `parameter.grad` is this rank's alone."""
+        for bucket in self._buckets:
+            for member in bucket.members:
+                member.parameter.grad = None
+        return lambda: None
+
+    def close(self) -> None:
+        self._hooks.close()
 
     @torch.no_grad()
     def reset(self) -> None:

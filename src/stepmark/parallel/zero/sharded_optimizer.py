@@ -59,6 +59,8 @@ class ShardedOptimizer:
         self.buckets = make_buckets(named, self._axis, mesh.tensor_parallel.size, self._runtime, bucket_elements)
         self.names = [member.name for bucket in self.buckets for member in bucket.members]
         self.parameters = [member.parameter for bucket in self.buckets for member in bucket.members]
+        if not self._runtime.lazy:
+            _check_memory(self.names, self.parameters)
         self._flat: list[Tensor | None] = [self._lay_out(bucket) for bucket in self.buckets]
         self._shards = [self._make_shard(bucket, flat) for bucket, flat in zip(self.buckets, self._flat, strict=True)]
         inner_groups = [
@@ -302,6 +304,19 @@ class ShardedOptimizer:
         return sum(value.nbytes for value in (*tensors, *masters) if isinstance(value, Tensor))
 
 
+def _check_memory(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    """Raises UsageError where two parameters have the same memory, which the buckets would part."""
+    seen: dict[Any, str] = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.numel():
+            first = seen.setdefault((parameter.untyped_storage()._cdata, parameter.storage_offset()), name)
+            if first != name:
+                raise UsageError(
+                    f"zero_1: {first} and {name} are two parameters in the same memory, which it would part; tie them "
+                    "as one parameter (head.weight = table.weight)"
+                )
+
+
 def _attach(bucket: Bucket, flat: Tensor) -> bool:
     """Makes the parameters views of the bucket's flat tensor again where the script has given one other memory, such as
     by `parameter.data = …`; whether it has."""
@@ -309,9 +324,13 @@ def _attach(bucket: Bucket, flat: Tensor) -> bool:
     for member in bucket.members:
         if not member.in_order:
             member.write_to(flat)  # it always has memory of its own
-        elif member.parameter.untyped_storage()._cdata != memory:
+        elif member.parameter.untyped_storage()._cdata != memory or not _is_place(member.parameter, flat, member.begin):
             (place,) = member.places_in(flat)
-            place.copy_(member.parameter)
+            place.copy_(member.parameter.detach().clone())  # it may be another view of the same memory
             member.parameter.data = place
             moved = True
     return moved
+
+
+def _is_place(tensor: Tensor, flat: Tensor, begin: int) -> bool:
+    return tensor.storage_offset() == flat.storage_offset() + begin and tensor.is_contiguous()
