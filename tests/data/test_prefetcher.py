@@ -57,8 +57,9 @@ def test_lookahead_is_limited(lookahead: int, ahead: int) -> None:
     next(steps)
     assert feed.loader.state_dict()["samples"] == 2
     steps.close()  # type: ignore[attr-defined]  # waits for what is being moved
-    assert len(runtime.placed) <= 1 + ahead
-    assert runtime.placed == [0, 2, 4, 6][: len(runtime.placed)]
+    assert runtime.placed[0] == 0
+    assert runtime.placed == sorted(runtime.placed)
+    assert set(runtime.placed) <= {0, 2, 4, 6} - {2 * number for number in range(1 + ahead, 4)}  # closing drops some
 
 
 def test_one_thread_moves_and_ends_with_the_epoch() -> None:

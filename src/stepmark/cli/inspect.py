@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace) -> int:
     if is_foreign(parsed.checkpoint):
         return show_foreign(parsed.checkpoint, parsed.config, parsed.json)
     if not parsed.checkpoint.is_dir():
-        raise CheckpointNotFound(f"there is no checkpoint {parsed.checkpoint}; name a checkpoint-N folder")
+        raise CheckpointNotFound(f"there is no checkpoint {parsed.checkpoint}; name a checkpoint-N folder, or a run's")
     is_run = (parsed.checkpoint / "status.json").is_file() or checkpoints(parsed.checkpoint)
     if is_run and not (parsed.checkpoint / MANIFEST).exists():
         print_run(parsed.checkpoint, as_json=parsed.json)

@@ -110,8 +110,10 @@ class Conversations(Dataset[dict[str, Tensor]]):
         kept = rows.with_targets(longest)
         self.rows_left_out = len(rows) - len(kept)
         if not len(kept):
+            within = "" if longest is None else f" within {longest} tokens"
             raise DataError(
-                f"conversations: none of {len(rows)} rows has a target; pass rows with answers, or a larger max_length"
+                f"conversations: none of {len(rows)} rows has a target{within}; pass rows with answers, or a larger "
+                "block_size (max_length)"
             )
         self._samples: list[list[int]] = [[int(row)] for row in kept]
         if packing:

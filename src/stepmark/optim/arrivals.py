@@ -23,6 +23,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from stepmark.runtime.collectives import keep_abandoned
+
 Finish = Callable[[], object]
 Use = Callable[[Tensor], None]
 
@@ -118,6 +120,10 @@ class Arrivals:
         self._trial = _Trial()
         self._hook: RemovableHandle | None = None
         self.defer = False
+
+    def __del__(self) -> None:
+        if self._pending:  # an error has ended the run
+            keep_abandoned(self._pending)
 
     @property
     def pending(self) -> bool:
@@ -233,6 +239,6 @@ def _use_own(module: nn.Module, _: object) -> None:
     for each in module._parameters.values():
         if type(each) is ArrivingParameter:
             _uses[id(each)]()
-        elif each is not None and type(each) is not nn.Parameter:
+        elif type(each) is Tensor:
             for use in list(_uses.values()):
                 use()

@@ -47,6 +47,9 @@ class GradientReducer(Protocol):
     def collect_one(self, parameter: Tensor) -> None:
         """Does the same for one parameter whose gradient is complete."""
 
+    def collect_on_arrival(self) -> None:
+        """From now on does so as soon as autograd has made a gradient."""
+
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32)."""
 

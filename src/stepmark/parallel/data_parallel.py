@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stepmark.optim.protocols import ReducedGradients
 from stepmark.parallel.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
 from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, make_buckets
-from stepmark.parallel.gradient_hooks import weakly
+from stepmark.parallel.gradient_hooks import GradientHooks, weakly
 from stepmark.parallel.gradient_math import add_ends, add_partial, norms, squares
 from stepmark.parallel.rank_weights import RankWeights
 from stepmark.parallel.shown_gradients import show
@@ -84,6 +84,9 @@ class OverlappedGradients:
         """Does the same for one parameter whose gradient is complete."""
         self._bucketed.sums.collect(parameter)
 
+    def collect_on_arrival(self) -> None:
+        """They are, in any case."""
+
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         """The mean gradients (fp32, None where a parameter took no part on any rank), loss and token count over all
@@ -146,6 +149,7 @@ class DataParallelGradients:
         runtime = mesh.runtime
         in_fp32 = all(parameter.dtype == torch.float32 for parameter in self._parameters)
         self._sums: list[Tensor] | None = None
+        self._hooks: GradientHooks | None = None
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         if not in_fp32 or (runtime.lazy and accumulation > 1):
             zeros = [torch.zeros(parameter.shape, dtype=torch.float32) for parameter in self._parameters]
@@ -164,6 +168,13 @@ class DataParallelGradients:
         if self._sums is not None and parameter.grad is not None:
             self._sums[self._index[id(parameter)]].add_(parameter.grad)
             parameter.grad = None
+
+    def collect_on_arrival(self) -> None:
+        """From now on adds each gradient to the sums as soon as autograd has made it."""
+        self._hooks = GradientHooks(self, self._parameters, DataParallelGradients._made)
+
+    def _made(self, index: int) -> None:
+        self.collect_one(self._parameters[index])
 
     def begin(self, tokens: Tensor) -> None:
         """Does nothing: tokens are sent with the gradients."""
@@ -230,7 +241,9 @@ class DataParallelGradients:
         return show(list(zip(self._parameters, gradients, strict=True)))
 
     def close(self) -> None:
-        """Does nothing: gradients are taken when `collect` is called."""
+        """Takes no gradients from now on but in `collect`."""
+        if self._hooks is not None:
+            self._hooks.close()
 
 
 def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket
-from stepmark.runtime.collectives import GroupCollectives
+from stepmark.runtime.collectives import GroupCollectives, keep_abandoned
 
 _overlapping: weakref.WeakKeyDictionary[GroupCollectives, weakref.ref[OverlappedReduction]]
 _overlapping = weakref.WeakKeyDictionary()  # by axis: what sends while a backward pass runs
@@ -56,6 +56,10 @@ class OverlappedReduction:
         self._missing: list[int] = []
         self._completed: list[int] = []
         self._sent: dict[int, Callable[[], Tensor]] = {}
+
+    def __del__(self) -> None:
+        if getattr(self, "_sent", None):  # an error has ended the step
+            keep_abandoned(self._sent)
 
     def _is_independent(self, number: int) -> bool:
         """Whether a bucket can be sent without a reduction over tensor parallel neighbours first."""

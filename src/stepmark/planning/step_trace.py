@@ -148,14 +148,25 @@ def meta_model(setup: StepSetup) -> nn.Module:
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(setup.config, trust_remote_code=setup.trust_remote_code)
     except Exception as error:  # every model class checks its sizes differently
+        _check_conversion(error)
         line = (str(error).strip() or type(error).__name__).split("\n")[0]
-        if "Couldn't swap" in line:
-            raise UsageError(
-                f"stepmark plan: torch {torch.__version__} cannot convert parameters that have no memory; plan with "
-                "torch 2.9"
-            ) from error
         raise UsageError(f"config_name and config_overrides: they do not describe a valid model: {line}") from error
-    return model if setup.adapter is None else with_adapter(model, setup.adapter)
+    if setup.adapter is None:
+        return model
+    try:
+        return with_adapter(model, setup.adapter)
+    except RuntimeError as error:
+        _check_conversion(error)
+        raise
+
+
+def _check_conversion(error: Exception) -> None:
+    """Raises UsageError where this version of torch cannot do what planning needs."""
+    if "Couldn't swap" in str(error):
+        raise UsageError(
+            f"stepmark plan: torch {torch.__version__} cannot convert parameters that have no memory; plan with torch "
+            "2.9"
+        ) from error
 
 
 def _make_model(setup: StepSetup, tracker: AllocationTracker) -> tuple[nn.Module, SimulatedMesh]:

@@ -66,6 +66,9 @@ class WatchedGradients:
     def collect_one(self, parameter: Tensor) -> None:
         self._reducer.collect_one(parameter)
 
+    def collect_on_arrival(self) -> None:
+        self._reducer.collect_on_arrival()
+
     def begin(self, tokens: Tensor) -> None:
         self._reducer.begin(tokens)
 

@@ -21,7 +21,7 @@ _MAY_BE_PATHS = (
     "dataset_name",
     "compile_cache",
 )
-_FILES = ("train_file", "validation_file")
+_FILES = ("train_file", "validation_file", "chat_template_path")
 
 
 def write_used_recipe(folder: Path, recipe: Recipe) -> None:

@@ -68,7 +68,7 @@ def _of_folder(path: Path, events: dict[str, dict[int, dict[str, Any]]], history
         return None
     step = step_of(path)
     if step is not None:
-        return _existing(path, step, events["saved"].get(step, {}), history)
+        return _existing(path, step, events["saved"].get(step) or events["save_begun"].get(step, {}), history)
     quarantined = _QUARANTINED.match(path.name)
     if quarantined is not None:
         step = int(quarantined[1])

@@ -268,7 +268,9 @@ def _ending(history: History, began: float, until: float) -> str | None:
     """How a process that ran between these times reported its end."""
     ends = [event for event in history.of_kind(*ENDS) if began <= (_time_of(event) or 0.0) <= until]
     if not ends:
-        return None
+        asked = [event for event in history.of_kind("stopping") if began <= (_time_of(event) or 0.0) <= until]
+        told = history.status.get("state") == "interrupted" or math.isfinite(until)
+        return f"interrupted: {asked[-1].get('reason')}, before it could stop by itself" if asked and told else None
     reason = ends[-1].get("reason")
     return str(ends[-1]["event"]) + (f": {reason}" if reason else "")
 

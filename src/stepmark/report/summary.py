@@ -156,7 +156,8 @@ def _tokens_note(history: History) -> str:
 
 
 def commands(history: History) -> str:
-    """What continues, evaluates and watches the run, each with a button that copies it."""
+    """What continues, evaluates and watches the run, each with a button that copies it. A run of a script has no recipe
+    that names its model and data."""
     folder = shlex.quote(str(history.folder))
     recipe, ranks = history.folder / USED_RECIPE, history.started.get("ranks", 1)
     found = []
@@ -164,7 +165,12 @@ def commands(history: History) -> str:
         several = f" --nproc {ranks}" if ranks > 1 else ""
         more = f" --output_dir {folder} --resume_from_checkpoint true{several}"
         found.append(("resume", f"stepmark train {shlex.quote(str(recipe))}{more}"))
-    found.append(("evaluate", f"stepmark evaluate {folder}" + (" --watch" if history.state == "running" else "")))
+    if recipe.is_file() or any(history.folder.glob("checkpoint-*/tokenizer*")):
+        data = "" if recipe.is_file() else " --data FILE"
+        watch = " --watch" if history.state == "running" else ""
+        found.append(("evaluate", f"stepmark evaluate {folder}{data}{watch}"))
+    if not found:
+        return ""
     lines = "".join(
         f'<div><span>{name}</span><code>{escape(command)}</code><button type="button" class="copy">copy</button></div>'
         for name, command in found

@@ -41,11 +41,14 @@ EVENT_NAMES = {
 def run_table(histories: Sequence[History]) -> str:
     """One row per run."""
     rows = []
+    metrics = {best.metric for history in histories if (best := history.best()) is not None}
     for index, (name, history) in enumerate(zip(names(histories), histories, strict=True)):
         best, last = history.best(), history.logs[-1] if history.logs else {}
         seconds = sum(total_seconds(history).values()) or None
         loss, parameters = last.get("loss"), history.started.get("parameters")
         best_cell = text.NOTHING if best is None else f"{text.value(best.value)} at step {best.step:,}"
+        if best is not None and len(metrics) > 1:  # which cannot be compared
+            best_cell = f"{best.metric.removeprefix('eval_')} {best_cell}"
         rows.append(
             [
                 f'<i class="dot" style="background: {color(index)}"></i>{escape(name)}',
@@ -54,7 +57,7 @@ def run_table(histories: Sequence[History]) -> str:
                 sorted_by(history.last_step, _count(history.last_step)),
                 sorted_by(history.target_tokens, text.count(history.target_tokens)),
                 sorted_by(loss if isinstance(loss, (int, float)) else None, number(loss)),
-                sorted_by(None if best is None else best.value, best_cell),
+                sorted_by(None if best is None or len(metrics) > 1 else best.value, escape(best_cell)),
                 sorted_by(recent_median(history, "tokens_per_second"), speed(history, "tokens_per_second")),
                 sorted_by(seconds, escape(text.seconds(seconds))),
             ]

@@ -85,6 +85,15 @@ class NoCollectives:
         return tensor
 
 
+_abandoned: list[object] = []
+
+
+def keep_abandoned(transfers: object) -> None:
+    """Keeps what is under way, and its memory, for as long as the process lives: gloo reads nothing more from a
+    connection whose next message is for memory that is gone, and whoever waits for another one waits for ever."""
+    _abandoned.append(transfers)
+
+
 class GroupCollectives:
     """An axis whose ranks form a torch.distributed group."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -59,12 +60,14 @@ class Adapter(nn.Module):
         return iter(tensor for tensor in found if not isinstance(tensor, nn.Parameter))
 
     def write_config(self, folder: Path) -> None:
-        """Writes `adapter_config.json`, for inference, as peft does."""
-        mode, self.config.inference_mode = self.config.inference_mode, True
-        try:
-            self.config.save_pretrained(str(folder))
-        finally:
-            self.config.inference_mode = mode
+        """Writes `adapter_config.json`, for inference, as peft does. A base model in a folder is named by its absolute
+        path, so that the adapter is found to belong to it wherever a command is started."""
+        config = copy.copy(self.config)
+        config.inference_mode = True
+        base = config.base_model_name_or_path
+        if base and Path(base).is_dir():
+            config.base_model_name_or_path = str(Path(base).absolute())
+        config.save_pretrained(str(folder))
 
     def identity(self, mesh: Mesh) -> dict[str, Any]:
         """The base model's checksum, the same on any mesh, and the adapter's configuration, as plain values.

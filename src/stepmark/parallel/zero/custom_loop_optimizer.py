@@ -15,7 +15,6 @@ from stepmark.optim.fused import fused_unless_chosen
 from stepmark.optim.lazy_optimizers import lazy_class
 from stepmark.optim.protocols import GradientReducer
 from stepmark.parallel.gradient_math import scale_to
-from stepmark.parallel.zero.sharded_gradients import LazyShardedGradients
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
 from stepmark.runtime.device_names import DEVICES
@@ -143,8 +142,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         kind: Callable[..., torch.optim.Optimizer]
         kind = lazy_class(self._optimizer_class) if mesh.runtime.lazy else self._optimizer_class
         sharded, gradients = self._divide(groups, self._maker(kind, mesh.runtime.device), mesh)
-        if isinstance(gradients, LazyShardedGradients):  # others collect each gradient in any case
-            gradients.collects = self._accumulate_in_fp32
+        if self._accumulate_in_fp32:
+            gradients.collect_on_arrival()
         self.defaults = dict(sharded.inner.defaults)
         self.param_groups = sharded.inner.param_groups
         self._live = sharded, gradients, mesh

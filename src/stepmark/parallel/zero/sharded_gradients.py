@@ -52,6 +52,9 @@ class ShardedGradients:
     def collect_one(self, parameter: Tensor) -> None:
         self._bucketed.sums.collect(parameter)
 
+    def collect_on_arrival(self) -> None:
+        """They are, in any case."""
+
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         means, total = self._bucketed.reduce(tokens)
@@ -102,18 +105,14 @@ class ShardedGradients:
 
 class LazyShardedGradients:
     """On a lazy device, where views would be operations of the graph, each parameter has a separate sum, and these are
-    concatenated once per step. See `GradientReducer` and `ShardedGradients`.
-
-    Attributes:
-        collects: Whether each gradient is added to its sum as soon as it is there, rather than after a backward pass.
-    """
+    concatenated once per step. See `GradientReducer` and `ShardedGradients`."""
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, accumulation: int, reduce_in_fp32: bool) -> None:
         self._buckets = list(buckets)
         self._reduce_in_fp32 = reduce_in_fp32
         self._mesh = mesh
         self._axis = mesh.data_parallel
-        self.collects = False
+        self._collects = False
         self._sums: list[list[Tensor]] = []
         if accumulation > 1 or any(bucket.dtype != torch.float32 for bucket in self._buckets):
             self._sums = [
@@ -128,11 +127,14 @@ class LazyShardedGradients:
         self.reset()
 
     def _made(self, index: int) -> None:
-        """Notes when each gradient arrives; with `collects`, adds it to the sums at once."""
+        """Notes when each gradient arrives; where that was asked for, adds it to the sums at once."""
         parameter = self._watched[index]
         self._arrived[id(parameter)] = next(self._moments)
-        if self.collects:
+        if self._collects:
             self.collect_one(parameter)
+
+    def collect_on_arrival(self) -> None:
+        self._collects = True
 
     def begin(self, tokens: Tensor) -> None:
         """Does nothing: everything is sent in `reduce`."""

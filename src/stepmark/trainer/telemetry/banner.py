@@ -51,7 +51,8 @@ def too_short(args: TrainingFields, total_steps: int) -> list[str]:
 def _data(loader: Any) -> str:
     dataset = getattr(loader, "dataset", None)
     tokens = getattr(getattr(dataset, "dataset", dataset), "tokens", None)  # perhaps without its unused columns
-    each = f"{loader.steps_per_epoch} steps per epoch"
+    steps = loader.steps_per_epoch
+    each = f"{steps} step{'' if steps == 1 else 's'} per epoch"
     return f"{count(tokens)} tokens, {each}" if isinstance(tokens, int) else each
 
 
