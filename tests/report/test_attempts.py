@@ -9,6 +9,7 @@ from typing import Any
 from stepmark.report.attempts import AttemptRow, read_attempts
 from stepmark.report.history import KILLED, read_history
 from stepmark.report.tables import attempt_table, event_table
+from tests.report.test_history import log, write
 
 
 def written(folder: Path, events: list[dict[str, Any]], state: str) -> Path:
@@ -55,6 +56,19 @@ def test_a_run_that_was_started_once_has_no_table(tmp_path: Path) -> None:
     history = read_history(written(tmp_path, [started(0, 10.0)], "running"))
     assert [one.ended for one in read_attempts(history)] == [None]
     assert attempt_table(history) == ""
+
+
+def test_a_process_that_was_asked_to_stop_and_killed_was_interrupted(tmp_path: Path) -> None:
+    """As by a second Ctrl-C."""
+    write(tmp_path / "metrics.jsonl", [log(1), {"resumed": 1, "time": 2000.0}, log(2, time=2002.0)])
+    asked = {"event": "stopping", "step": 1, "reason": "SIGINT", "time": 1002.0}
+    again = {**asked, "step": 2, "time": 2003.0}
+    write(tmp_path / "events.jsonl", [{"event": "started", "step": 0, "time": 1000.0}, asked, again])
+    (tmp_path / "status.json").write_text(json.dumps({"state": "interrupted", "step": 2}))
+    ends = [one.ended for one in read_history(tmp_path).attempts]
+    assert ends == ["interrupted: SIGINT, before it could stop by itself"] * 2
+    (tmp_path / "status.json").write_text(json.dumps({"state": "running", "step": 2}))
+    assert read_history(tmp_path).attempts[-1].ended is None
 
 
 def test_a_run_without_events_has_no_attempts(tmp_path: Path) -> None:

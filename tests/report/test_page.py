@@ -51,6 +51,34 @@ def test_a_speed_has_one_value_on_the_page(tmp_path: Path) -> None:
     assert text.count('data-label="Tokens per second" data-value="2200.0">2,200</td>') == 2
 
 
+def test_runs_with_other_metrics_are_not_compared_by_them(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, metric in zip(folders, ("eval_accuracy", None), strict=True):
+        folder.mkdir()
+        write(folder / "metrics.jsonl", [log(1), {"step": 1, "eval_loss": 3.5, "eval_accuracy": 0.25, "time": 1.0}])
+        started = {"event": "started", "step": 0, "metric_for_best_model": metric, "greater_is_better": bool(metric)}
+        write(folder / "events.jsonl", [started])
+    text = write_report(folders[0], folders[1:]).read_text()
+    assert ">accuracy 0.2500 at step 1</td>" in text
+    assert ">loss 3.500 at step 1</td>" in text
+    assert "events below are those of a." in text
+    assert "events below are those" not in write_report(folders[1]).read_text()
+    assert ">3.500 at step 1</td>" in write_report(folders[1], [folders[1]]).read_text()
+
+
+def test_a_run_of_a_script_has_no_command_that_needs_a_recipe(run: Path) -> None:
+    write(run / "metrics.jsonl", [log(1)])
+    (run / "status.json").write_text(json.dumps({"state": "interrupted", "step": 1}))
+    assert 'class="commands"' not in write_report(run).read_text()
+    (run / "checkpoint-1").mkdir()
+    (run / "checkpoint-1" / "tokenizer.json").write_text("{}")
+    assert f"<code>stepmark evaluate {run} --data FILE</code>" in write_report(run).read_text()
+    (run / "used_recipe.yaml").write_text("learning_rate: 0.01\n")
+    text = write_report(run).read_text()
+    assert f"<code>stepmark evaluate {run}</code>" in text
+    assert "--resume_from_checkpoint true" in text
+
+
 def test_one_run_shows_its_configuration_size_and_time_left(run: Path) -> None:
     write(run / "metrics.jsonl", [log(1, target_tokens=2_500_000)])
     started = {"event": "started", "step": 0, "parameters": 124_000_000, "trained_parameters": 900_000, "ranks": 1}

@@ -158,3 +158,13 @@ def test_a_consolidated_adapter_is_as_the_checkpoint(tmp_path: Path) -> None:
         found = load_file(tmp_path / form / name) if form == "safetensors" else torch.load(tmp_path / form / name)
         assert expected.keys() == found.keys()
         assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def test_the_base_of_an_adapter_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the script has named it by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    base(tmp_path / "base")
+    trainer(tmp_path / "run", Path("base"), max_steps=2).train(save_model=True)
+    monkeypatch.chdir("/")
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
+        assert peft.PeftConfig.from_pretrained(folder).base_model_name_or_path == str(tmp_path / "base")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -144,7 +145,13 @@ def test_the_recipe_of_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fields = {"eval_strategy": "no", "lr_scheduler_kwargs": {"min_lr": 1e-5}, "logging_steps": 10, "save_steps": 0.5}
     path = write_recipe(tmp_path, train_file="text.txt", **fields)
     monkeypatch.chdir(tmp_path)
-    recipe = read_recipe(str(path), {"learning_rate": "1e-4", "save_on_signal": "false"})
+    flags = {"learning_rate": "1e-4", "save_on_signal": "false", "chat_template_path": str(tmp_path / "chat.jinja")}
+    recipe = read_recipe(str(path), flags)
+    beside = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, chat_template_path="chat.jinja"))
+    write_used_recipe(tmp_path, beside)
+    kept = read_used_recipe(tmp_path)
+    assert kept is not None
+    assert kept.model == recipe.model
     write_used_recipe(tmp_path, recipe)
     assert {"logging_steps: 10", "save_steps: 0.5"} <= {*(tmp_path / "used_recipe.yaml").read_text().splitlines()}
     monkeypatch.chdir("/")

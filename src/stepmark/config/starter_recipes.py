@@ -17,6 +17,7 @@ SCRATCH = """\
 {dataset_name: python-stdlib}
 # train_file: corpus.txt                        # or your own: a file, a folder, a pattern, or a list of them
 {block_size: 256}
+{max_eval_samples: 200}
 
 # How long, and how fast
 {max_steps: 1000}

@@ -86,6 +86,7 @@ def render(
         run_table(histories) if len(histories) > 1 else "",
         configuration_table(histories),
         _curves(figures, marks, names(histories)),
+        _of_first(first) if len(histories) > 1 else "",
         _time(first),
         sample_table(histories),
         checkpoint_table(first, checkpoints),
@@ -107,6 +108,10 @@ def render(
         data=_embedded(data),
         script=_script(),
     )
+
+
+def _of_first(first: History) -> str:
+    return f'<p class="soft small">Times, checkpoints, attempts and events below are those of {escape(first.name)}.</p>'
 
 
 def _script() -> str:

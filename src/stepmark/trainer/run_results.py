@@ -73,10 +73,11 @@ def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
         if run_log.writes:
             say(f"interrupted by {error.reason}\n{HOW_TO_GO_ON}")
     elif callbacks.begun:  # otherwise the status of an earlier run stands
-        reason = f"{type(error).__name__}: {error}"
+        report = FailureReport.of(error, 0)
+        reason = report.message if report.secondary else f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             run_log.try_status("interrupted", step, reason)
-        elif run_log.stop_reason is not None and FailureReport.of(error, 0).secondary:
+        elif run_log.stop_reason is not None and report.secondary:
             # A signal came when training had ended here and not on another rank, or the other way round.
             signal = run_log.stop_reason.partition(":")[0]
             run_log.try_status("interrupted", step, f"{signal}: another rank has ended; the last checkpoint stands")

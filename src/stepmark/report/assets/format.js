@@ -34,7 +34,7 @@ function tickLabels(ticks) {
   if (!ticks.length) return [];
   const most = Math.max(...ticks.map(Math.abs)), step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : most;
   if (most >= 1e4 || most < 1e-3 || most / Math.min(...ticks.filter((t) => t > 0)) > 500) return ticks.map(shortNumber);
-  const digits = Math.max(0, ...ticks.map((t) => (String(+t.toPrecision(6)).split(".")[1] || "").length));
+  const digits = Math.max(0, ...ticks.map((t) => (String(+t.toPrecision(12)).split(".")[1] || "").length));
   return ticks.map((t) => t.toFixed(Math.min(digits, Math.max(0, 3 - Math.floor(Math.log10(step))))));
 }
 
