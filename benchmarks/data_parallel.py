@@ -13,8 +13,8 @@ ZeroRedundancyOptimizer; FSDP2 with the parameters kept after the forward pass. 
 micro-batch only, too. In bfloat16 Stepmark keeps fp32 master weights and sums gradients in fp32, which these do not; so
 two more that do are there then: DistributedDataParallel of fp32 parameters under autocast, and FSDP2 with a policy of
 mixed precision. Every rank holds all of them and runs them in turn, round after round, each time beginning with another
-one; a round is timed from barrier to barrier: with few --steps, the new values that zero_1 leaves on their way are
-waited for at once.
+one; a round is timed from barrier to barrier, and at its end the new values that zero_1 leaves on their way are waited
+for: with few --steps, that is at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import TrainStep
 
-Step = Callable[[list[Tensor]], Any]
+Step = Callable[[list[Tensor] | None], Any]  # None: the end of a round
 
 
 def make_model(options: argparse.Namespace, dtype: str | None = None) -> nn.Module:
@@ -79,7 +79,10 @@ def with_stepmark(options: argparse.Namespace, mesh: Mesh, zero_1: bool = False)
 
     step.defer_arrivals()  # as the Trainer does
 
-    def run(batches: list[Tensor]) -> None:
+    def run(batches: list[Tensor] | None) -> None:
+        if batches is None:
+            optimizer.arrivals.settle()
+            return
         targets = options.rows * (LENGTH - 1)
         made = [MicroBatch({"input_ids": tokens, "labels": tokens}, len(tokens), targets) for tokens in batches]
         step(0, StepBatch(made, len(batches), 0.0, {}))
@@ -107,7 +110,9 @@ def with_torch(options: argparse.Namespace, kind: str, masters: bool = False) ->
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
-    def run(batches: list[Tensor]) -> None:
+    def run(batches: list[Tensor] | None) -> None:
+        if batches is None:
+            return
         for index, tokens in enumerate(batches):
             last = index == len(batches) - 1
             if kind == "FSDP2":
@@ -155,6 +160,7 @@ def rank_main(options: argparse.Namespace) -> None:
             begun, before = time.perf_counter(), bytes_sent(interface)
             for _ in range(options.steps):
                 run(batches)
+            run(None)
             dist.barrier()
             if turn:
                 times[name].append((time.perf_counter() - begun) / options.steps)
