@@ -104,15 +104,15 @@ def train_twice(folder: str, ranks: int, options: dict[str, Any]) -> dict[str, A
     return {"found": _history(found), "truth": _history(truth), "by_hand": losses}
 
 
-def two_optimizers(announced: bool) -> float:
+def two_optimizers(announced: bool, shared: bool) -> float:
     """How far two optimizers of one model are from the mean gradients by hand, where one rank does not use a parameter
-    in the third step."""
+    in the third step. `shared`: they are given one mesh."""
     mesh = Mesh.create(device="cpu")
     rank = mesh.data_parallel.rank
     torch.manual_seed(0)
     own = [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
     truth = [each.detach().clone().requires_grad_() for each in own]
-    given: dict[str, Any] = {"mesh": mesh, "lr": 0.1, "grad_clipping": False}
+    given: dict[str, Any] = {"lr": 0.1, "grad_clipping": False, **({"mesh": mesh} if shared else {})}
     optimizers = [ZeroRedundancyOptimizer([(str(i), each)], torch.optim.SGD, **given) for i, each in enumerate(own)]
     for step in range(5):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -198,13 +199,12 @@ def _collectives(context: Context, groups: Sequence[list[int]], between_stages: 
     if len(own) == 1:
         return NoCollectives()
     runtime, everybody = context.runtime, len(own) == context.world.size
-    # On eager devices a group of its own: what the script sends in torch's default one may come in another order there.
     if in_graph:
         return _graph_collectives(context, own, None if everybody else list(groups), between_stages)
-    default = everybody and runtime.lazy and not context.shares_default_group
-    group = None if default else _process_group(own, groups, backend_for(runtime))
     if not runtime.lazy:
-        return GroupCollectives(group)
+        return _eager_collectives(own, groups, backend_for(runtime))
+    default = everybody and not context.shares_default_group
+    group = None if default else _process_group(own, groups, backend_for(runtime))
     from stepmark.runtime.host_bridge import BridgeCollectives
 
     return BridgeCollectives(runtime, group)
@@ -220,6 +220,21 @@ def _graph_collectives(
 
     complete = None if groups is None else with_every_rank(groups, context.world.size)
     return SeparateGraphs(_xla(context), context.world.rank, own, complete)
+
+
+_made: dict[Any, tuple[weakref.ref[Any], GroupCollectives]] = {}  # by ranks and backend; and the default group then
+
+
+def _eager_collectives(own: Sequence[int], groups: Sequence[list[int]], backend: str) -> GroupCollectives:
+    """An axis with a group of its own, since what a script sends in torch's default one may come in another order
+    there. All meshes of the process have the same one, which several trainings, one after the other, do not add to, and
+    in which several optimizers take turns."""
+    key = (tuple(map(tuple, groups)), backend)
+    world, axis = _made.get(key, (None, None))
+    if axis is None or world is None or world() is not dist.group.WORLD:
+        axis = GroupCollectives(_process_group(own, groups, backend))
+        _made[key] = weakref.ref(dist.group.WORLD), axis
+    return axis
 
 
 def _process_group(own: Sequence[int], groups: Sequence[list[int]], backend: str) -> dist.ProcessGroup:

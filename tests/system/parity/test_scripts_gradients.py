@@ -49,9 +49,9 @@ def test_a_model_is_trained_several_times(
         assert found["by_hand"][0] > found["by_hand"][1] > found["by_hand"][2]
 
 
-@pytest.mark.parametrize("announced", [True, False])
-def test_two_optimizers_of_one_backward_pass(ranks: Ranks, announced: bool) -> None:
-    assert max(ranks.run(f"{PROGRAMS}:two_optimizers", announced, nproc=2).check()) < 1e-6
+@pytest.mark.parametrize(("announced", "shared"), [(True, True), (True, False), (False, True)])
+def test_two_optimizers_of_one_backward_pass(ranks: Ranks, announced: bool, shared: bool) -> None:
+    assert max(ranks.run(f"{PROGRAMS}:two_optimizers", announced, shared, nproc=2).check()) < 1e-6
 
 
 def test_gradients_that_change_after_they_were_sent_are_an_error(ranks: Ranks) -> None:
