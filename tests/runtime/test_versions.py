@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from stepmark.checkpoint.format.manifest import read_manifest
+from stepmark.doctor.examine import examine
+from stepmark.runtime import versions
 from stepmark.runtime.versions import installed_version, software_versions
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
@@ -32,3 +36,15 @@ def test_checkpoints_and_the_first_event_record_them(ranks: Ranks, tmp_path: Pat
     lines = (tmp_path / "out" / "events.jsonl").read_text().splitlines()
     (started,) = [event for event in map(json.loads, lines) if event["event"] == "started"]
     assert started["software"] == recorded
+
+
+def test_a_peft_that_transformers_refuses_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"peft": "0.0.1", "transformers": "5.99.0"}
+    monkeypatch.setattr(versions, "installed_version", installed.get)
+    said = versions.refused_peft() or ""
+    assert "peft 0.0.1" in said
+    assert "'transformers<5.99.0'" in said
+    (finding,) = [each for each in examine(None) if each.name == "transformers with peft"]
+    assert finding.text == said
+    installed["peft"] = "99.0"
+    assert versions.refused_peft() is None

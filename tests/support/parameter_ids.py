@@ -10,6 +10,8 @@ LONGEST = 60  # characters; a longer value keeps pytest's name
 def parameter_id(value: object) -> str | None:
     """`tp=2, sequence=True` for a dict, `2, 4` for a list, and types by name; None for what pytest names well and for
     what is long or differs between processes."""
+    if isinstance(value, bytes):
+        return "bytes"  # compressed ones may hold the time, and all processes need the same names
     if isinstance(value, Mapping):
         words = ", ".join(f"{key}={in_words(item)}" for key, item in value.items())
     elif isinstance(value, list | tuple):
@@ -21,9 +23,8 @@ def parameter_id(value: object) -> str | None:
     else:
         return None
     words = words or "empty"
-    return (
-        words if len(words) <= LONGEST and words.isascii() and words.isprintable() and " at 0x" not in words else None
-    )
+    named = len(words) <= LONGEST and words.isascii() and words.isprintable() and " at 0x" not in words
+    return words if named else None
 
 
 def in_words(value: object) -> str:

@@ -19,7 +19,7 @@ from stepmark.doctor.shared_folder import look_at_folder
 from stepmark.doctor.variables import look_at_variables
 from stepmark.errors import LaunchError
 from stepmark.launch.world import World
-from stepmark.runtime.versions import PACKAGES, software_versions
+from stepmark.runtime.versions import PACKAGES, refused_peft, software_versions
 
 MARKS = {Status.OK: " ", Status.WARNING: "?", Status.FAILURE: "!"}
 RUNTIME_PACKAGE = "aws-neuronx-runtime-lib"
@@ -62,6 +62,8 @@ def _versions() -> Iterator[Finding]:
         yield Finding("versions", name, text, values={"version": versions.get(name)})
     neuron = {"driver": neuron_driver(), "runtime": _neuron_runtime()}
     yield from judge_versions({**versions, **{name: text for name, text in neuron.items() if text is not None}})
+    if (refused := refused_peft()) is not None:
+        yield Finding("versions", "transformers with peft", refused, Status.WARNING)
 
 
 def _neuron_runtime() -> str | None:
