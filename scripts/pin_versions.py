@@ -23,6 +23,8 @@ EXTRAS = {"2.9.1": "xla,dev,docs", "2.13.0": "dev,docs"}  # by torch
 PROVE = ("gguf", "kubernetes-validate")  # what `make prove` installs besides
 # Newest versions that do not work with each other, and why.
 HELD_BACK = {"transformers<5.24": "5.24.0 refuses peft below 0.22.0; the newest is 0.21.2"}
+# What the oldest versions need of other packages and do not say: pyarrow 26 takes no numpy below 2.
+OF_THEIR_TIME = ("pyarrow==17.0.0",)
 # torch pins its own, which differ between its CPU and CUDA builds.
 OF_TORCH = re.compile(r"nvidia-|cuda-|triton$|torch$")
 
@@ -61,7 +63,7 @@ def resolve(torch: str, extras: str) -> list[tuple[str, str]]:
 def lowest() -> list[str]:
     """The oldest versions that pyproject.toml allows users to have, but for torch's, which the Makefile chooses."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"], *OF_THEIR_TIME]
     return [each.replace(">=", "==") for each in requirements if not each.startswith("torch>")]
 
 

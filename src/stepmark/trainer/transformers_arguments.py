@@ -46,7 +46,8 @@ def converted(args: Any) -> Any:
     ]
     if lacking:
         raise UsageError("; ".join(unknown_field(name, own) for name in lacking))
-    return kind(**{name: value for name, value in values.items() if name in own}, **switched)
+    unset = {name for name, value in values.items() if value is None and defaults.get(name) is None}
+    return kind(**{name: value for name, value in values.items() if name in own and name not in unset}, **switched)
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
