@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 
 from stepmark.cli.main import run
 from stepmark.config.recipe import read_recipe
-from stepmark.doctor import devices, shared_folder
+from stepmark.doctor import devices, machine, shared_folder
 from stepmark.doctor.devices import look_at_devices
 from stepmark.doctor.findings import Finding, Status
 from stepmark.doctor.graphs import look_at_graphs
-from stepmark.doctor.machine import look_at_launcher, look_at_machine
+from stepmark.doctor.machine import look_at_compile_cache, look_at_launcher, look_at_machine
 from stepmark.doctor.recipe_fields import look_at_recipe
 from stepmark.doctor.shared_folder import file_system, look_at_folder
 from stepmark.doctor.variables import look_at_variables
@@ -113,8 +114,35 @@ def test_a_slow_or_small_folder_is_a_risk(tmp_path: Path, monkeypatch: pytest.Mo
         assert ("durability" in found) == (kind == "tmpfs")
 
 
-def test_neuron_devices_that_cannot_be_opened_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_neuron_host(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """A host with one Neuron device, which this user can open, and with these packages installed."""
     monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/neuron0"] if "neuron" in pattern else [])
+    monkeypatch.setattr(devices.os, "access", lambda *_: True)
+    monkeypatch.setattr(devices, "installed_version", lambda name: "2.9.1" if name in packages else None)
+
+
+@pytest.mark.parametrize(
+    ("packages", "wish", "expected"),
+    [
+        ([], "auto", Status.FAILURE),
+        ([], "cpu", Status.WARNING),
+        (["torch_xla"], "auto", Status.FAILURE),
+        (["torch_xla", "neuronx-cc"], "auto", Status.FAILURE),
+        (["torch-neuronx", "neuronx-cc"], "auto", None),
+        (["torch_xla", "libneuronxla", "neuronx-cc"], "auto", None),
+    ],
+)
+def test_a_neuron_host_without_its_packages_trains_nothing(
+    monkeypatch: pytest.MonkeyPatch, packages: list[str], wish: str, expected: Status | None
+) -> None:
+    on_neuron_host(monkeypatch, *packages)
+    found = [each for each in look_at_devices(wish) if each.name == "Neuron" and each.status != Status.OK]
+    assert [each.status for each in found] == ([] if expected is None else [expected])
+    assert all("neuronx-cc" in each.text or "libneuronxla" in each.text for each in found)
+
+
+def test_neuron_devices_that_cannot_be_opened_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_neuron_host(monkeypatch, "torch-neuronx", "neuronx-cc")
     for opens, expected in ((True, [Status.OK]), (False, [Status.OK, Status.FAILURE])):
         monkeypatch.setattr(devices.os, "access", lambda *_, opens=opens: opens)
         assert [each.status for each in look_at_devices("cpu") if each.name == "Neuron"] == expected
@@ -139,6 +167,97 @@ def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(look_at_launcher())[1].status == Status.FAILURE
     monkeypatch.setenv("RANK", "four")
     assert [finding.status for finding in look_at_launcher()] == [Status.FAILURE]
+
+
+def test_a_port_that_is_in_use_fails_where_this_rank_would_open_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        ports = list(look_at_launcher())[1]
+        assert ports.status == Status.FAILURE
+        assert port in ports.text
+        monkeypatch.setenv("RANK", "1")
+        assert list(look_at_launcher())[1].status == Status.OK
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        assert list(look_at_launcher())[1].status == Status.OK
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert list(look_at_launcher())[1].status == Status.OK
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eno17", Status.FAILURE),
+        ("GLOO_SOCKET_IFNAME", "lo,eno17", Status.FAILURE),
+        ("GLOO_SOCKET_IFNAME", "l", Status.FAILURE),
+        ("GLOO_SOCKET_IFNAME", "lo", None),
+        ("NCCL_SOCKET_IFNAME", "eno", Status.FAILURE),
+        ("NCCL_SOCKET_IFNAME", "eno,l", None),
+        ("NCCL_SOCKET_IFNAME", "=l", Status.FAILURE),
+        ("NCCL_SOCKET_IFNAME", "^docker", None),
+    ],
+)
+def test_network_interfaces_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, expected: Status | None
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert statuses(list(look_at_launcher(ranks=2))).get(variable) == expected
+    alone = statuses(list(look_at_launcher(ranks=1))).get(variable)
+    assert alone == (None if expected is None else Status.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("listed", "local_ranks", "expected"),
+    [("0-3", 2, Status.FAILURE), ("0-3", 4, None), ("2", 4, None), ("0-x", 4, Status.FAILURE), ("", 4, None)],
+)
+def test_visible_cores_that_contradict_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, listed: str, local_ranks: int, expected: Status | None
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": str(local_ranks), "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", listed)
+    assert statuses(list(look_at_launcher())).get("NEURON_RT_VISIBLE_CORES") == expected
+
+
+def test_visible_cores_that_are_fewer_than_the_mesh_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
+    assert statuses(list(look_at_launcher(ranks=4)))["NEURON_RT_VISIBLE_CORES"] == Status.WARNING
+    assert "NEURON_RT_VISIBLE_CORES" not in statuses(list(look_at_launcher(ranks=2)))
+
+
+def test_a_cache_of_compiled_graphs_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    assert statuses(list(look_at_compile_cache("xla", str(tmp_path / "new" / "cache")))) == {"compile_cache": Status.OK}
+    assert statuses(list(look_at_compile_cache("xla", str(tmp_path / "file" / "cache")))) == {
+        "compile_cache": Status.FAILURE
+    }
+    assert list(look_at_compile_cache("cpu", str(tmp_path / "file"))) == []
+    assert list(look_at_compile_cache("xla", False)) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_cache_of_compiled_graphs_that_is_named_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "neuron_device_present", lambda: True)
+    monkeypatch.setenv("NEURON_CC_FLAGS", f"-O1 --cache_dir={tmp_path}/one")
+    assert Status.FAILURE in statuses(list(look_at_compile_cache("xla", f"{tmp_path}/two"))).values()
+    assert Status.FAILURE not in statuses(list(look_at_compile_cache("xla", None))).values()
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "s3://bucket/two")
+    found = [each for each in look_at_compile_cache("xla", None) if each.status == Status.WARNING]
+    assert "s3://bucket/two" in found[0].text
+    monkeypatch.delenv("NEURON_CC_FLAGS")
+    assert list(look_at_compile_cache("xla", None)) == []
+
+
+def test_a_folder_where_renaming_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "atomicity" not in statuses(list(look_at_folder(tmp_path)))
+    monkeypatch.setattr(shared_folder, "file_system", lambda path: "fuse.s3fs")
+    assert statuses(list(look_at_folder(tmp_path)))["atomicity"] == Status.WARNING
+    monkeypatch.setattr(shared_folder, "file_system", lambda path: "nfs4")
+    monkeypatch.setattr(shared_folder, "NOTICEABLE", 0.0)
+    monkeypatch.setattr(shared_folder, "COPYING", 0.0)  # any rename takes longer
+    assert statuses(list(look_at_folder(tmp_path)))["atomicity"] == Status.WARNING
 
 
 def test_data_workers_need_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

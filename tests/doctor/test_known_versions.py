@@ -47,3 +47,17 @@ def test_neuron_without_its_compiler_fails() -> None:
 
 def test_without_them_there_is_nothing_to_say() -> None:
     assert list(judge_versions({"torch": "2.13.0"})) == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "status"),
+    [
+        ({"torch": "2.9.1", "torch_xla": "2.9.0", "torch-neuronx": "2.14.0"}, Status.FAILURE),
+        ({"torch": "2.14.0", "torch-neuronx": "2.14.0"}, None),
+        ({"torch": "2.13.0", "torch-neuronx": "2.14.0"}, Status.FAILURE),
+        ({"torch": "2.9.1", "torch_xla": "2.9.0", "torch-neuronx": "2.9.0.2"}, Status.OK),
+    ],
+    ids=["native beside lazy", "native", "native for another torch", "lazy"],
+)
+def test_torch_neuronx_beside_torch(versions: dict[str, str], status: Status | None) -> None:
+    assert [each.status for each in judge_versions(versions)] == ([] if status is None else [status])

@@ -14,9 +14,12 @@ from stepmark.doctor.findings import Finding, Status
 from stepmark.errors import StepmarkError
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
+from stepmark.runtime.versions import installed_version
 
 TOPIC = "devices"
 NEURON_DRIVER = Path("/sys/module/neuron/version")
+# A Neuron device needs all packages of one of these: a native device, or a lazy one.
+NEURON_PACKAGES = (("torch-neuronx", "neuronx-cc"), ("torch_xla", "libneuronxla", "neuronx-cc"))
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -24,7 +27,7 @@ def look_at_devices(wish: str) -> Iterator[Finding]:
     """`wish`: the recipe's `device`."""
     cores = os.cpu_count() or 1
     yield Finding(TOPIC, "CPU", f"{cores} cores", values={"cores": cores})
-    yield from _neuron()
+    yield from _neuron(wish)
     yield from _cuda()
     if tpu_present():
         yield Finding(TOPIC, "TPU", f"{len(glob.glob('/dev/accel[0-9]*'))} devices")
@@ -39,7 +42,7 @@ def look_at_devices(wish: str) -> Iterator[Finding]:
         yield Finding(TOPIC, "PJRT_DEVICE", text, Status.WARNING)
 
 
-def _neuron() -> Iterator[Finding]:
+def _neuron(wish: str) -> Iterator[Finding]:
     devices = glob.glob("/dev/neuron[0-9]*")
     if not devices:
         return
@@ -49,6 +52,11 @@ def _neuron() -> Iterator[Finding]:
     if blocked:
         text = f"{blocked[0]} cannot be opened by this user; add it to the device's group"
         yield Finding(TOPIC, "Neuron", text, Status.FAILURE)
+    missing = [[name for name in names if installed_version(name) is None] for names in NEURON_PACKAGES]
+    if all(missing):
+        lacks = " or ".join(map(" and ".join, missing))
+        text = f"nothing trains on its devices: {lacks} not installed; install AWS's packages (docs/trainium.md)"
+        yield Finding(TOPIC, "Neuron", text, Status.WARNING if wish == "cpu" else Status.FAILURE)
 
 
 def neuron_driver() -> str | None:

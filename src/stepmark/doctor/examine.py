@@ -11,9 +11,9 @@ from typing import Any
 from stepmark.config.recipe import Recipe
 from stepmark.doctor.devices import look_at_devices, neuron_driver
 from stepmark.doctor.findings import Finding, Status
-from stepmark.doctor.graphs import look_at_graphs
+from stepmark.doctor.graphs import fewest_ranks, look_at_graphs
 from stepmark.doctor.known_versions import judge_versions
-from stepmark.doctor.machine import look_at_launcher, look_at_machine
+from stepmark.doctor.machine import look_at_compile_cache, look_at_launcher, look_at_machine
 from stepmark.doctor.recipe_fields import look_at_recipe
 from stepmark.doctor.shared_folder import look_at_folder
 from stepmark.doctor.variables import look_at_variables
@@ -39,7 +39,8 @@ def examine(recipe: Recipe | None, path: str | None = None) -> list[Finding]:
         *_versions(),
         *devices,
         *look_at_variables(device),
-        *look_at_launcher(),
+        *look_at_launcher(1 if recipe is None else fewest_ranks(recipe)),
+        *look_at_compile_cache(device, None if recipe is None else recipe.training.compile_cache),
         *look_at_machine(workers),
         *look_at_folder(folder),
         *fields,

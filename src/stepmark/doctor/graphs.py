@@ -19,7 +19,7 @@ PROBLEM = "warning: "
 def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
     """Makes the graphs of the recipe at `path` as `stepmark precompile` does, in processes of their own, and compiles
     none of them on Neuron. There are as many ranks as the recipe's mesh has at least."""
-    ranks = _ranks(recipe)
+    ranks = fewest_ranks(recipe)
     name = f"{ranks} rank{'s' if ranks > 1 else ''}"
     print(f"doctor: making the graphs of {path} for {name}, which takes as long as a first step", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="stepmark-doctor-") as folder:
@@ -39,7 +39,8 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
         yield Finding(TOPIC, name, "nothing in them that a compiler for accelerators rejects")
 
 
-def _ranks(recipe: Recipe) -> int:
+def fewest_ranks(recipe: Recipe) -> int:
+    """How many ranks the recipe's mesh has at least."""
     training = recipe.training
     replicas = 2 if training.zero_1 else 1
     return training.tensor_parallel_size * training.pipeline_parallel_size * replicas

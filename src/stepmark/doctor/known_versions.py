@@ -41,12 +41,32 @@ RELEASES = (
 TOPIC = "versions"
 
 
+LAST_LAZY = (2, 9)  # torch-neuronx up to this version builds on torch_xla; later ones are a native device
+
+
 def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
     """What is known of the installed versions together; `runtime` and `driver` are those of Neuron."""
-    if "torch" in versions and "torch_xla" in versions:
+    conflict = _torch_neuronx(versions) if "torch" in versions and "torch-neuronx" in versions else None
+    if conflict is not None:
+        yield Finding(TOPIC, "torch-neuronx", conflict, Status.FAILURE)
+    elif "torch" in versions and "torch_xla" in versions:
         yield _torch_pair(versions["torch"], versions["torch_xla"])
     if "neuronx-cc" in versions or "libneuronxla" in versions:
         yield _neuron(versions)
+
+
+def _torch_neuronx(versions: Mapping[str, str]) -> str | None:
+    """What contradicts the installed torch-neuronx; None where nothing does."""
+    torch, neuronx = _minor(versions["torch"]), versions["torch-neuronx"]
+    native = tuple(map(int, _minor(neuronx).split("."))) > LAST_LAZY
+    if native and "torch_xla" in versions:
+        return (
+            f"torch-neuronx {neuronx} is a native device and does not work with torch_xla, which is installed too; "
+            "pip uninstall torch_xla, or for Trn1 pip install 'torch-neuronx==2.9.*'"
+        )
+    if _minor(neuronx) != torch:
+        return f"torch-neuronx {neuronx} was built for torch {_minor(neuronx)}, not for {versions['torch']}"
+    return None
 
 
 def _torch_pair(torch: str, torch_xla: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Memory, ports and the launcher's variables of this machine."""
+"""Memory, ports, the launcher's variables and the place of compiled graphs of this machine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import os
 import resource
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from stepmark.doctor.findings import Finding, Status
-from stepmark.errors import LaunchError
+from stepmark.errors import LaunchError, UsageError
+from stepmark.filesystem.cache_folder import GRAPHS, cache_root
 from stepmark.launch.world import World
+from stepmark.runtime.compile_cache import NEURON_FLAGS, NEURON_URL, Setting, neuron_place
+from stepmark.runtime.hardware import neuron_device_present
+from stepmark.runtime.neuron_environment import CORES, visible_cores
 
 TOPIC = "machine"
 SHARED_MEMORY = Path("/dev/shm")
 LITTLE_SHARED_MEMORY = 1 << 30
 FEW_FILES = 4096
 MEMORY = Path("/proc/meminfo")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def look_at_machine(workers: int) -> Iterator[Finding]:
@@ -51,8 +57,8 @@ def _shared_memory(workers: int) -> Iterator[Finding]:
     yield Finding(TOPIC, str(SHARED_MEMORY), text, status, {"free": free})
 
 
-def look_at_launcher() -> Iterator[Finding]:
-    """The rank's place, and whether its address can be used."""
+def look_at_launcher(ranks: int = 1) -> Iterator[Finding]:
+    """The rank's place, and whether its address, network and cores can be used. `ranks`: how many the recipe needs."""
     try:
         world = World.from_environment()
     except LaunchError as error:
@@ -64,6 +70,8 @@ def look_at_launcher() -> Iterator[Finding]:
         place = f"rank {world.rank} of {world.size}, local rank {world.local_rank} of {world.local_size}"
         yield Finding(TOPIC, "launcher", f"{_launcher()}: {place}, at {world.master_address}:{world.master_port}")
     yield _address(world)
+    yield from _interfaces(max(world.size, ranks))
+    yield from _cores(world, ranks)
 
 
 def _launcher() -> str:
@@ -77,9 +85,74 @@ def _address(world: World) -> Finding:
     except OSError as error:
         text = f"{world.master_address} cannot be found ({error.strerror}); set MASTER_ADDR"
         return Finding(TOPIC, "ports", text, Status.FAILURE)
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher, which has the port
+    port = world.master_port if world.rank == 0 and world.size > 1 and not served else 0
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_server(("" if port else "127.0.0.1", port)) as server:
             return Finding(TOPIC, "ports", f"can be opened (tried {server.getsockname()[1]})")
     except OSError as error:
-        text = f"none can be opened on 127.0.0.1 ({error.strerror}): ranks cannot connect"
+        text = (
+            f"port {port}, where the ranks meet, cannot be opened ({error.strerror}); set MASTER_PORT to a free one"
+            if port
+            else f"none can be opened on 127.0.0.1 ({error.strerror}): ranks cannot connect"
+        )
         return Finding(TOPIC, "ports", text, Status.FAILURE)
+
+
+def _interfaces(ranks: int) -> Iterator[Finding]:
+    """Network interfaces that are named and not there. NCCL takes beginnings of names, `=` before whole ones, and `^`
+    before those that are left out."""
+    here = [name for _, name in socket.if_nameindex()]
+    for variable in INTERFACES:
+        text = os.environ.get(variable, "")
+        if not text or text.startswith("^"):
+            continue
+        whole = variable.startswith("GLOO") or text.startswith("=")
+        names = [name.strip() for name in text.removeprefix("=").split(",")]
+        found = [name for name in names if any(each == name if whole else each.startswith(name) for each in here)]
+        if len(found) < len(names) if whole else not found:
+            said = f"{text}: this machine has no such network interface; it has {', '.join(here)}"
+            yield Finding(TOPIC, variable, said, Status.FAILURE if ranks > 1 else Status.WARNING)
+
+
+def _cores(world: World, ranks: int) -> Iterator[Finding]:
+    """Whether the visible Neuron cores are as many as the ranks of this machine. A rank that a launcher has started may
+    see its own only."""
+    try:
+        cores = len(visible_cores())
+    except LaunchError as error:
+        yield Finding(TOPIC, CORES, str(error), Status.FAILURE)
+        return
+    if world.size > 1 and cores > 1 and cores != world.local_size:
+        text = f"lists {cores} cores for the {world.local_size} ranks of this machine; list one core per rank"
+        yield Finding(TOPIC, CORES, text, Status.FAILURE)
+    elif world.size == 1 and 0 < cores < ranks:
+        text = f"lists {cores} cores, and the recipe's mesh needs {ranks} ranks, each with a core of its own"
+        yield Finding(TOPIC, CORES, text, Status.WARNING)
+
+
+def look_at_compile_cache(device: str, setting: Setting) -> Iterator[Finding]:
+    """Whether compiled graphs can be kept. `setting`: the recipe's `compile_cache`."""
+    on_neuron = neuron_device_present()
+    if device != "xla" or setting is False or (setting is None and not on_neuron):
+        return
+    try:
+        place = neuron_place(setting) if on_neuron else setting if isinstance(setting, str) else None
+    except UsageError as error:
+        yield Finding(TOPIC, "compile_cache", str(error), Status.FAILURE)
+        return
+    place = place or str(cache_root() / GRAPHS)
+    url = os.environ.get(NEURON_URL)
+    if on_neuron and url is not None and url != place:
+        text = f"graphs are kept in {place} ({NEURON_FLAGS} or compile_cache), not in {url} ({NEURON_URL}); name one"
+        yield Finding(TOPIC, "compile_cache", text, Status.WARNING)
+    if "://" in place:
+        return
+    folder = Path(place).expanduser()
+    parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            yield Finding(TOPIC, "compile_cache", f"{folder} can be written")
+    except OSError as error:
+        text = f"cannot write to {folder}: {error.strerror}; name another folder"
+        yield Finding(TOPIC, "compile_cache", text, Status.FAILURE)

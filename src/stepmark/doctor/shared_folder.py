@@ -20,6 +20,8 @@ SYNCS = 11
 SLOW_SYNC = 0.5  # seconds; a save syncs a few times per file
 SLOW_WRITE = 50e6  # bytes per second
 LITTLE_ROOM = 1 << 30
+COPYING = 0.2  # of the time that writing took: a rename that lasts so long copies
+NOTICEABLE = 0.1  # seconds
 MOUNTS = Path("/proc/self/mounts")
 
 
@@ -32,6 +34,9 @@ def look_at_folder(folder: Path) -> Iterator[Finding]:
     yield Finding(TOPIC, str(folder), f"{kind}, {free / 1e9:.1f} GB free", status, {"type": kind, "free": free})
     if kind == "tmpfs":
         yield Finding(TOPIC, "durability", "tmpfs is memory: nothing survives a reboot", Status.WARNING)
+    if kind.startswith("fuse."):
+        text = f"{kind} may be a bucket, where a rename is a copy that can be cut off; write to a real file system"
+        yield Finding(TOPIC, "atomicity", text, Status.WARNING)
     trial = parent / f".stepmark-doctor-{uuid.uuid4().hex}"
     try:
         trial.mkdir()
@@ -53,7 +58,7 @@ def _try(trial: Path) -> Iterator[Finding]:
     yield _exchange(trial)
     yield _lock(trial)
     yield _sync(trial)
-    yield _throughput(trial)
+    yield from _throughput(trial)
 
 
 def _rename(trial: Path) -> Finding:
@@ -108,7 +113,8 @@ def _sync(trial: Path) -> Finding:
     return Finding(TOPIC, "fsync", text, values=values)
 
 
-def _throughput(trial: Path) -> Finding:
+def _throughput(trial: Path) -> Iterator[Finding]:
+    """Of writing a large file, and whether renaming it copies it."""
     data = memoryview(os.urandom(1 << 20))
     descriptor = files.open_for_writing(trial / "large")
     try:
@@ -116,12 +122,18 @@ def _throughput(trial: Path) -> Finding:
         for offset in range(0, MEASURED_BYTES, len(data)):
             files.write_at(descriptor, data, offset)
         files.sync(descriptor)
-        rate = MEASURED_BYTES / (time.perf_counter() - began)
+        written = time.perf_counter() - began
     finally:
         files.close(descriptor)
+    began = time.perf_counter()
+    files.rename(trial / "large", trial / "renamed")
+    renamed, rate = time.perf_counter() - began, MEASURED_BYTES / written
     slow = rate < SLOW_WRITE
     text = f"{rate / 1e6:.0f} MB/s for {MEASURED_BYTES >> 20} MiB with fsync, by one process"
-    return Finding(TOPIC, "throughput", text, Status.WARNING if slow else Status.OK, {"bytes_per_second": rate})
+    yield Finding(TOPIC, "throughput", text, Status.WARNING if slow else Status.OK, {"bytes_per_second": rate})
+    if renamed > max(COPYING * written, NOTICEABLE):
+        text = f"{renamed:.1f} s for one large file, {written:.1f} s to write it: renaming copies, and can be cut off"
+        yield Finding(TOPIC, "atomicity", text, Status.WARNING)
 
 
 def file_system(path: Path) -> str:

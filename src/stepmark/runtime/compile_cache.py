@@ -39,17 +39,27 @@ def prepare_compile_cache(setting: Setting) -> None:
     if not neuron_device_present():
         return
     flags = os.environ.get(NEURON_FLAGS, "")
-    given = _NEURON_OPTION.search(flags)
-    if setting is False:
+    place = neuron_place(setting)
+    if place is None:
         os.environ[NEURON_FLAGS] = flags if _NO_CACHE in flags.split() else f"{flags} {_NO_CACHE}".strip()
-        return
+    elif _NEURON_OPTION.search(flags) is None:
+        os.environ[NEURON_URL] = place
+
+
+def neuron_place(setting: Setting) -> str | None:
+    """The folder or URL where Neuron's compiler will keep graphs; None where the setting switches it off. Raises
+    UsageError where the setting contradicts `--cache_dir` in `NEURON_CC_FLAGS`."""
+    given = _NEURON_OPTION.search(os.environ.get(NEURON_FLAGS, ""))
+    if setting is False:
+        return None
     place = _place(setting) if isinstance(setting, str) else str(cache_root() / GRAPHS / NEURON_FOLDER)
-    if isinstance(setting, str) and given is not None and given.group(1) not in (setting, place):
+    if given is None:
+        return os.environ.get(NEURON_URL, place) if setting is None else place
+    if isinstance(setting, str) and given.group(1) not in (setting, place):
         raise UsageError(
             f"compile_cache and {NEURON_FLAGS}: they name {setting} and {given.group(1)}; leave one of them out"
         )
-    if given is None and (setting is not None or NEURON_URL not in os.environ):
-        os.environ[NEURON_URL] = place
+    return given.group(1)
 
 
 def _place(setting: str) -> str:

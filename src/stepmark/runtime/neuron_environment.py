@@ -38,7 +38,7 @@ def set_rank_variables(world: World) -> None:
 def _core(world: World) -> int:
     """The rank's core: the given one, or the one at its place in a list for all ranks of this machine."""
     text = os.environ.get(CORES, "")
-    cores = _listed(text) if text else list(range(world.local_size))
+    cores = visible_cores() or list(range(world.local_size))
     if len(cores) == 1:
         return cores[0]
     if len(cores) != world.local_size:
@@ -49,10 +49,11 @@ def _core(world: World) -> int:
     return cores[world.local_rank]
 
 
-def _listed(text: str) -> list[int]:
-    """The cores of a list such as `0-3,8`."""
+def visible_cores() -> list[int]:
+    """The cores that NEURON_RT_VISIBLE_CORES lists, such as `0-3,8`; empty where it is unset. Raises LaunchError."""
+    text = os.environ.get(CORES, "")
     cores: list[int] = []
-    for part in text.split(","):
+    for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
         try:
             cores += range(int(first), int(last or first) + 1)
