@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
@@ -102,7 +103,7 @@ def fit_for_a_compiler(context: Context) -> Iterator[None]:
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
     checkpointing, zero_1, smoothing, clip, batch (samples of a step, 4 by default); pp, schedule, chunks, layers;
-    optim (adamw_torch by default; "lamb" is no name of a recipe's), rate."""
+    frozen (a pattern of names); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader import DataLoader
     from stepmark.data.prefetcher import DevicePrefetcher
     from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
@@ -120,6 +121,8 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     if options.get("bf16"):
         model.to(torch.bfloat16)
     model.train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(options.get("frozen") is None or not re.search(options["frozen"], name))
     parallelize(
         model,
         mesh,

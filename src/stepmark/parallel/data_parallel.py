@@ -36,9 +36,10 @@ def data_parallel_gradients(
     reduce_dtype: torch.dtype = torch.float32,
     bucket_elements: int | None = None,
 ) -> DataParallelGradients | OverlappedGradients:
-    """The reducer of these parameters' gradients over one step of `accumulation` micro-batches. `reduce_dtype`: in
-    which they are sent, on eager devices. `bucket_elements`: how many at a time; None: by the device."""
-    if isinstance(mesh.data_parallel, GroupCollectives) and named:
+    """The reducer of these parameters' gradients over one step of `accumulation` micro-batches: the same kind on all
+    ranks, also on those of a pipeline stage that has no parameter to train. `reduce_dtype`: in which they are sent, on
+    eager devices. `bucket_elements`: how many at a time; None: by the device."""
+    if isinstance(mesh.data_parallel, GroupCollectives):
         return OverlappedGradients(named, mesh, reduce_dtype=reduce_dtype, bucket_elements=bucket_elements)
     parameters = [parameter for _, parameter in named]
     return DataParallelGradients(parameters, mesh, accumulation=accumulation, bucket_elements=bucket_elements)
