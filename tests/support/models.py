@@ -103,7 +103,7 @@ def fit_for_a_compiler(context: Context) -> Iterator[None]:
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
     checkpointing, zero_1, smoothing, clip, batch (samples of a step, 4 by default); pp, schedule, chunks, layers;
-    frozen (a pattern of names); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate."""
+    frozen (a pattern of names); unlabelled (steps in which no sample has a target); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader import DataLoader
     from stepmark.data.prefetcher import DevicePrefetcher
     from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
@@ -155,9 +155,13 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     step = TrainStep(
         model, optimizer, loss, mesh, accumulation=accumulation, max_grad_norm=clip, pipeline_schedule=schedule
     )
+    data, size = Blocks(30), options.get("batch", 4)
+    for number in options.get("unlabelled", ()):
+        data.labels[number * size : (number + 1) * size] = -100
     loader = DataLoader(
-        Blocks(30),
-        options.get("batch", 4) // axis.size // accumulation,
+        data,
+        size // axis.size // accumulation,
+        shuffle="unlabelled" not in options,
         rank=axis.rank,
         world_size=axis.size,
         accumulation=accumulation,

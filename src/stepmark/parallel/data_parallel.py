@@ -98,7 +98,7 @@ class OverlappedGradients:
         shards = [self._mesh.data_parallel.own_shard(each) for each in flat]  # of which each rank computes the norm
         used = self._mesh.runtime.place([torch.tensor(self._bucketed.sums.got(), dtype=torch.float32)])[0]
         loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh, used)
-        return ReducedGradients(self._members_of(flat, head[1:]), loss / total, total, square.sqrt())
+        return ReducedGradients(self._members_of(flat, head[1:]), loss, total, square.sqrt())
 
     def _members_of(self, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
         """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
@@ -211,8 +211,9 @@ class DataParallelGradients:
             bucket *= tokens
         reduced = self._mesh.data_parallel.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
         total = reduced[0][1]
+        divisor = total.clamp(min=1)
         sums = [each for bucket, values in zip(buckets, reduced, strict=True) for each in _split(values, bucket)]
-        return [each / total for each in sums[2:]], sums[0] / total, total
+        return [each / divisor for each in sums[2:]], sums[0] / divisor, total
 
     def _norm(self, gradients: Sequence[Tensor | None], loss: Tensor) -> tuple[Tensor, Tensor]:
         """The 2-norm of the complete model's gradient, of which every element counts once, however many ranks hold it,

@@ -32,7 +32,8 @@ MESHES: dict[int, list[dict[str, Any]]] = {
     ],
 }
 PROGRAM = "tests.support.models:cases"
-OF_ONE_RANK = ("model", "steps", "bf16", "smoothing", "clip", "batch", "accumulation", "frozen", "optim")  # of losses
+OF_ONE_RANK = ("model", "steps", "bf16", "smoothing", "clip", "batch", "accumulation")  # what changes losses
+OF_ONE_RANK += ("frozen", "optim", "unlabelled")
 
 
 def alone(ranks: Ranks, options: list[dict[str, Any]]) -> list[list[list[float]]]:
