@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stepmark import Trainer, TrainingArguments
+from tests.support.programs import Blocks, tiny_model
 
 SAMPLES, WIDTH, STEPS = 16, 6, 4
 
@@ -94,3 +95,16 @@ def train(folder: str, model_name: str, batch: int, options: dict[str, Any]) -> 
     trainer = Trainer(model, args, train_dataset=Data(), optimizers=(given, None))
     trainer.train()
     return {name: p.detach().double().flatten().tolist() for name, p in model.named_parameters()}
+
+
+def unlabelled(folder: str, batch: int) -> list[Any]:
+    """What a Trainer logs, and its mean loss, where no sample of the second step has a target."""
+    data = Blocks(24)
+    data.labels[4:8] = -100
+    args = TrainingArguments(
+        output_dir=folder, device="cpu", per_device_train_batch_size=batch, max_steps=6, logging_steps=3,
+        train_sampling_strategy="sequential", save_strategy="no", disable_tqdm=True, learning_rate=1e-3,
+    )  # fmt: skip
+    trainer = Trainer(tiny_model(dropout=0.0), args, train_dataset=data)
+    result = trainer.train()
+    return [*([each["loss"], each["grad_norm"]] for each in trainer.state.log_history[:2]), [result.training_loss]]

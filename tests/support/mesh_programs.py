@@ -119,3 +119,18 @@ def refused_pipelines(options: dict[str, Any]) -> list[str]:
         except UsageError as error:
             found.append(str(error))
     return found
+
+
+def sums_of_ranks(meshes: list[dict[str, int]], device: str = "cpu") -> list[list[float]]:
+    """On each of these meshes, one after the other, the sum of rank numbers over every axis, the ends of the pipeline,
+    and, in the first two ranks alone, two neighbours on a tensor parallel axis of four."""
+    found = []
+    for sizes in meshes:
+        mesh = Mesh.create(**sizes, device=device)
+        axes = [mesh.pipeline, mesh.data_parallel, mesh.tensor_parallel, mesh.ends]
+        rank = mesh.context.world.rank
+        if mesh.tensor_parallel.size == 4 and rank < 2:
+            axes.append(mesh.replicas(2))
+        sums = [axis.all_reduce([mesh.runtime.place(torch.tensor([float(rank)]))])[0] for axis in axes]
+        found.append([float(each) for each in mesh.runtime.to_host(sums)])
+    return found

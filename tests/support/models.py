@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.context import Context, start
@@ -20,8 +29,8 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
-    """`kind` is gpt2, llama, qwen3 or gemma2. Two layers, 4 heads (2 key/value heads), a vocabulary of 67, which is
-    prime."""
+    """`kind` is gpt2, llama, qwen3, gemma2 or olmo2. Two layers, 4 heads (2 key/value heads), a vocabulary of 67, which
+    is prime."""
     if kind == "gpt2":
         drop = changes.pop("dropout", 0.0)
         drops = {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop}
@@ -34,7 +43,8 @@ def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
         changes["attention_dropout"] = changes.pop("dropout")
     if kind in ("qwen3", "gemma2"):
         changes.setdefault("head_dim", 8)
-    make = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma2": Gemma2Config}[kind]
+    kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma2": Gemma2Config, "olmo2": Olmo2Config}
+    make = kinds[kind]
     return make(**{**SHAPE, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, **changes})
 
 
@@ -101,8 +111,9 @@ def fit_for_a_compiler(context: Context) -> Iterator[None]:
 
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
-    checkpointing, zero_1, smoothing, clip, batch (samples of a step, 4 by default); pp, schedule, chunks, layers;
-    optim (adamw_torch by default; "lamb" is no name of a recipe's), rate."""
+    autocast, checkpointing, zero_1, smoothing, clip, batch (samples of a step, 4 by default); pp, schedule, chunks,
+    layers; frozen (a pattern of names); unlabelled (steps in which no sample has a target); optim (adamw_torch by
+    default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader import DataLoader
     from stepmark.data.prefetcher import DevicePrefetcher
     from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
@@ -120,6 +131,8 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     if options.get("bf16"):
         model.to(torch.bfloat16)
     model.train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(options.get("frozen") is None or not re.search(options["frozen"], name))
     parallelize(
         model,
         mesh,
@@ -150,11 +163,22 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     clip = options.get("clip", 1.0)
     schedule = options.get("schedule", "1f1b")
     step = TrainStep(
-        model, optimizer, loss, mesh, accumulation=accumulation, max_grad_norm=clip, pipeline_schedule=schedule
+        model,
+        optimizer,
+        loss,
+        mesh,
+        accumulation=accumulation,
+        max_grad_norm=clip,
+        pipeline_schedule=schedule,
+        autocast=torch.bfloat16 if options.get("autocast") else None,
     )
+    data, size = Blocks(30), options.get("batch", 4)
+    for number in options.get("unlabelled", ()):
+        data.labels[number * size : (number + 1) * size] = -100
     loader = DataLoader(
-        Blocks(30),
-        options.get("batch", 4) // axis.size // accumulation,
+        data,
+        size // axis.size // accumulation,
+        shuffle="unlabelled" not in options,
         rank=axis.rank,
         world_size=axis.size,
         accumulation=accumulation,

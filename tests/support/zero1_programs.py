@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import stepmark
 from stepmark import Checkpointer, Mesh, ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
+from stepmark.training.optimizer import build_optimizer
 
 STEPS = 6
 
@@ -299,20 +300,55 @@ def lazy_steps(hook: bool) -> dict[str, Any]:
     }
 
 
-def written_on_a_lazy_device(dtype: str) -> dict[str, Any]:
-    """The parameters after a step at learning rate 0 that follows a `load_state_dict` of halves; and the graphs that
-    each later step executes."""
+def halved(name: str) -> dict[str, Any]:
+    """Weights in bfloat16 after a step at learning rate 0 that follows a callback's write to the data of each
+    parameter, what it has written, and whether there were steps before it."""
+    from tests.support.whole_parameter_programs import Lamb
+
+    mesh, net = Mesh.create(device="cpu"), Net().to(torch.bfloat16)
+    named, began = list(net.named_parameters()), flat(net)
+    kind: Any = {"Lamb": Lamb, "Adam": torch.optim.Adam}[name]
+    optimizer = ZeroRedundancyOptimizer(named, kind, mesh=mesh, lr=0.1)
+    for number in range(3):
+        if number == 2:
+            moved = flat(net) != began
+            for parameter in net.parameters():
+                parameter.data.mul_(0.5)
+            halves = flat(net)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+        net(data(number, mesh.data_parallel.rank, mesh.data_parallel.size).to(torch.bfloat16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"moved": moved, "halves": halves, "weights": flat(net)}
+
+
+def flat(net: nn.Module) -> list[float]:
+    return [number for each in net.parameters() for number in each.detach().double().reshape(-1).tolist()]
+
+
+def written_on_a_lazy_device(dtype: str, sharded: bool, by_data: bool) -> dict[str, Any]:
+    """The parameters after a step at learning rate 0 that follows a `load_state_dict` of halves, or writing them to the
+    parameters' data; and the graphs that each later step executes. `sharded`: by ZeRO-1."""
     from stepmark import place_module
 
     mesh = Mesh.create(device="xla")
     runtime, net = mesh.runtime, Net().to(getattr(torch, dtype))
     place_module(net, runtime)
-    optimizer = ZeroRedundancyOptimizer(net.named_parameters(), torch.optim.AdamW, mesh=mesh, lr=0.01, weight_decay=0.0)
+    named = list(net.named_parameters())
+    optimizer: Any = ZeroRedundancyOptimizer(named, torch.optim.AdamW, mesh=mesh, lr=0.01, weight_decay=0.0)
+    if not sharded:
+        optimizer = build_optimizer("adamw_torch", named, runtime, learning_rate=0.01)
 
     def step(number: int) -> int:
         before = runtime.counters()
         net(runtime.place(data(number, 0, 1).to(getattr(torch, dtype)))).backward()
+        if not sharded:
+            optimizer.set_gradients([None if each.grad is None else each.grad.float() for each in net.parameters()])
         optimizer.step()
+        if not sharded:
+            net.zero_grad()
+            runtime.step_boundary()
         after = runtime.counters()
         assert before is not None
         assert after is not None
@@ -320,8 +356,13 @@ def written_on_a_lazy_device(dtype: str) -> dict[str, Any]:
 
     for number in range(2):
         step(number)
-    net.load_state_dict({name: torch.full_like(value, 0.5) for name, value in net.state_dict().items()})
-    optimizer.param_groups[0]["lr"] = 0.0
+    if by_data:
+        for number, parameter in enumerate(net.parameters()):
+            parameter.data.fill_(0.5) if number % 2 else parameter.data.copy_(torch.full_like(parameter, 0.5))
+    else:
+        net.load_state_dict({name: torch.full_like(value, 0.5) for name, value in net.state_dict().items()})
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     step(2)
     executions = [step(number) for number in range(3, 6)]
     values = [number for value in runtime.to_host(list(net.parameters())) for number in value.reshape(-1).tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,24 @@ def test_updates_too_small_for_bf16_add_up_in_the_master_weights() -> None:
     torch.testing.assert_close(master, start - 2e-2, rtol=1e-4, atol=1e-5)
 
 
-def test_masters_follow_parameters_that_the_script_writes() -> None:
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "init": lambda weight: nn.init.constant_(weight, 0.5),
+    "data": lambda weight: weight.data.fill_(0.5),
+    "element by element": lambda weight: [weight.data[row].fill_(0.5) for row in range(len(weight))],
+    "detached": lambda weight: weight.detach().copy_(torch.full_like(weight, 0.5)),
+    "new data": lambda weight: setattr(weight, "data", torch.full_like(weight, 0.5)),
+}
+
+
+@pytest.mark.parametrize("write", list(WRITES))
+def test_masters_follow_parameters_that_the_script_writes(write: str) -> None:
     module, optimizer = bf16_optimizer("sgd")
     for _ in range(3):
         optimizer.set_gradients([torch.full((8, 8), 1e-2), torch.full((8,), 1e-2, dtype=torch.bfloat16)])
         optimizer.step()
     kept = optimizer.named_state()["bias"][MASTER].detach().clone()
     assert not torch.equal(kept, kept.to(torch.bfloat16).float())
-    nn.init.constant_(module.weight, 0.5)
+    WRITES[write](module.weight)
     optimizer.set_gradients([torch.zeros(8, 8), None])
     optimizer.step()
     assert torch.equal(module.weight, torch.full((8, 8), 0.5, dtype=torch.bfloat16))

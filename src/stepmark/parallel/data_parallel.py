@@ -36,9 +36,10 @@ def data_parallel_gradients(
     reduce_dtype: torch.dtype = torch.float32,
     bucket_elements: int | None = None,
 ) -> DataParallelGradients | OverlappedGradients:
-    """The reducer of these parameters' gradients over one step of `accumulation` micro-batches. `reduce_dtype`: in
-    which they are sent, on eager devices. `bucket_elements`: how many at a time; None: by the device."""
-    if isinstance(mesh.data_parallel, GroupCollectives) and named:
+    """The reducer of these parameters' gradients over one step of `accumulation` micro-batches: the same kind on all
+    ranks, also on those of a pipeline stage that has no parameter to train. `reduce_dtype`: in which they are sent, on
+    eager devices. `bucket_elements`: how many at a time; None: by the device."""
+    if isinstance(mesh.data_parallel, GroupCollectives):
         return OverlappedGradients(named, mesh, reduce_dtype=reduce_dtype, bucket_elements=bucket_elements)
     parameters = [parameter for _, parameter in named]
     return DataParallelGradients(parameters, mesh, accumulation=accumulation, bucket_elements=bucket_elements)
@@ -97,7 +98,7 @@ class OverlappedGradients:
         shards = [self._mesh.data_parallel.own_shard(each) for each in flat]  # of which each rank computes the norm
         used = self._mesh.runtime.place([torch.tensor(self._bucketed.sums.got(), dtype=torch.float32)])[0]
         loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh, used)
-        return ReducedGradients(self._members_of(flat, head[1:]), loss / total, total, square.sqrt())
+        return ReducedGradients(self._members_of(flat, head[1:]), loss, total, square.sqrt())
 
     def _members_of(self, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
         """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
@@ -210,15 +211,16 @@ class DataParallelGradients:
             bucket *= tokens
         reduced = self._mesh.data_parallel.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
         total = reduced[0][1]
+        divisor = total.clamp(min=1)
         sums = [each for bucket, values in zip(buckets, reduced, strict=True) for each in _split(values, bucket)]
-        return [each / total for each in sums[2:]], sums[0] / total, total
+        return [each / divisor for each in sums[2:]], sums[0] / divisor, total
 
     def _norm(self, gradients: Sequence[Tensor | None], loss: Tensor) -> tuple[Tensor, Tensor]:
         """The 2-norm of the complete model's gradient, of which every element counts once, however many ranks hold it,
         and the loss, which only the last stage of a pipeline has: elsewhere it is 0."""
         present = [gradient for gradient in gradients if gradient is not None]
         if self._mesh.tensor_parallel.size == self._mesh.pipeline.size == 1:
-            return torch.linalg.vector_norm(torch.stack(norms(present))) if present else torch.zeros(()), loss
+            return norms([torch.stack(norms(present))])[0] if present else torch.zeros(()), loss
         pairs = zip(self._replications, gradients, strict=True)
         copies = [replication.copies for replication, gradient in pairs if gradient is not None]
         square = squares(present, copies, self._mesh.runtime.device)

@@ -72,8 +72,7 @@ class GatheredParameters:
         Master weights stay where they are the same up to rounding. Collective."""
         shards = [parameter.detach() for parameter in self._parameters]
         for index, value in self._gather(shards):
-            complete = self.complete[index]
-            complete.copy_(value if value.dtype == complete.dtype else follow(complete, value))
+            follow(self.complete[index], value)
 
     @torch.no_grad()
     def gradients(self, shards: Sequence[Tensor | None]) -> dict[int, Tensor | None]:

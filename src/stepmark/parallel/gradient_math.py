@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
 
-LONG = 2**17  # elements of a host tensor whose squares are not added in one go
-ROW = 1024
+ROW = 64  # elements of a host tensor whose squares are added in one go
 
 
 def add_partial(
@@ -66,23 +65,19 @@ def squares(gradients: Sequence[Tensor], counts: Sequence[int], device: torch.de
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each. On a host torch adds the squares of a tensor in a few float32 sums, which stop growing: the
-    norm of 40 M elements is 0.3 % too small, that of 260 M 4 %. Long tensors are therefore taken row by row."""
-    short = [each for each in tensors if _is_short(each)]
-    found = iter(torch._foreach_norm(short) if short else [])
-    return [next(found) if _is_short(each) else _norm_by_rows(each) for each in tensors]
+    """The 2-norm of each, on a host within 1e-6 of that of a float64 sum. There torch adds the squares of a tensor in a
+    few float32 sums, which stop growing: the norm of 100,000 elements can be 2e-5 too small, that of 260 M 4 %. Tensors
+    are therefore taken row by row, and so are the rows' norms."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [_norm_by_rows(tensor.reshape(-1)) for tensor in tensors]
+    return list(torch._foreach_norm(list(tensors)))
 
 
-def _is_short(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu" or tensor.numel() < LONG
-
-
-def _norm_by_rows(tensor: Tensor) -> Tensor:
-    while not _is_short(tensor):
-        flat = tensor.reshape(-1)
+def _norm_by_rows(flat: Tensor) -> Tensor:
+    while len(flat) > ROW:
         cut = len(flat) // ROW * ROW
-        tensor = torch.cat([torch.linalg.vector_norm(flat[:cut].view(-1, ROW), dim=1), flat[cut:]])
-    return torch.linalg.vector_norm(tensor)
+        flat = torch.cat([torch.linalg.vector_norm(flat[:cut].view(-1, ROW), dim=1), flat[cut:]])
+    return torch.linalg.vector_norm(flat)
 
 
 def scale_to(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:

@@ -72,7 +72,7 @@ class ParameterOptimizer:
         self._updated = [self._updated[index] for index in in_order]
         pairs = zip(self.parameters, self._updated, strict=True)
         self._masters = [(parameter, master) for parameter, master in pairs if master is not parameter]
-        self._written = WrittenParameters([parameter for parameter, _ in self._masters])
+        self._written = WrittenParameters([parameter for parameter, _ in self._masters], runtime)
 
     @classmethod
     def around(
@@ -144,6 +144,9 @@ class ParameterOptimizer:
 
     def _follow_written(self) -> None:
         """Master weights of parameters that the script has written get their values."""
+        if not self._runtime.lazy:
+            for parameter, master in self._masters:
+                follow(master, parameter)
         written = {id(parameter) for parameter in self._written.found()}
         for parameter, master in self._masters:
             if id(parameter) in written:

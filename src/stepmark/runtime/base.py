@@ -63,6 +63,9 @@ class Runtime(Protocol):
         """Copies `value`, on the host, to `target`, on the device, of the same shape and dtype. The tensor object stays
         the same, and a lazy device compiles nothing."""
 
+    def version(self, tensor: Tensor) -> object:
+        """What changes when the tensor is written; on an eager device not when that is by `tensor.data`."""
+
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
         """Copies tensors to the host, in their own dtypes. Waits for the device; call `step_boundary` first to include
         pending operations. Compiles nothing. Without `copy`, and where the device's memory is the host's, may return

@@ -39,15 +39,12 @@ class Context:
         runtime: Its device.
         host: All ranks, communicating through the host.
         store: The ranks' common key-value store; None for a single rank.
-        shares_default_group: Whether the script created torch's default process group: its backend and its timeout may
-            be others than Stepmark's.
     """
 
     world: World
     runtime: Runtime
     host: HostGroup
     store: dist.Store | None = None
-    shares_default_group: bool = False
 
     @contextlib.contextmanager
     def leader_first(self, task: str) -> Iterator[bool]:
@@ -77,7 +74,6 @@ ANSWER_SECONDS = 3.0
 
 _started: dict[str, Context] = {}
 _joined: dict[str, dist.Store] = {}
-_shares_default_group = False
 _roster: Roster | None = None
 
 
@@ -103,7 +99,7 @@ def start(device: str = "auto", timeout: float | None = None) -> Context:
         with quiet_stdout():
             host = HostGroup.of_processes(TIMEOUT)
         _check_devices(world, runtime)
-        _started[name] = Context(world, runtime, host, _joined.get("store"), _shares_default_group)
+        _started[name] = Context(world, runtime, host, _joined.get("store"))
     return _started[name]
 
 
@@ -117,14 +113,14 @@ def backend_for(runtime: Runtime) -> str:
 
 def _connect(world: World, runtime: Runtime, clock: JoinClock) -> None:
     """Connects this rank to the others: by the process group that the script created, or by a new one."""
-    global _shares_default_group, _roster
-    _shares_default_group = dist.is_available() and dist.is_initialized()
-    if _shares_default_group:
+    global _roster
+    shares_default_group = dist.is_available() and dist.is_initialized()
+    if shares_default_group:
         _check_default_group(world)
     if world.size == 1:
         return
-    given = _default_group_store() if _shares_default_group else None
-    store, _roster = connect(world, clock, given, None if _shares_default_group else _group_maker(world, runtime))
+    given = _default_group_store() if shares_default_group else None
+    store, _roster = connect(world, clock, given, None if shares_default_group else _group_maker(world, runtime))
     _joined["store"] = store
     atexit.register(leave)
 

@@ -31,6 +31,9 @@ class EagerRuntime:
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(value)
 
+    def version(self, tensor: Tensor) -> object:
+        return tensor._version
+
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
         return [tensor.detach().to("cpu", copy=copy) for tensor in tensors]
 

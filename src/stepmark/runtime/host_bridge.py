@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from stepmark.runtime.base import Runtime
@@ -18,11 +17,11 @@ from stepmark.runtime.collectives import GroupCollectives, OwnShard, Reduction
 class BridgeCollectives:
     """See `Collectives`."""
 
-    def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, runtime: Runtime, on_host: GroupCollectives) -> None:
         self._runtime = runtime
-        self._on_host = GroupCollectives(group)
-        self.rank = self._on_host.rank
-        self.size = self._on_host.size
+        self._on_host = on_host
+        self.rank = on_host.rank
+        self.size = on_host.size
         self._own = OwnShard(runtime, self.rank, self.size)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:

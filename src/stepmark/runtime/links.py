@@ -107,10 +107,15 @@ class StageLinks(HostLinks, Protocol):
 class GroupLinks:
     """Links between processes: a torch.distributed group. See `StageLinks`."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """`group`: the pipeline's ranks, for tensors of `device` and of the host."""
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """`group`: the pipeline's ranks, for tensors of the device and of the host."""
         self._group = Group(group)
+        self._device = torch.device("cpu")
+
+    def open(self, device: torch.device) -> None:
+        """Opens the connections among all ranks. `device`: where tensors of the device are. Collective."""
         self._device = device
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group.process_group)
 
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         sent = [tensor.detach().contiguous() for tensor in outgoing]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,10 @@ class Mesh:
         axes: dict[str, Collectives],
         ends: Collectives | None = None,
         links: StageLinks | None = None,
+        replicas: Mapping[int, Collectives] | None = None,
     ) -> None:
-        """`axes`: axis name to collectives, for every axis of the grid."""
+        """`axes`: axis name to collectives, for every axis of the grid. `replicas`: those among fewer neighbours than
+        the tensor parallel axis has, by their number."""
         self.context = context
         self.grid = grid
         self.data_parallel = axes[DATA]
@@ -55,7 +57,7 @@ class Mesh:
         self.pipeline = axes.get(PIPELINE, NoCollectives())
         self.ends = ends or NoCollectives()
         self.links = links
-        self._replicas: dict[int, Collectives] = {grid.axes[TENSOR]: self.tensor_parallel}
+        self._replicas = {**(replicas or {}), grid.axes[TENSOR]: self.tensor_parallel}
 
     @classmethod
     def create(
@@ -89,13 +91,15 @@ class Mesh:
         grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
         _share_graphs(context, grid)
         axes = {axis: _collectives(context, grid.groups(axis), axis == PIPELINE) for axis in grid.axes}
+        counts = [count for count in range(2, tensor_parallel_size) if tensor_parallel_size % count == 0]
+        replicas = {count: _collectives(context, grid.groups(TENSOR, count)) for count in counts}
         if pipeline_parallel_size == 1:
-            return cls(context, grid, axes)
+            return cls(context, grid, axes, replicas=replicas)
         pipelines = grid.groups(PIPELINE)
         ends = axes[PIPELINE]
         if pipeline_parallel_size > 2:
             ends = _collectives(context, [[ranks[0], ranks[-1]] for ranks in pipelines], between_stages=True)
-        return cls(context, grid, axes, ends, _links(context, pipelines))
+        return cls(context, grid, axes, ends, _links(context, pipelines), replicas)
 
     @property
     def runtime(self) -> Runtime:
@@ -122,10 +126,8 @@ class Mesh:
     def replicas(self, count: int) -> Collectives:
         """Collectives among `count` neighbours on the tensor parallel axis that hold the same slice of some tensors.
 
-        `count` divides the axis. Collective at the first call for a count.
+        `count` divides the axis.
         """
-        if count not in self._replicas:
-            self._replicas[count] = _collectives(self.context, self.grid.groups(TENSOR, count))
         return self._replicas[count]
 
 
@@ -159,10 +161,9 @@ def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:
     own = group_of(rank, pipelines)
     if isinstance(context.host, ThreadGroup):
         return _in_graph(context, context.host.links(own), pipelines)
-    group = _process_group(own, pipelines, backend_for(runtime))
-    device = torch.device("cpu") if runtime.lazy else runtime.device
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # opens the connections of all its ranks
-    links = GroupLinks(group, device)
+    links = _of_own_group(GroupLinks, context, pipelines)
+    assert links is not None
+    links.open(torch.device("cpu") if runtime.lazy else runtime.device)
     if not runtime.lazy:
         return links
     if getattr(runtime, "in_graph_collectives", False):
@@ -189,25 +190,22 @@ def _xla(context: Context) -> XlaRuntime:
 
 def _collectives(context: Context, groups: Sequence[list[int]], between_stages: bool = False) -> Collectives:
     """The collectives of this rank's group; of size 1 for a rank that is in none of them. `between_stages`: the group's
-    ranks have different stages of a pipeline."""
-    in_graph = getattr(context.runtime, "in_graph_collectives", False)
-    if not any(context.world.rank in group for group in groups):
-        if not in_graph:
-            _process_group(groups[0], groups, backend_for(context.runtime))  # all ranks take part in creating groups
+    ranks have different stages of a pipeline. Every rank calls this for the same groups, in the same order."""
+    if len(groups[0]) == 1:
         return NoCollectives()
-    own = group_of(context.world.rank, groups)
-    if len(own) == 1:
-        return NoCollectives()
-    runtime, everybody = context.runtime, len(own) == context.world.size
-    if in_graph:
+    runtime, rank = context.runtime, context.world.rank
+    if getattr(runtime, "in_graph_collectives", False):
+        own = next((group for group in groups if rank in group), None)
+        everybody = len(groups[0]) == context.world.size
+        if own is None:
+            return NoCollectives()
         return _graph_collectives(context, own, None if everybody else list(groups), between_stages)
-    if not runtime.lazy:
-        return _eager_collectives(own, groups, backend_for(runtime))
-    default = everybody and not context.shares_default_group
-    group = None if default else _process_group(own, groups, backend_for(runtime))
+    axis = _of_own_group(GroupCollectives, context, groups)
+    if axis is None or not runtime.lazy:
+        return axis or NoCollectives()
     from stepmark.runtime.host_bridge import BridgeCollectives
 
-    return BridgeCollectives(runtime, group)
+    return BridgeCollectives(runtime, axis)
 
 
 def _graph_collectives(
@@ -222,23 +220,25 @@ def _graph_collectives(
     return SeparateGraphs(_xla(context), context.world.rank, own, complete)
 
 
-_made: dict[Any, tuple[weakref.ref[Any], GroupCollectives]] = {}  # by ranks and backend; and the default group then
+Made = TypeVar("Made")
+_made: dict[Any, tuple[weakref.ref[Any], Any]] = {}  # by class, ranks and backend; and the default group then
 
 
-def _eager_collectives(own: Sequence[int], groups: Sequence[list[int]], backend: str) -> GroupCollectives:
-    """An axis with a group of its own, since what a script sends in torch's default one may come in another order
-    there. All meshes of the process have the same one, which several trainings, one after the other, do not add to, and
-    in which several optimizers take turns."""
-    key = (tuple(map(tuple, groups)), backend)
-    world, axis = _made.get(key, (None, None))
-    if axis is None or world is None or world() is not dist.group.WORLD:
-        axis = GroupCollectives(_process_group(own, groups, backend))
-        _made[key] = weakref.ref(dist.group.WORLD), axis
-    return axis
+def _of_own_group(
+    kind: Callable[[dist.ProcessGroup], Made], context: Context, groups: Sequence[list[int]]
+) -> Made | None:
+    """The object of this class for this rank's group, None where it is in none of `groups`.
 
-
-def _process_group(own: Sequence[int], groups: Sequence[list[int]], backend: str) -> dist.ProcessGroup:
-    """Creates a group for each of `groups`, as every rank must, and returns this rank's."""
-    with quiet_stdout():
-        created = [dist.new_group(group, timeout=TIMEOUT, backend=backend) for group in groups]
-    return created[list(groups).index(list(own))]
+    Every rank makes all of them, since torch counts groups to name them. They are groups of their own, since what a
+    script sends in torch's default one may come in another order there. All meshes of the process have the same ones,
+    which several trainings, one after the other, do not add to, and in which several optimizers take turns."""
+    backend = backend_for(context.runtime)
+    key = (kind, tuple(map(tuple, groups)), backend)
+    world, made = _made.get(key, (None, None))
+    if world is None or world() is not dist.group.WORLD:
+        with quiet_stdout():
+            created = [dist.new_group(group, timeout=TIMEOUT, backend=backend) for group in groups]
+        own = [each for each, ranks in zip(created, groups, strict=True) if context.world.rank in ranks]
+        made = kind(own[0]) if own else None
+        _made[key] = weakref.ref(dist.group.WORLD), made
+    return made

@@ -81,6 +81,9 @@ class XlaRuntime:
         # Assigning a new device buffer records no operation, so the graphs stay the same.
         target.data = self._send(value.to(dtype=target.dtype))
 
+    def version(self, tensor: Tensor) -> object:
+        return torch_xla._XLAC._xla_get_tensor_id(tensor), torch._functionalize_mutation_counter(tensor)
+
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
         before = _samples("TransferFromDeviceTime")
         fetch = _host_view if self.host_memory and not copy else Tensor.cpu

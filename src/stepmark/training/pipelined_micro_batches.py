@@ -184,7 +184,7 @@ class _Step:
         self._parts.transfers.resume_generator(activation)
         if self._random_numbers is not None:
             self._watch_generator()
-        return hidden
+        return hidden.view_as(hidden)  # of a leaf, autocast would keep one copy, and add its gradients in bfloat16
 
     def _weight(self, index: int) -> Weight:
         return Weight(self._counts.each[index].reshape(()), self._counts.divisor.reshape(()))

@@ -192,6 +192,7 @@ def test_groups_of_ranks_that_are_the_meshs_are_accepted(ranks: Ranks) -> None:
         (torch.float32, "data"),
         (torch.float32, "new data"),
         (torch.bfloat16, "in place"),
+        (torch.bfloat16, "data"),
         (torch.bfloat16, "state dict"),
         (torch.bfloat16, "new data"),
     ],
@@ -261,7 +262,8 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         optimizer(nn.ParameterDict({"wave": torch.ones(2, dtype=torch.complex64)}))
 
 
-def test_masters_keep_what_rounding_hides_of_parameters_that_were_not_written() -> None:
+@pytest.mark.parametrize("data", [False, True])
+def test_masters_keep_what_rounding_hides_of_parameters_that_were_not_written(data: bool) -> None:
     net = Net().to(torch.bfloat16)
     made = ZeroRedundancyOptimizer(
         net.named_parameters(), torch.optim.SGD, mesh=Mesh.create(device="cpu"), lr=1e-5, grad_clipping=False
@@ -272,7 +274,7 @@ def test_masters_keep_what_rounding_hides_of_parameters_that_were_not_written() 
     kept = made.named_state()["first"]["master"].tensor.clone()
     assert not torch.equal(kept, kept.to(torch.bfloat16).float())
     with torch.no_grad():
-        net.scale.fill_(2.0)
+        (net.scale.data if data else net.scale).fill_(2.0)
     made.param_groups[0]["lr"] = 0.0
     net(torch.ones(2, 7, dtype=torch.bfloat16)).backward()
     made.step()
@@ -295,11 +297,21 @@ def test_parameters_that_are_frozen_or_unfrozen_later_are_refused() -> None:
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.prove)])
-def test_what_the_script_writes_on_a_lazy_device_is_trained_further(ranks: Ranks, dtype: str) -> None:
-    (found,) = ranks.run(f"{PROGRAMS}:written_on_a_lazy_device", dtype).check()
+@pytest.mark.parametrize(("dtype", "sharded"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
+@pytest.mark.parametrize("data", [False, True])
+def test_what_the_script_writes_on_a_lazy_device_is_trained_further(
+    ranks: Ranks, dtype: str, sharded: bool, data: bool
+) -> None:
+    (found,) = ranks.run(f"{PROGRAMS}:written_on_a_lazy_device", dtype, sharded, data).check()
     assert found["values"] == [0.5] * found["elements"]
     assert found["executions"] == [1] * 3
+
+
+@pytest.mark.parametrize("name", ["Adam", "Lamb"])
+def test_what_a_script_writes_to_data_is_trained_further_on_several_ranks(ranks: Ranks, name: str) -> None:
+    for found in ranks.run(f"{PROGRAMS}:halved", name, nproc=2).check():
+        assert found["moved"]
+        assert found["weights"] == found["halves"]
 
 
 # The device

@@ -33,6 +33,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 }
 PROGRAM = "tests.support.models:cases"
 OF_ONE_RANK = ("model", "steps", "bf16", "smoothing", "clip", "batch", "accumulation")  # what changes losses
+OF_ONE_RANK += ("autocast", "frozen", "optim", "unlabelled")
 
 
 def alone(ranks: Ranks, options: list[dict[str, Any]]) -> list[list[list[float]]]:
@@ -79,6 +80,40 @@ def test_four_ranks(ranks: Ranks) -> None:
             case("llama", pp=2, dp=2, accumulation=2),
         ],
     )
+
+
+def test_in_autocast_losses_are_those_of_one_rank_bit_for_bit(ranks: Ranks) -> None:
+    """Also where several projections take what a stage receives, without a norm before them, whose gradients are added
+    in float32."""
+    common = {"pp": 2, "autocast": True, "clip": 0.0}
+    model = {"kind": "olmo2", **FOUR}
+    options = [{**case("llama", **common), "model": model}, case("llama", **common)]
+    options.append({**options[0], "schedule": "gpipe", "checkpointing": True})
+    options.append({**options[0], "schedule": "interleaved", "chunks": 2})
+    found = ranks.run(PROGRAM, "cpu", options, nproc=2).check()
+    for number, expected in enumerate(alone(ranks, options)):
+        assert [each[:2] for each in found[0][number]] == [each[:2] for each in expected], options[number]
+
+
+FIRST, MIDDLE, LAST = r"embed_tokens|layers\.[01]\.", r"layers\.[12]\.", r"layers\.[23]\.|\.norm\.|lm_head"
+
+
+def test_stages_with_nothing_to_train(ranks: Ranks) -> None:
+    """Beside data parallel ranks they take part in the norm, which clips the others' gradients."""
+    common = {"pp": 2, "dp": 2, "accumulation": 2, "clip": 0.5, "steps": 5}
+    options = [
+        case("llama", frozen=FIRST, **common),
+        case("llama", frozen=LAST, **common),
+        case("llama", frozen=FIRST, optim="muon", zero_1=True, **common),
+        case("llama", frozen=LAST, optim="adafactor", zero_1=True, **common),
+        case("llama", frozen=LAST, zero_1=True, schedule="interleaved", chunks=2, **common),
+    ]
+    compare(ranks, 4, options)
+
+
+def test_a_stage_in_the_middle_with_nothing_to_train(ranks: Ranks) -> None:
+    common = {"pp": 3, "dp": 2, "layers": [1, 2, 1], "accumulation": 4, "clip": 0.5, "frozen": MIDDLE}
+    compare(ranks, 6, [case("llama", **common), case("llama", optim="adafactor", zero_1=True, **common)])
 
 
 TIED = [

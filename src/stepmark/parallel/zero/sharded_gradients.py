@@ -60,7 +60,7 @@ class ShardedGradients:
         means, total = self._bucketed.reduce(tokens)
         shards = add_ends_of_buckets(means, self._buckets, self._mesh)
         loss, square, _ = totals(shards, self._buckets, loss, tokens, self._mesh)
-        return ReducedGradients(list(shards), loss / total, total, square.sqrt())
+        return ReducedGradients(list(shards), loss, total, square.sqrt())
 
     def _start(self, number: int, weights: RankWeights) -> Callable[[], Tensor]:
         assert isinstance(self._mesh.data_parallel, GroupCollectives)
@@ -162,9 +162,9 @@ class LazyShardedGradients:
         shards = [received[order.index(number)].float() for number in range(len(order))]
         shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
         loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh)
-        total = head[0]
-        means: list[Tensor | None] = [shard.div_(total) for shard in shards]
-        return ReducedGradients(means, loss / total, total, square.sqrt() / total)
+        divisor = head[0].clamp(min=1)
+        means: list[Tensor | None] = [shard.div_(divisor) for shard in shards]
+        return ReducedGradients(means, loss, head[0], square.sqrt() / divisor)
 
     def _order(self) -> list[int]:
         """The buckets in the order in which their gradients were complete. A graph runs its collectives in the order in

@@ -69,7 +69,9 @@ class ShardedOptimizer:
         ]
         self.inner = make(inner_groups)
         check_elementwise(type(self.inner))
-        self._written = [WrittenParameters([m.parameter for m in bucket.members]) for bucket in self.buckets]
+        self._written = [
+            WrittenParameters([m.parameter for m in bucket.members], self._runtime) for bucket in self.buckets
+        ]
         self.arrivals = Arrivals([[member.parameter for member in bucket.members] for bucket in self.buckets])
 
     @torch.no_grad()
@@ -120,10 +122,8 @@ class ShardedOptimizer:
         """
         self._check_none_is_frozen()
         self.arrivals.settle()
-        for number, flat in enumerate(self._flat):
-            moved = flat is not None and _attach(self.buckets[number], flat)
-            if moved or self._written[number].found():
-                self._follow_written(number)
+        for number in range(len(self.buckets)):
+            self._follow_written(number)
         self.inner.step()
         if self._runtime.lazy:
             self._publish_in_graph()
@@ -142,11 +142,14 @@ class ShardedOptimizer:
     def _follow_written(self, number: int) -> None:
         """A shard that has memory of its own gets the values of parameters that the script has written."""
         bucket, flat, shard = self.buckets[number], self._flat[number], self._shards[number]
-        if flat is not None and bucket.dtype == torch.float32:
-            return
-        values = complete_on_host(bucket, self._runtime)[bucket.begin : bucket.begin + bucket.shard_size]
-        (own,) = self._runtime.to_host([shard])
-        self._runtime.write(shard, follow(own, values.to(bucket.dtype)))
+        if flat is not None:
+            _attach(bucket, flat)
+            if flat.dtype != shard.dtype:
+                follow(shard, self._axis.own_shard(flat))
+        elif self._written[number].found():
+            values = complete_on_host(bucket, self._runtime)[bucket.begin : bucket.begin + bucket.shard_size]
+            (own,) = self._runtime.to_host([shard])
+            self._runtime.write(shard, follow(own, values.to(bucket.dtype)))
 
     def _publish_in_graph(self) -> None:
         """All-gathers the shards on a lazy device."""
@@ -171,7 +174,6 @@ class ShardedOptimizer:
         for member in self.buckets[number].members:
             if not member.in_order:
                 member.read_from(flat)
-        self._written[number].forget()
 
     def ensure_state(self) -> None:
         """Creates the state that the first step would create, so that it can be restored in place.
@@ -317,10 +319,10 @@ def _check_memory(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> N
                 )
 
 
-def _attach(bucket: Bucket, flat: Tensor) -> bool:
+def _attach(bucket: Bucket, flat: Tensor) -> None:
     """Makes the parameters views of the bucket's flat tensor again where the script has given one other memory, such as
-    by `parameter.data = …`; whether it has."""
-    memory, moved = flat.untyped_storage()._cdata, False
+    by `parameter.data = …`."""
+    memory = flat.untyped_storage()._cdata
     for member in bucket.members:
         if not member.in_order:
             member.write_to(flat)  # it always has memory of its own
@@ -328,8 +330,6 @@ def _attach(bucket: Bucket, flat: Tensor) -> bool:
             (place,) = member.places_in(flat)
             place.copy_(member.parameter.detach().clone())  # it may be another view of the same memory
             member.parameter.data = place
-            moved = True
-    return moved
 
 
 def _is_place(tensor: Tensor, flat: Tensor, begin: int) -> bool:
