@@ -46,9 +46,9 @@ class StandInBlocks(Dataset[dict[str, Tensor]]):
             sample |= {"position_ids": tokens.clone(), "attention_mask": sees}
         return sample
 
-    def padding(self, *, fixed: bool) -> PadTo | None:
+    def own_padding(self, *, fixed: bool) -> PadTo:
         """As that of `Conversations`."""
-        return PadTo(self.block_size) if fixed and not self.packed else None
+        return PadTo(self.block_size if fixed and not self.packed else None, side="right")
 
 
 def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps: int) -> StandInData:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +14,11 @@ import torch
 from torch.utils.data import Dataset
 
 from stepmark.data.batch import MicroBatch
-from stepmark.data.collate import Padding, collate, pad_collated
+from stepmark.data.collate import Collation
 from stepmark.data.labels import LabelRule
 from stepmark.data.order import Stream, generator
 from stepmark.data.packing import PackedBlocks
 from stepmark.errors import DataError, StepmarkError
-
-CollateFn = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,12 @@ class WorkerFailure:
 class Fetcher(Dataset[MicroBatch]):
     """Fetches and collates micro-batches of a dataset."""
 
-    def __init__(self, dataset: Any, collate_fn: CollateFn | None, padding: Padding, labels: LabelRule) -> None:
+    def __init__(self, dataset: Any, collation: Collation, labels: LabelRule) -> None:
         self.dataset = dataset
-        self.collate_fn = collate_fn
-        self.padding = padding
+        self.collation = collation
         self.labels = labels
         # Seeding three generators and restoring them costs more than copying a batch of blocks does.
-        self._uses_no_random_numbers = collate_fn is None and isinstance(dataset, PackedBlocks)
+        self._uses_no_random_numbers = collation.collate_fn is None and isinstance(dataset, PackedBlocks)
 
     def fetch(self, task: MicroTask) -> MicroBatch:
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
@@ -99,9 +96,7 @@ class Fetcher(Dataset[MicroBatch]):
 
     def _collate(self, samples: list[Any], task: MicroTask) -> Any:
         indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
-        if self.collate_fn is None:
-            return collate(samples, indices, self.padding, task.length)
-        return pad_collated(self.collate_fn(samples), task.indices, self.padding, task.length)
+        return self.collation(samples, indices, task.length)
 
     def _labelled(self, inputs: Any, task: MicroTask) -> MicroBatch:
         """Ignores the labels of filler rows, and counts the targets."""

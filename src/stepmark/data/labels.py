@@ -33,6 +33,8 @@ class LabelRule:
         by_sample: the loss is a mean over samples, even where a sample has many labels (CTC).
         skips_ignored: a row whose labels are all `ignored` adds nothing to the loss, nor to what else the model learns
             from a batch.
+        own_sequence: labels are a sequence of their own, that of a decoder beside an encoder. Otherwise labels of which
+            a sample has several are those of its tokens, or of several tasks.
     """
 
     names: tuple[str, ...] = ("labels",)
@@ -40,6 +42,7 @@ class LabelRule:
     ignored: int = IGNORED
     by_sample: bool = False
     skips_ignored: bool = True
+    own_sequence: bool = False
 
     def present(self, inputs: Any) -> dict[str, Any]:
         """The labels of a batch, by name."""

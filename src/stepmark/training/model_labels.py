@@ -28,6 +28,7 @@ def label_rule(model: nn.Module) -> LabelRule:
         ignored=_ignored_label(model),
         by_sample=_is_ctc(model),
         skips_ignored=_skips_ignored(model),
+        own_sequence=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
     )
 
 
