@@ -65,7 +65,8 @@ class Fetcher(Dataset[MicroBatch]):
         with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key):
             try:
                 inputs = self._collate(self._samples(task), task)
-                if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs):
+                rows = task.rows + task.filler
+                if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs, rows):
                     return self._labelled(inputs, task)
             except StepmarkError:
                 raise
@@ -100,22 +101,12 @@ class Fetcher(Dataset[MicroBatch]):
 
     def _labelled(self, inputs: Any, task: MicroTask) -> MicroBatch:
         """Ignores the labels of filler rows, and counts the targets."""
-        if task.filler:
-            inputs = self._without_filler(inputs, task)
+        filled = task.filler > 0
+        if filled and isinstance(inputs, dict):
+            inputs = self.labels.without(inputs, task.rows)
         count = self.labels.count(inputs)
-        if count is None:
-            return MicroBatch(inputs, task.rows, None)
-        return MicroBatch(inputs, task.rows, count.total, count.first)
-
-    def _without_filler(self, inputs: Any, task: MicroTask) -> Any:
-        expected = task.rows + task.filler
-        for labels in self.labels.integers(inputs).values():
-            if labels.shape[0] != expected:
-                raise DataError(
-                    f"the collate_fn returned {labels.shape[0]} rows of labels for {expected} samples; batches of a"
-                    " fixed shape need one row for each sample"
-                )
-        return self.labels.without(inputs, task.rows) if isinstance(inputs, dict) else inputs
+        targets, first = (None, 0) if count is None else count
+        return MicroBatch(inputs, task.rows, targets, first, filled)
 
 
 @contextmanager

@@ -289,9 +289,7 @@ class DataLoader:
         not filled has fewer rows."""
         if not self.fixed_shape or self._collation.lengths or not isinstance(micro_batch.inputs, Mapping):
             return
-        if 0 < micro_batch.rows < self.layout.batch_size and not self._fetcher.labels.can_ignore_rows(
-            micro_batch.inputs
-        ):
+        if 0 < micro_batch.rows < self.layout.batch_size and not micro_batch.filled:
             return
         shapes = {name: value.shape for name, value in micro_batch.inputs.items() if isinstance(value, Tensor)}
         self._shapes = self._shapes or shapes
