@@ -109,7 +109,7 @@ def evaluate(
             labels=loss.labels,
         )
         evaluation = evaluator(loader, gather=compute_metrics is not None)
-        metrics |= summarize(evaluation, prefix, causal=loss.causal_shift, compute_metrics=compute_metrics)
+        metrics |= summarize(evaluation, prefix, causal=loss.has_perplexity, compute_metrics=compute_metrics)
     return metrics
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from stepmark.config.training_fields import GROUP_BY_LENGTH, TrainingFields
 from stepmark.data.collate import CollateFn, Collation, PadTo, is_padder, own_padding
+from stepmark.data.labels import LabelRule
 from stepmark.data.length_groups import LengthGroups, sample_lengths
 from stepmark.data.loader import DataLoader
 from stepmark.data.stream_loader import StreamLoader, check_readable_again, is_stream
@@ -34,6 +35,7 @@ class LoaderFactory:
     loss: MicroBatchLoss
     data_collator: CollateFn | PadTo | None
     processing_class: Any
+    own_loss: bool  # a method of the user's computes it
 
     @property
     def data_seed(self) -> int:
@@ -108,7 +110,7 @@ class LoaderFactory:
             world_size=self.mesh.data_parallel.size,
             accumulation=accumulation,
             seed=self.data_seed,
-            labels=self.loss.labels,
+            labels=self._labels,
             max_steps=self.args.max_steps if self.args.max_steps > 0 else None,
             fixed_shape=self.mesh.runtime.lazy,
         )
@@ -137,7 +139,7 @@ class LoaderFactory:
             processing_class=self.processing_class,
             num_workers=self.args.dataloader_num_workers,
             fixed_shape=self.mesh.runtime.lazy,
-            labels=self.loss.labels,
+            labels=self._labels,
             **options,
         )
 
@@ -149,6 +151,12 @@ class LoaderFactory:
     def _collation(self, dataset: Any) -> Collation:
         free, labels = not self.mesh.runtime.lazy, self.loss.labels
         return Collation.of(dataset, self._collator(dataset), self.processing_class, free=free, labels=labels)
+
+    @property
+    def _labels(self) -> LabelRule:
+        """How the loss uses labels. One that a method of the user's computes may count ignored labels."""
+        rule = self.loss.labels
+        return replace(rule, skips_ignored=rule.skips_ignored and not self.own_loss)
 
     @cached_property
     def _columns(self) -> ModelColumns | None:

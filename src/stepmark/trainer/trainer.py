@@ -109,6 +109,9 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         preprocess_logits_for_metrics: `(logits, labels)` to what `compute_metrics` gets as predictions.
 
     Attributes:
+        loss_averages_over: `samples` where the loss is a mean over samples although batches have labels that can be
+            counted, or `targets`. A subclass with such a `compute_loss` sets it; else it is that of `compute_loss_func`
+            or of the model, and by default `targets`: batches are weighted by the labels that are not -100.
         optimizer: The `torch.optim` optimizer of the run; None before `create_optimizer`.
         lr_scheduler: The schedule of the run; None before `create_scheduler`.
         checkpoint_files: Functions that are called with the folder of a new checkpoint, on rank 0, and may write files
@@ -118,6 +121,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         UsageError: The arguments do not fit together, or not the model.
         DeviceError: There is no such device.
     """
+
+    loss_averages_over: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
@@ -198,6 +203,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
+        elif name == "loss_averages_over" and "loss" in vars(self):
+            self._set_loss()
 
     def _upload_checkpoints(self) -> None:
         """Creates the repository, and uploads checkpoints as `hub_strategy` says."""
@@ -350,7 +357,9 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     @property
     def _loaders(self) -> LoaderFactory:
         own = None if self.data_collator is self._default_collator else self.data_collator
-        return LoaderFactory(self.args, self.model, self.mesh, self.loss, own, self.processing_class)
+        theirs = str(getattr(self.prediction_step, "__module__", "")).partition(".")[0] != "stepmark"
+        own_loss = self.loss.override is not None or theirs
+        return LoaderFactory(self.args, self.model, self.mesh, self.loss, own, self.processing_class, own_loss)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Sets `optimizer` and `lr_scheduler`, those that are not set yet.
@@ -495,6 +504,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             label_smoothing=self.args.label_smoothing_factor,
             label_names=self.args.label_names,
             lazy=self.context.runtime.lazy,
+            declared_by=self,
         )
         if self._overridden("compute_loss"):
             self.loss.override = self._overridden_loss
