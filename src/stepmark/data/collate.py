@@ -233,7 +233,7 @@ class Collation:
             )
         if getattr(self.processing_class, "pad_token", "") is None:
             return "the tokenizer cannot pad: set its pad_token, or pass a data_collator"
-        return "pass a processing_class, or a data_collator, that pads it"
+        return "pass a processing_class that pads it, or a collator, such as PadTo()"
 
 
 def own_padding(dataset: Any, *, fixed: bool) -> PadTo | None:
