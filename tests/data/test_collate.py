@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
+from stepmark.data.collate import PadTo
+from stepmark.data.labels import LabelRule
 from stepmark.data.loader import DataLoader
+from stepmark.data.tokenizer import byte_tokenizer
 from stepmark.errors import DataError, UsageError
 
 
@@ -24,6 +29,10 @@ def only_batch(samples: list[Any], **arguments: Any) -> Any:
 
 def as_lists(batch: dict[str, Tensor]) -> dict[str, Any]:
     return {name: value.tolist() for name, value in batch.items()}
+
+
+def one_tensor(rows: list[Any], width: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.ones(len(rows), width, dtype=torch.long)}
 
 
 def test_padded_to_the_one_length() -> None:
@@ -42,12 +51,38 @@ def test_the_smallest_stated_length_that_fits(longest: int, width: int) -> None:
 
 
 def test_padded_to_the_longest_of_the_batch_where_shapes_are_free() -> None:
-    assert as_lists(only_batch([sample(1), sample(2)])) == {
+    assert as_lists(only_batch([sample(1), sample(2)], collate_fn=PadTo())) == {
         "input_ids": [[1, 0], [1, 2]],
         "labels": [[1, -100], [1, 2]],
         "attention_mask": [[1, 0], [1, 1]],
     }
-    assert "attention_mask" not in only_batch([sample(2), sample(2)])
+    assert "attention_mask" not in only_batch([sample(2), sample(2)], collate_fn=PadTo())
+
+
+def test_padded_on_the_left() -> None:
+    left = {"input_ids": [[0, 0, 1], [0, 1, 2]], "labels": [[-100, -100, 1], [-100, 1, 2]]}
+    mask = [[0, 0, 1], [0, 1, 1]]
+    assert as_lists(only_batch([sample(1), sample(2)], collate_fn=PadTo(3, side="left"))) == {
+        **left,
+        "attention_mask": mask,
+    }
+    tokenizer = byte_tokenizer()
+    tokenizer.padding_side = "left"
+    collate_fn = PadTo(3, DataCollatorWithPadding(tokenizer))
+    rows = [{"input_ids": ids} for ids in ([1], [1, 2])]
+    assert only_batch(rows, collate_fn=collate_fn, processing_class=tokenizer)["attention_mask"].tolist() == mask
+
+
+@pytest.mark.parametrize("lengths", [None, 6])
+def test_labels_that_are_not_of_the_tokens(lengths: int | None) -> None:
+    """Two tasks keep their two labels; the answer alone is named, unless it is a decoder's own sequence."""
+    two = [{"input_ids": [1] * length, "labels": [1, 2]} for length in (3, 4)]
+    assert only_batch(two, collate_fn=PadTo(lengths))["labels"].tolist() == [[1, 2]] * 2
+    answers = [{"input_ids": [1, 2, 3], "labels": [2]}, {"input_ids": [1, 2, 3, 4], "labels": [3, 4]}]
+    with pytest.raises(DataError, match="sample 1: labels of shape"):
+        only_batch(answers, collate_fn=PadTo(lengths))
+    decoded = only_batch(answers, collate_fn=PadTo(lengths), labels=LabelRule(own_sequence=True))
+    assert (decoded["labels"] != -100).sum(1).tolist() == [1, 2]
 
 
 def test_every_padded_batch_has_a_mask() -> None:
@@ -93,15 +128,13 @@ def test_a_sample_that_is_too_long_is_named() -> None:
     samples = [sample(2), sample(9), sample(3)]
     with pytest.raises(DataError, match=r"^sample 1 has length 9, longer than pad_to allows \(4, 8\)"):
         only_batch(samples, pad_to=[4, 8])
-    with pytest.raises(DataError, match=r"^one of the samples 0, 1, 2 has length 9"):
-        only_batch(samples, pad_to=8, collate_fn=lambda rows: {"input_ids": torch.ones(3, 9, dtype=torch.long)})
+    for width, culprit in ((9, "sample 1"), (10, "one of the samples 0, 1, 2")):
+        collate_fn = partial(one_tensor, width=width)
+        with pytest.raises(DataError, match=f"^{culprit} has length {width}"):
+            only_batch(samples, pad_to=8, collate_fn=collate_fn)
 
 
 def test_transformers_collators_are_padded_too() -> None:
-    from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
-
-    from stepmark.data.tokenizer import byte_tokenizer
-
     tokenizer = byte_tokenizer()
     pad = tokenizer.pad_token_id
     rows = [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}]
@@ -123,8 +156,9 @@ def test_a_collators_output_gets_its_mask() -> None:
 
 
 def test_fixed_shapes_need_stated_lengths() -> None:
-    with pytest.raises(UsageError, match=r"samples have lengths from 1 to 2, .*pad_to for a DataLoader"):
-        only_batch([sample(1), sample(2)], fixed_shape=True)
+    for collate_fn in (None, PadTo()):
+        with pytest.raises(UsageError, match=r"input_ids|lengths from 1 to 2.*pad_to for a DataLoader"):
+            only_batch([sample(1), sample(2)], fixed_shape=True, collate_fn=collate_fn)
     for collate_fn in (None, lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"]])}):
         loader = DataLoader([sample(1), sample(2)], 1, shuffle=False, fixed_shape=True, collate_fn=collate_fn)
         with pytest.raises(UsageError, match=r"input_ids has shape \(1, 2\) where it had \(1, 1\).*for a DataLoader"):
@@ -135,6 +169,12 @@ def test_fixed_shapes_need_stated_lengths() -> None:
 def test_invalid_lengths(pad_to: Any) -> None:
     with pytest.raises(UsageError, match="pad_to must be a positive length"):
         DataLoader([sample(1)], 1, pad_to=pad_to)
+
+
+@pytest.mark.parametrize("padding", [PadTo(4, side="top"), PadTo(4, PadTo(8))])  # type: ignore[arg-type]
+def test_invalid_padding(padding: PadTo) -> None:
+    with pytest.raises(UsageError, match="PadTo.*side"):
+        DataLoader([sample(1)], 1, collate_fn=padding)
 
 
 VARYING = [sample(length) for length in (1, 7, 2, 2, 3, 1, 5)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stepmark.data.batch import StepBatch
+from stepmark.data.collate import PadTo
 from stepmark.data.length_groups import LengthGroups, sample_lengths
 from stepmark.data.loader import DataLoader
 from stepmark.errors import CheckpointMismatch, UsageError
@@ -21,7 +22,7 @@ ROWS = [{"input_ids": torch.full((int(length),), index)} for index, length in en
 
 
 def loader(batch: int = 4, **options: Any) -> DataLoader:
-    return DataLoader(ROWS, batch, lengths=options.pop("lengths", LENGTHS), **options)
+    return DataLoader(ROWS, batch, collate_fn=PadTo(), lengths=options.pop("lengths", LENGTHS), **options)
 
 
 def samples_of(steps: Iterable[StepBatch]) -> list[list[int]]:
@@ -44,7 +45,7 @@ def test_an_epoch_has_every_sample_once_the_longest_first_and_little_padding() -
     for epoch in (first, second):
         assert sorted(itertools.chain(*epoch)) == list(range(SIZE))
         assert LENGTHS[epoch[0][0]] == LENGTHS.max()
-        assert padding_of(epoch) < 0.15 < 0.3 < padding_of(samples_of(DataLoader(ROWS, 4)))
+        assert padding_of(epoch) < 0.15 < 0.3 < padding_of(samples_of(DataLoader(ROWS, 4, collate_fn=PadTo())))
     assert first != second
     assert samples_of(loader(seed=1)) != first
 
@@ -74,9 +75,9 @@ def test_a_position_among_other_lengths_or_in_another_order_is_refused() -> None
     with pytest.raises(CheckpointMismatch, match="^data position: lengths was '"):
         loader(lengths=LENGTHS + 1).load_state_dict(state)
     with pytest.raises(CheckpointMismatch, match="^data position: order was 'grouped-1 shuffled-1'"):
-        DataLoader(ROWS, 4).load_state_dict(state)
+        DataLoader(ROWS, 4, collate_fn=PadTo()).load_state_dict(state)
     with pytest.raises(CheckpointMismatch, match="^data position: order was 'shuffled-1'"):
-        loader().load_state_dict(DataLoader(ROWS, 4).state_dict())
+        loader().load_state_dict(DataLoader(ROWS, 4, collate_fn=PadTo()).state_dict())
 
 
 def test_workers_and_a_second_loader_change_nothing() -> None:
@@ -93,7 +94,7 @@ def test_groups_are_of_whole_steps(samples: int, steps: int) -> None:
 
 
 def test_equal_lengths_keep_the_shuffled_order() -> None:
-    assert samples_of(loader(lengths=np.ones(SIZE, np.int64))) == samples_of(DataLoader(ROWS, 4))
+    assert samples_of(loader(lengths=np.ones(SIZE, np.int64))) == samples_of(DataLoader(ROWS, 4, collate_fn=PadTo()))
 
 
 def test_lengths_are_those_of_a_column_or_of_what_the_model_takes() -> None:

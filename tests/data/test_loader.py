@@ -176,9 +176,17 @@ class TestTheLastStep:
         (step,) = DataLoader(rows[:1], 4, fixed_shape=True)
         assert step[0].inputs["labels"].shape == (4, 3)
 
-    def test_a_collator_that_joins_rows_cannot_be_filled(self) -> None:
-        with pytest.raises(DataError, match="the collate_fn returned 1 rows of labels for 2 samples"):
-            self.last(1, fixed_shape=True, collate_fn=lambda rows: {"labels": torch.ones(1, 6, dtype=torch.long)})
+    @pytest.mark.parametrize("fixed", [True, False])
+    def test_a_batch_whose_rows_are_not_its_samples_is_not_filled(self, fixed: bool) -> None:
+        """Samples joined to one row, or two rows of each; a rank without samples still has a batch, without targets."""
+        for rows in (lambda count: 1, lambda count: 2 * count):
+            shapes = lambda samples: {"labels": torch.ones(rows(len(samples)), 6, dtype=torch.long)}  # noqa: E731, B023
+            step = self.last(1, fixed_shape=fixed, collate_fn=shapes)
+            assert [(len(micro.inputs["labels"]), micro.rows, micro.filled) for micro in step] == [
+                (rows(1), 1, False),
+                (rows(2), 0, True),
+            ]
+            assert (step[1].inputs["labels"] == -100).all()
 
     def test_dropped(self) -> None:
         loader = DataLoader(ROWS, 4, drop_last=True, shuffle=False)

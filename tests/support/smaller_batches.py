@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import BertForSequenceClassification
 
 from stepmark import Trainer, TrainingArguments
 from tests.support.label_models import make
@@ -40,7 +41,67 @@ class OwnRegression(nn.Module):
         return {"loss": (found - labels).square().mean(), "logits": found}
 
 
-def cases() -> Iterator[tuple[str, nn.Module, list[dict[str, Any]]]]:
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    """Knows no label to ignore: one of -100 is taken for class 0."""
+    chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+    return ((1 - chosen.exp()) ** 2 * -chosen).mean()
+
+
+def focal_function(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return focal(outputs["logits"], labels)
+
+
+class FocalTrainer(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = focal(outputs["logits"], inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class DistillingTrainer(Trainer):
+    """Labels are there, but the loss is the distance to a teacher's logits."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = (outputs["logits"] - inputs["input_ids"].float().mean(1, keepdim=True) / 50).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class FocalSteps(Trainer):
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            logits = model(**inputs)["logits"]
+        return focal(logits, inputs["labels"]), logits, inputs["labels"]
+
+
+class FocalBert(BertForSequenceClassification):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **inputs: Any) -> Any:
+        outputs = super().forward(input_ids, attention_mask, **inputs)
+        outputs["loss"] = focal(outputs["logits"], labels)
+        return outputs
+
+
+def of_own_losses() -> Iterator[tuple[str, nn.Module, list[dict[str, Any]], type[Trainer], Any]]:
+    """transformers' models with losses that are not theirs."""
+    made = make("BertForSequenceClassification")
+    rows = [made.samples[index % len(made.samples)] for index in range(SAMPLES)]
+    data = [{**row, "labels": torch.tensor(index % 2)} for index, row in enumerate(rows)]
+    for kind in (FocalTrainer, DistillingTrainer, FocalSteps):
+        yield kind.__name__, make("BertForSequenceClassification").model, data, kind, None
+    yield "function", make("BertForSequenceClassification").model, data, Trainer, focal_function
+    yield "subclass", FocalBert(made.model.config), data, Trainer, None  # type: ignore[arg-type]
+    causal = make("GPT2LMHeadModel")
+    causal.model.loss_function = lambda logits, labels, **_: focal(logits[:, -1], labels[:, -1])  # type: ignore[assignment]
+    tokens = [causal.samples[index % len(causal.samples)] for index in range(SAMPLES)]
+    yield "loss_function", causal.model, tokens, Trainer, None
+
+
+def cases() -> Iterator[tuple[str, nn.Module, list[dict[str, Any]], type[Trainer], Any]]:
+    yield from ((*case, Trainer, None) for case in of_other_labels())
+    yield from of_own_losses()
+
+
+def of_other_labels() -> Iterator[tuple[str, nn.Module, list[dict[str, Any]]]]:
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(SAMPLES, 4, generator=generator)
     numbers = torch.arange(SAMPLES) % 3
@@ -57,7 +118,7 @@ def cases() -> Iterator[tuple[str, nn.Module, list[dict[str, Any]]]]:
 def losses_of(folder: str, device: str) -> dict[str, list[float]]:
     """The losses of the steps and evaluations of two epochs, of each case."""
     found = {}
-    for name, model, samples in cases():
+    for name, model, samples, kind, function in cases():
         torch.manual_seed(0)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.1)
@@ -76,7 +137,7 @@ def losses_of(folder: str, device: str) -> dict[str, list[float]]:
             learning_rate=1e-2,
             disable_tqdm=True,
         )
-        trainer = Trainer(model, args, train_dataset=samples, eval_dataset=samples)  # type: ignore[arg-type]
+        trainer = kind(model, args, train_dataset=samples, eval_dataset=samples, compute_loss_func=function)  # type: ignore[arg-type]
         trainer.train()
         logs = [log.get("loss", log.get("eval_loss")) for log in trainer.state.log_history]
         found[name] = [float(loss) for loss in logs if loss is not None]

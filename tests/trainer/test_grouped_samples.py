@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from stepmark import Trainer, TrainingArguments
+from stepmark import PadTo, Trainer, TrainingArguments
 from stepmark.cli.restarted_run import describe_samples
 from stepmark.errors import UsageError
 from stepmark.launch.step_board import GROUPED, StepPlace
@@ -40,7 +40,8 @@ def trainer(folder: str, dataset: Any = None, **options: Any) -> Trainer:
     defaults: dict[str, Any] = {"max_steps": 14, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
     defaults |= {"logging_steps": 1, "save_strategy": "no", "device": "cpu", "disable_tqdm": True}
     args = TrainingArguments(output_dir=folder, train_sampling_strategy="group_by_length", **defaults | options)
-    return Trainer(tiny_model(dropout=0.0), args, train_dataset=Sentences() if dataset is None else dataset)
+    samples: Any = Sentences() if dataset is None else dataset
+    return Trainer(tiny_model(dropout=0.0), args, PadTo(), train_dataset=samples)
 
 
 def shapes_of(made: Trainer) -> list[int]:

@@ -26,12 +26,13 @@ class StandInData:
 
 
 class StandInBlocks(Dataset[dict[str, Tensor]]):
-    """Blocks as those of `PackedBlocks`, or packed as those of `Conversations`: every token is the same, and every
-    label counts."""
+    """Blocks as those of `PackedBlocks`, or `Conversations`, padded or packed: every token is the same, and every label
+    counts."""
 
-    def __init__(self, samples: int, block_size: int, packed: bool = False) -> None:
+    def __init__(self, samples: int, block_size: int, packed: bool = False, padded: bool = False) -> None:
         self.block_size = block_size
         self.packed = packed
+        self._padded = padded
         self.fingerprint = FINGERPRINT
         self._samples = samples
 
@@ -46,9 +47,9 @@ class StandInBlocks(Dataset[dict[str, Tensor]]):
             sample |= {"position_ids": tokens.clone(), "attention_mask": sees}
         return sample
 
-    def padding(self, *, fixed: bool) -> PadTo | None:
-        """As that of `Conversations`."""
-        return PadTo(self.block_size) if fixed and not self.packed else None
+    def own_padding(self, *, fixed: bool) -> PadTo:
+        """As that of what these stand for."""
+        return PadTo(self.block_size if fixed and self._padded else None, side="right")
 
 
 def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps: int) -> StandInData:
@@ -57,7 +58,10 @@ def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps
     training = recipe.training
     per_batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * data_parallel_size
     ragged = 0 if training.dataloader_drop_last else (per_batch - 1) // 2
-    packed = recipe.data.packing
-    train = StandInBlocks(per_batch * steps - ragged, block_size, packed)
-    validation = StandInBlocks(training.per_device_eval_batch_size * data_parallel_size + 1, block_size, packed)
+    kind = {
+        "packed": recipe.data.packing,
+        "padded": recipe.data.messages_column is not None and not recipe.data.packing,
+    }
+    train = StandInBlocks(per_batch * steps - ragged, block_size, **kind)
+    validation = StandInBlocks(training.per_device_eval_batch_size * data_parallel_size + 1, block_size, **kind)
     return StandInData(train, validation if training.eval_strategy != "no" else None)

@@ -6,21 +6,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward and backward pass of one rank.
 
-    `inputs` is the collator's output, usually a dict of tensors [rows, …]. The first `rows` rows are samples; the
-    others, and all if it is 0, are filler that keeps the shape: their integer labels are -100. `targets` is the number
-    of labels in the loss, None if samples are counted instead. Until it is known whether the model shifts its labels,
-    `targets` includes `first_targets`, the first labels of the rows; see `MicroBatchLoss.count`.
+    `inputs` is the collator's output, usually a dict of tensors [rows, …], of `rows` samples. Where it is `filled`, the
+    rows after the first `rows`, all if it is 0, are filler that keeps the shape: their integer labels are -100.
+    Otherwise a collator may have made another number of rows of the samples. `targets` is the number of labels in the
+    loss, None if samples are counted instead. Until it is known whether the model shifts its labels, `targets` includes
+    `first_targets`, the first labels of the rows; see `MicroBatchLoss.count`.
     """
 
     inputs: Any
     rows: int
     targets: int | None
     first_targets: int = 0
+    filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,13 @@ class StepBatch:
 
     def __getitem__(self, index: int) -> MicroBatch:
         return self.micro_batches[index]
+
+
+def rows_of(inputs: Any) -> int:
+    """The rows of a batch: those of its first tensor that has any, otherwise 1."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    values = [values] if isinstance(values, Tensor) else values
+    return next((len(each) for each in values if isinstance(each, Tensor) and each.ndim), 1)
 
 
 class StepLoader(Protocol):

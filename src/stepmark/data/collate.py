@@ -1,25 +1,28 @@
-"""Samples → one batch, with sequences padded to stated lengths.
+"""Samples → one batch.
 
-A batch has one length for all its sequences: `input_ids` and the features that belong to them. Labels are padded with
--100, ids with the pad id, everything else with 0.
+Without a collator of the user's it is what transformers' Trainer makes of the samples: its tokenizer or feature
+extractor pads them, else they are stacked. Stated lengths, and padded labels, are asked for with `PadTo`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from stepmark.data.packing import IGNORED
+from stepmark.data.labels import LabelRule
+from stepmark.data.packing import IGNORED, PackedBlocks
 from stepmark.errors import DataError, UsageError
 
-SEQUENCES = frozenset(
-    {"input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "special_tokens_mask"}
-)
+CollateFn = Callable[[list[Any]], Any]
+Columns = dict[str, list[Tensor]]  # the rows of each feature
+
+PADDED_BY_TOKENIZERS = frozenset({"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"})
+SEQUENCES = PADDED_BY_TOKENIZERS | {"labels", "position_ids"}
 LABELS = ("label", "label_ids")  # which become `labels`
 FIXED_SHAPES = (
     "batches must keep one shape here: state a length, or a few, that samples are padded to (data_collator=PadTo(128) "
@@ -28,155 +31,264 @@ FIXED_SHAPES = (
 
 
 @dataclass(frozen=True)
-class Padding:
-    """The lengths that sequences may have, ascending, and the id to pad `input_ids` with. Without stated lengths a
-    batch is as long as its longest sample, which only a `free` shape allows."""
+class PadTo:
+    """A `data_collator` that pads sequences, labels too, to stated lengths, so that a lazy device sees few shapes.
 
+        Trainer(…, data_collator=PadTo([64, 128]))
+
+    `input_ids` and the features with a value for each of them are padded: ids with the pad id, labels with -100, others
+    with 0. A batch that is padded gets an `attention_mask` if it has none.
+
+    Args:
+        lengths: one length in tokens, or several, of which the smallest that fits is used. Default: None, the longest
+            sequence of the batch.
+        collate_fn: makes the batch that is padded; default: samples are stacked.
+        side: `right` or `left`; default: None, that of the tokenizer, and the right without one.
+    """
+
+    lengths: int | Sequence[int] | None = None
+    collate_fn: CollateFn | None = None
+    side: str | None = None
+
+    def checked_lengths(self) -> tuple[int, ...]:
+        """The lengths, ascending; none for the longest of a batch. Raises UsageError where they are not positive, for
+        an empty list of them, and for another side."""
+        if self.side not in (None, "right", "left") or isinstance(self.collate_fn, PadTo):
+            raise UsageError(f"{self}: its side should be right or left, and its collate_fn a function")
+        if self.lengths is None:
+            return ()
+        lengths = (self.lengths,) if isinstance(self.lengths, int) else tuple(sorted(set(self.lengths)))
+        if not lengths or lengths[0] < 1:
+            raise UsageError(f"pad_to must be a positive length, or several, not {self.lengths!r}")
+        return lengths
+
+
+@dataclass(frozen=True)
+class Collation:
+    """How samples become a batch: by `collate_fn`; without one padded, if `pads`; by transformers'
+    DataCollatorWithPadding, where shapes are free and the processing class can pad; else stacked.
+
+    `label` and `label_ids` become `labels`, strings and None are left out, as in transformers' collators. Samples that
+    are not mappings are stacked by PyTorch's.
+
+    Args:
+        collate_fn: the user's.
+        pads: sequences are padded as `PadTo` says.
+        lengths: the stated ones, ascending; none: the longest of a batch, which only a `free` shape allows.
+        side: where padding goes, `right` or `left`.
+        pad_token_id: pads `input_ids`.
+        processing_class: a tokenizer or feature extractor.
+        free: batches may differ in shape.
+        own_labels: labels are a sequence of their own; see `LabelRule.own_sequence`.
+    """
+
+    collate_fn: CollateFn | None = None
+    pads: bool = False
     lengths: tuple[int, ...] = ()
+    side: str = "right"
     pad_token_id: int = 0
+    processing_class: Any = None
     free: bool = True
+    own_labels: bool = False
 
     @classmethod
-    def of(cls, pad_to: int | Sequence[int] | None, pad_token_id: int, free: bool) -> Padding:
-        """Raises UsageError for lengths that are not positive, and for an empty list of them."""
-        if pad_to is None:
-            return cls((), pad_token_id, free)
-        lengths = (pad_to,) if isinstance(pad_to, int) else tuple(sorted(set(pad_to)))
-        if not lengths or lengths[0] < 1:
-            raise UsageError(f"pad_to must be a positive length, or several, not {pad_to!r}")
-        return cls(lengths, pad_token_id, free)
+    def of(
+        cls,
+        dataset: Any,
+        collator: CollateFn | PadTo | None,
+        processing_class: Any = None,
+        *,
+        free: bool,
+        labels: LabelRule,
+        pad_token_id: int = 0,
+    ) -> Collation:
+        """`collator`: default None, what a dataset of Stepmark's declares, else as described. Raises UsageError for a
+        `PadTo` that states no lengths, or other than positive ones."""
+        chosen = own_padding(dataset, fixed=not free) if collator is None else collator
+        pads = isinstance(chosen, PadTo)
+        stated = chosen if isinstance(chosen, PadTo) else PadTo(collate_fn=chosen)
+        return cls(
+            collate_fn=stated.collate_fn,
+            pads=pads,
+            lengths=stated.checked_lengths(),
+            side=stated.side or str(getattr(processing_class, "padding_side", "right")),
+            pad_token_id=getattr(processing_class, "pad_token_id", None) or pad_token_id,
+            processing_class=processing_class,
+            free=free,
+            own_labels=labels.own_sequence,
+        )
 
     def fit(self, length: int) -> int | None:
         """The smallest stated length that is at least `length`; None if there is none."""
         return next((stated for stated in self.lengths if stated >= length), None)
 
-    def value(self, name: str) -> int:
-        """The padding value of a feature."""
-        return {"labels": IGNORED, "input_ids": self.pad_token_id, "special_tokens_mask": 1}.get(name, 0)
+    def __call__(self, samples: Sequence[Any], indices: Sequence[int], length: int | None = None) -> Any:
+        """The batch, a dict of tensors [rows, …] where samples are mappings. `indices` are the samples' numbers, for
+        messages; `length` is that of sequences where it was decided before.
+
+        Raises DataError if a sample is longer than all stated lengths, or has another shape than the first; UsageError
+        if shapes differ where they are fixed.
+        """
+        if self.collate_fn is not None:
+            batch = self.collate_fn(list(samples))
+            if not isinstance(batch, Mapping) or not self.lengths:
+                return dict(batch) if isinstance(batch, Mapping) else batch
+            rows = {name: list(each) for name, each in batch.items() if isinstance(each, Tensor) and each.ndim > 1}
+            return {**batch, **_stacked(self._padded(rows, samples, indices, length))}
+        first = vars(samples[0]) if is_dataclass(samples[0]) else samples[0]
+        if not isinstance(first, Mapping):
+            return default_collate(list(samples))
+        mappings = samples if first is samples[0] else [vars(sample) for sample in samples]
+        names = [name for name, value in first.items() if value is not None and not isinstance(value, str)]
+        features = {name: [sample[name] for sample in mappings] for name in names}
+        if not self.pads and self.free and can_pad(self.processing_class, features):
+            return self._by_processor(features, indices)
+        columns = _tensors(features, indices)
+        if self.pads:
+            columns |= self._padded(columns, samples, indices, length)
+        self._check_shapes(columns, indices)
+        return _stacked(columns)
+
+    def _by_processor(self, features: Mapping[str, list[Any]], indices: Sequence[int]) -> dict[str, Any]:
+        from transformers import DataCollatorWithPadding
+
+        rows = [dict(zip(features, values, strict=True)) for values in zip(*features.values(), strict=True)]
+        try:
+            batch = DataCollatorWithPadding(self.processing_class)(rows)
+        except Exception:
+            padded = PADDED_BY_TOKENIZERS.union(self.processing_class.model_input_names[:1])
+            others = {name: values for name, values in features.items() if name not in padded}
+            self._check_shapes(_tensors(others, indices), indices)
+            raise
+        name = next((name for name in LABELS if name in features), "labels")
+        given = features.get(name, [None])[0]
+        return {**batch, **({"labels": _label(batch["labels"], name, given)} if "labels" in batch else {})}
+
+    def _padded(self, columns: Columns, samples: Sequence[Any], indices: Sequence[int], length: int | None) -> Columns:
+        """The features that are sequences, with rows of one length."""
+        names = self._sequences(columns)
+        if not names:
+            return {}
+        lengths = [max(columns[name][row].shape[0] for name in names) for row in range(len(columns[names[0]]))]
+        longest, ragged = max(lengths), min(lengths) < max(lengths)
+        if ragged and not self.lengths and not self.free:
+            raise UsageError(f"samples have lengths from {min(lengths)} to {longest}, and {FIXED_SHAPES}")
+        found = {name: columns[name] for name in names}
+        if "input_ids" in found and "attention_mask" not in columns and (self.lengths or ragged):
+            found["attention_mask"] = [torch.ones_like(ids, dtype=torch.int64) for ids in found["input_ids"]]
+        if self.lengths:
+            longest = self._fitting(longest, length, samples, indices)
+        return {name: [self._extend(name, row, longest) for row in rows] for name, rows in found.items()}
+
+    def _sequences(self, columns: Columns) -> list[str]:
+        """The features to pad: known sequences of integers, and others as long as `input_ids` in every row. Labels are
+        integers, and of the tokens or a sequence of their own: others are not of a length that may be changed."""
+        ids = [len(row) for row in columns["input_ids"]] if "input_ids" in columns else None
+        names = []
+        for name, rows in columns.items():
+            if any(row.ndim == 0 for row in rows):
+                continue
+            integers = name in SEQUENCES and rows[0].ndim == 1 and not rows[0].is_floating_point()
+            aligned = ids is not None and [len(row) for row in rows] == ids
+            if name == "labels":
+                is_sequence = integers and (aligned or ids is None or self.own_labels)
+            else:
+                is_sequence = integers or aligned
+            if is_sequence:
+                names.append(name)
+        return names
+
+    def _extend(self, name: str, row: Tensor, length: int) -> Tensor:
+        value = {"labels": IGNORED, "input_ids": self.pad_token_id, "special_tokens_mask": 1}.get(name, 0)
+        filler = row.new_full((length - len(row), *row.shape[1:]), value)
+        return torch.cat([row, filler] if self.side == "right" else [filler, row]) if len(filler) else row
+
+    def _fitting(self, longest: int, length: int | None, samples: Sequence[Any], indices: Sequence[int]) -> int:
+        """The length to pad to: `length` where it was decided before, else the stated one that fits `longest`."""
+        target = length if length is not None else self.fit(longest)
+        if target is None or target < longest:
+            culprits = [index for index, each in zip(indices, samples, strict=False) if sample_length(each) == longest]
+            which = f"sample {culprits[0]}" if culprits else f"one of the samples {', '.join(map(str, indices))}"
+            stated = ", ".join(map(str, self.lengths)) if target is None else f"{target}, chosen before collating,"
+            raise DataError(
+                f"{which} has length {longest}, longer than pad_to allows ({stated}); truncate it, or raise pad_to"
+            )
+        return target
+
+    def _check_shapes(self, columns: Columns, indices: Sequence[int]) -> None:
+        """Raises DataError, or UsageError where shapes are fixed, for the first row of another shape than the first."""
+        for name, rows in columns.items():
+            for row, index in zip(rows, indices, strict=False):
+                if row.shape != rows[0].shape:
+                    shapes = f"sample {index}: {name} of shape {tuple(row.shape)}, of sample {indices[0]}"
+                    if not self.free:
+                        raise UsageError(f"{shapes} {tuple(rows[0].shape)}, and {FIXED_SHAPES}")
+                    raise DataError(f"{shapes} {tuple(rows[0].shape)}; {self._remedy(name)}")
+
+    def _remedy(self, name: str) -> str:
+        if name == "labels":
+            return (
+                "pass a data_collator that pads labels, such as transformers' DataCollatorForTokenClassification or "
+                "DataCollatorForSeq2Seq, or PadTo() where each token has a label"
+            )
+        if getattr(self.processing_class, "pad_token", "") is None:
+            return "the tokenizer cannot pad: set its pad_token, or pass a data_collator"
+        return "pass a processing_class that pads it, or a collator, such as PadTo()"
 
 
-@dataclass(frozen=True)
-class PadTo:
-    """A `data_collator` that pads sequences to stated lengths, so that a lazy device sees few shapes.
-
-        Trainer(…, data_collator=PadTo([64, 128]))
-
-    Args:
-        lengths: one length in tokens, or several, of which the smallest that fits is used.
-        collate_fn: makes the batch that is padded; default: samples are stacked.
-    """
-
-    lengths: int | Sequence[int]
-    collate_fn: Callable[[list[Any]], Any] | None = None
+def own_padding(dataset: Any, *, fixed: bool) -> PadTo | None:
+    """How a dataset of Stepmark's pads its samples, also where shapes are `fixed`; None for others."""
+    if isinstance(dataset, PackedBlocks):
+        return PadTo()
+    declared: PadTo | None = dataset.own_padding(fixed=fixed) if hasattr(dataset, "own_padding") else None
+    return declared
 
 
-def collate(samples: Sequence[Any], indices: Sequence[int], padding: Padding, length: int | None = None) -> Any:
-    """The default collator: samples that are mappings become a dict of tensors [rows, …], sequences padded to `length`,
-    else to the stated length that fits, else to the longest of the batch. Strings and None are left out, and `label` is
-    renamed `labels`, as in transformers' default collator. Other samples are stacked by PyTorch's default collator.
+def is_padder(processing_class: Any) -> bool:
+    """Whether transformers' Trainer pads samples with it."""
+    if processing_class is None:
+        return False
+    from transformers import PreTrainedTokenizerBase, SequenceFeatureExtractor
 
-    `indices` are the samples' numbers, for messages. Raises DataError if a sample is longer than all stated lengths,
-    UsageError if lengths differ where shapes are fixed.
-    """
-    if not isinstance(samples[0], Mapping):
-        return default_collate(list(samples))
-    columns = {
-        "labels" if name in LABELS else name: [_label(sample[name], name) for sample in samples]
-        for name, value in samples[0].items()
-        if value is not None and not isinstance(value, str)
-    }
-    names = sequence_names(columns)
-    if not names:
-        return {name: torch.stack(rows) for name, rows in columns.items()}
-    longest = [max(columns[name][row].shape[0] for name in names) for row in range(len(samples))]
-    target = max(longest)
-    if padding.lengths:
-        target = _fitting(target, length, padding, indices[longest.index(target)])
-    elif min(longest) < target and not padding.free:
-        raise UsageError(f"samples have lengths from {min(longest)} to {target}, and {FIXED_SHAPES}")
-    if "input_ids" in columns and "attention_mask" not in columns and (padding.lengths or min(longest) < target):
-        columns["attention_mask"] = [torch.ones_like(ids, dtype=torch.int64) for ids in columns["input_ids"]]
-        names = [*names, "attention_mask"]
-    for name in names:
-        columns[name] = [_extend(row, 0, target, padding.value(name)) for row in columns[name]]
-    return {name: torch.stack(rows) for name, rows in columns.items()}
+    return isinstance(processing_class, (PreTrainedTokenizerBase, SequenceFeatureExtractor))
 
 
-def pad_collated(inputs: Any, indices: Sequence[int], padding: Padding, length: int | None = None) -> Any:
-    """The output of a user's collator, as a plain dict if it is a mapping, with its sequences [rows, L, …] padded as in
-    `collate`. Raises DataError where L is longer than all stated lengths."""
-    if not isinstance(inputs, Mapping):
-        return inputs
-    batch = dict(inputs)
-    if not padding.lengths:
-        return batch
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim > 1}
-    names = [name for name in tensors if name in SEQUENCES and not tensors[name].is_floating_point()]
-    if not names:
-        return batch
-    width = max(tensors[name].shape[1] for name in names)
-    names += [name for name in tensors if name not in names and tensors[name].shape[1] == width]
-    target = _fitting(width, length, padding, *indices)
-    if "input_ids" in names and "attention_mask" not in batch:
-        batch["attention_mask"] = tensors["attention_mask"] = torch.ones_like(batch["input_ids"], dtype=torch.int64)
-        names.append("attention_mask")
-    for name in names:
-        batch[name] = _extend(tensors[name], 1, target, padding.value(name))
-    return batch
+def can_pad(processing_class: Any, names: Sequence[str] | Mapping[str, Any]) -> bool:
+    """Whether it pads samples that have the features `names`, and can."""
+    able = is_padder(processing_class) and getattr(processing_class, "pad_token", "") is not None
+    return able and processing_class.model_input_names[0] in names
 
 
 def sample_length(sample: Any) -> int:
     """The length of a sample's sequences before padding; 0 without any."""
     if not isinstance(sample, Mapping):
         return 0
-    known = [_tensor(value) for name, value in sample.items() if name in SEQUENCES and value is not None]
+    known = [torch.as_tensor(value) for name, value in sample.items() if name in SEQUENCES and value is not None]
     return max((row.shape[0] for row in known if row.ndim and not row.is_floating_point()), default=0)
 
 
-def sequence_names(columns: Mapping[str, Sequence[Tensor]]) -> list[str]:
-    """The features that are padded, given the rows of each: those known to be sequences of integers, those as long
-    as `input_ids` in every row, and those whose lengths differ among the rows."""
-    ids = [row.shape[0] for row in columns["input_ids"]] if "input_ids" in columns else None
-    names = []
-    for name, rows in columns.items():
-        if any(row.ndim == 0 for row in rows):
-            continue
-        lengths = [row.shape[0] for row in rows]
-        known = name in SEQUENCES and rows[0].ndim == 1 and not rows[0].is_floating_point()
-        if known or lengths == ids or len(set(lengths)) > 1:
-            names.append(name)
-    return names
+def _tensors(features: Mapping[str, list[Any]], indices: Sequence[int]) -> Columns:
+    """Raises DataError for a value that is no tensor."""
+    columns: Columns = {}
+    for name, values in features.items():
+        rows = columns.setdefault("labels" if name in LABELS else name, [])
+        for value, index in zip(values, indices, strict=False):
+            try:
+                rows.append(_label(torch.as_tensor(value), name, value))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise DataError(
+                    f"sample {index}: {name} cannot be made a tensor ({str(error).strip()}); leave it out, or pass a "
+                    "data_collator"
+                ) from error
+    return columns
 
 
-def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+def _stacked(columns: Columns) -> dict[str, Tensor]:
+    return {name: torch.stack(rows) for name, rows in columns.items()}
 
 
-def _label(value: Any, name: str) -> Tensor:
-    """A feature as a tensor. Numbers of double precision become float32 in labels, and truth values become classes, as
-    in transformers."""
-    tensor = _tensor(value)
-    if name in (*LABELS, "labels") and not isinstance(value, Tensor) and tensor.dtype == torch.float64:
+def _label(tensor: Tensor, name: str, given: Any) -> Tensor:
+    """Numbers of double precision become float32 in labels, and truth values become classes, as in transformers."""
+    if name in (*LABELS, "labels") and not isinstance(given, Tensor) and tensor.dtype == torch.float64:
         return tensor.float()
     return tensor.long() if name in LABELS and tensor.dtype == torch.bool else tensor
-
-
-def _fitting(longest: int, length: int | None, padding: Padding, *indices: int) -> int:
-    """The length to pad to: `length` where it was decided before, else the stated one that fits `longest`."""
-    target = length if length is not None else padding.fit(longest)
-    if target is None or target < longest:
-        which = f"sample {indices[0]}" if len(indices) == 1 else f"one of the samples {', '.join(map(str, indices))}"
-        stated = ", ".join(map(str, padding.lengths)) if target is None else f"{target}, chosen before collating,"
-        raise DataError(
-            f"{which} has length {longest}, longer than pad_to allows ({stated}); truncate it, or raise pad_to"
-        )
-    return target
-
-
-def _extend(tensor: Tensor, dim: int, length: int, value: int) -> Tensor:
-    """`tensor` made `length` long in dimension `dim` with `value` at its end."""
-    missing = length - tensor.shape[dim]
-    if not missing:
-        return tensor
-    shape = (*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])
-    return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)

@@ -123,9 +123,9 @@ class Conversations(Dataset[dict[str, Tensor]]):
         self.conversations = sum(len(sample) for sample in self._samples)
         self.fingerprint = self._hashed(rows)
 
-    def padding(self, *, fixed: bool) -> PadTo | None:
-        """The collator that pads to `block_size` where shapes are `fixed`; blocks need none."""
-        return PadTo(self.block_size) if fixed and not self.packed else None
+    def own_padding(self, *, fixed: bool) -> PadTo:
+        """Pads to the longest of a batch, and to `block_size` where shapes are `fixed`; blocks are of one length."""
+        return PadTo(self.block_size if fixed and not self.packed else None, side="right")
 
     def _hashed(self, rows: TokenizedRows) -> str:
         hashed = xxhash.xxh3_128()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +14,11 @@ import torch
 from torch.utils.data import Dataset
 
 from stepmark.data.batch import MicroBatch
-from stepmark.data.collate import Padding, collate, pad_collated
+from stepmark.data.collate import Collation
 from stepmark.data.labels import LabelRule
 from stepmark.data.order import Stream, generator
 from stepmark.data.packing import PackedBlocks
 from stepmark.errors import DataError, StepmarkError
-
-CollateFn = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -55,20 +53,20 @@ class WorkerFailure:
 class Fetcher(Dataset[MicroBatch]):
     """Fetches and collates micro-batches of a dataset."""
 
-    def __init__(self, dataset: Any, collate_fn: CollateFn | None, padding: Padding, labels: LabelRule) -> None:
+    def __init__(self, dataset: Any, collation: Collation, labels: LabelRule) -> None:
         self.dataset = dataset
-        self.collate_fn = collate_fn
-        self.padding = padding
+        self.collation = collation
         self.labels = labels
         # Seeding three generators and restoring them costs more than copying a batch of blocks does.
-        self._uses_no_random_numbers = collate_fn is None and isinstance(dataset, PackedBlocks)
+        self._uses_no_random_numbers = collation.collate_fn is None and isinstance(dataset, PackedBlocks)
 
     def fetch(self, task: MicroTask) -> MicroBatch:
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
         with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key):
             try:
                 inputs = self._collate(self._samples(task), task)
-                if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs):
+                rows = task.rows + task.filler
+                if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs, rows):
                     return self._labelled(inputs, task)
             except StepmarkError:
                 raise
@@ -99,28 +97,16 @@ class Fetcher(Dataset[MicroBatch]):
 
     def _collate(self, samples: list[Any], task: MicroTask) -> Any:
         indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
-        if self.collate_fn is None:
-            return collate(samples, indices, self.padding, task.length)
-        return pad_collated(self.collate_fn(samples), task.indices, self.padding, task.length)
+        return self.collation(samples, indices, task.length)
 
     def _labelled(self, inputs: Any, task: MicroTask) -> MicroBatch:
         """Ignores the labels of filler rows, and counts the targets."""
-        if task.filler:
-            inputs = self._without_filler(inputs, task)
+        filled = task.filler > 0
+        if filled and isinstance(inputs, dict):
+            inputs = self.labels.without(inputs, task.rows)
         count = self.labels.count(inputs)
-        if count is None:
-            return MicroBatch(inputs, task.rows, None)
-        return MicroBatch(inputs, task.rows, count.total, count.first)
-
-    def _without_filler(self, inputs: Any, task: MicroTask) -> Any:
-        expected = task.rows + task.filler
-        for labels in self.labels.integers(inputs).values():
-            if labels.shape[0] != expected:
-                raise DataError(
-                    f"the collate_fn returned {labels.shape[0]} rows of labels for {expected} samples; batches of a"
-                    " fixed shape need one row for each sample"
-                )
-        return self.labels.without(inputs, task.rows) if isinstance(inputs, dict) else inputs
+        targets, first = (None, 0) if count is None else count
+        return MicroBatch(inputs, task.rows, targets, first, filled)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from stepmark.data.packing import IGNORED
 
 POSITIONS = ("start_positions", "end_positions")
+SEQUENCES = ("input_ids", "inputs_embeds")
 
 
 class TargetCount(NamedTuple):
@@ -33,6 +34,8 @@ class LabelRule:
         by_sample: the loss is a mean over samples, even where a sample has many labels (CTC).
         skips_ignored: a row whose labels are all `ignored` adds nothing to the loss, nor to what else the model learns
             from a batch.
+        own_sequence: labels are a sequence of their own, that of a decoder beside an encoder. Otherwise labels of which
+            a sample has several are those of its tokens, or of several tasks.
     """
 
     names: tuple[str, ...] = ("labels",)
@@ -40,6 +43,7 @@ class LabelRule:
     ignored: int = IGNORED
     by_sample: bool = False
     skips_ignored: bool = True
+    own_sequence: bool = False
 
     def present(self, inputs: Any) -> dict[str, Any]:
         """The labels of a batch, by name."""
@@ -81,12 +85,16 @@ class LabelRule:
         inside = positions if length is None else positions[positions < length]
         return TargetCount(inside.numel(), 0)
 
-    def can_ignore_rows(self, inputs: Any) -> bool:
-        """Whether `without` leaves nothing of the rows: not where labels are not integers, or there are none."""
+    def can_ignore_rows(self, inputs: Any, rows: int) -> bool:
+        """Whether `without` leaves nothing of the rows: not where labels are not integers, or there are none, or a
+        collator has not made one row of each of the `rows` samples."""
         if not self.skips_ignored or self.by_sample:
             return False
         integers = self.integers(inputs)
         if not integers or not integers.keys() >= self.present(inputs).keys():
+            return False
+        by_row = [*integers.values(), *(inputs[name] for name in SEQUENCES if isinstance(inputs.get(name), Tensor))]
+        if any(len(each) != rows for each in by_row):
             return False
         return _sequence_length(inputs) is not None or not any(name in POSITIONS for name in integers)
 
@@ -108,7 +116,7 @@ def _is_integer(labels: Any) -> bool:
 
 
 def _sequence_length(inputs: Mapping[str, Any]) -> int | None:
-    for name in ("input_ids", "inputs_embeds"):
+    for name in SEQUENCES:
         if isinstance(inputs.get(name), Tensor):
             return int(inputs[name].shape[1])
     return None

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from stepmark.data.batch import MicroBatch, StepBatch
-from stepmark.data.collate import FIXED_SHAPES, Padding, sample_length
-from stepmark.data.fetcher import CollateFn, Fetcher, MicroTask, WorkerFailure
+from stepmark.data.collate import FIXED_SHAPES, CollateFn, Collation, PadTo, sample_length
+from stepmark.data.fetcher import Fetcher, MicroTask, WorkerFailure
 from stepmark.data.labels import LabelRule
 from stepmark.data.length_groups import LengthGroups
 from stepmark.data.mixture import MixtureOrder
@@ -49,15 +49,17 @@ class DataLoader:
         seed: of the order and of what collators draw, at least 0 (default).
         shuffle: a random order in every epoch (default), or the dataset's own.
         drop_last: leave out the last step of an epoch if it has fewer samples; default False.
-        collate_fn: makes a batch of a list of samples; default: `stepmark.data.collate.collate`.
+        collate_fn: makes a batch of a list of samples, or `PadTo`. Default: they are padded by `processing_class`, as
+            transformers' DataCollatorWithPadding pads them, else stacked; Stepmark's own datasets pad as they need.
         num_workers: worker processes, default 0: the calling process fetches.
         fixed_shape: fill incomplete micro-batches with rows that are not in the loss, as lazy devices need; see
             `MicroBatch`. A batch whose labels cannot say which rows count stays as it is. Default False: only a rank
             without samples in a step gets such rows.
         pad_to: one length in tokens for all sequences, or several, of which the smallest that fits is used. With
             `fixed_shape` and several ranks, all ranks use the same one, for which every sample is read once at the
-            start. Default None: the longest sequence of the batch.
-        pad_token_id: pads `input_ids`, default 0.
+            start. Default None: they are not padded by the loader.
+        pad_token_id: pads `input_ids`, default 0, where there is no tokenizer.
+        processing_class: a tokenizer or feature extractor. Default: None.
         lengths: of every sample by its index, int64: then samples of about the same length come together, see
             `LengthGroups`. Default None: the order does not depend on lengths.
         labels: how the model's loss uses labels, `MicroBatchLoss(model).labels`; default: an argument `labels`, of
@@ -79,11 +81,12 @@ class DataLoader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        collate_fn: CollateFn | None = None,
+        collate_fn: CollateFn | PadTo | None = None,
         num_workers: int = 0,
         fixed_shape: bool = False,
         pad_to: int | Sequence[int] | None = None,
         pad_token_id: int = 0,
+        processing_class: Any = None,
         lengths: np.ndarray | None = None,
         labels: LabelRule | None = None,
     ) -> None:
@@ -94,11 +97,15 @@ class DataLoader:
         self.num_workers = num_workers
         self.fixed_shape = fixed_shape
         self.layout = BatchLayout(batch_size, world_size, accumulation)
-        self._padding = Padding.of(pad_to, pad_token_id, free=not fixed_shape)
+        rule = labels or LabelRule()
+        collator = collate_fn if pad_to is None else PadTo(pad_to, collate_fn)  # type: ignore[arg-type]
+        self._collation = Collation.of(
+            dataset, collator, processing_class, free=not fixed_shape, labels=rule, pad_token_id=pad_token_id
+        )
         self._epoch = Epoch(_checked_size(dataset), self.layout.global_batch, drop_last)
         self._groups = None if lengths is None else LengthGroups.of(lengths, self.layout.global_batch)
         self._check()
-        self._fetcher = Fetcher(dataset, collate_fn, self._padding, labels or LabelRule())
+        self._fetcher = Fetcher(dataset, self._collation, rule)
         self._mixture: MixtureOrder | None = getattr(dataset, "mixture_order", None)
         self._position = Position(0, 0)
         self._shapes: dict[str, torch.Size] | None = None
@@ -233,7 +240,7 @@ class DataLoader:
 
     def _measured_lengths(self) -> np.ndarray | None:
         """The length of every sample, measured once; None if ranks need not agree on a length."""
-        if len(self._padding.lengths) < 2 or not self.fixed_shape or self.layout.world_size == 1:
+        if len(self._collation.lengths) < 2 or not self.fixed_shape or self.layout.world_size == 1:
             return None
         if self._lengths is None:
             measured = (sample_length(self.dataset[index]) for index in range(self._epoch.size))
@@ -248,7 +255,7 @@ class DataLoader:
     def _common_length(self, lengths: np.ndarray | None, indices: np.ndarray) -> int | None:
         """The stated length that fits the samples of all ranks; None if ranks may choose separately, or if none
         fits, which raises an error when the batch is collated."""
-        return None if lengths is None else self._padding.fit(int(lengths[indices].max()))
+        return None if lengths is None else self._collation.fit(int(lengths[indices].max()))
 
     def _fetch(self, tasks: Iterator[MicroTask]) -> Iterator[MicroBatch]:
         for micro_batch in self._in_workers(tasks) if self.num_workers else map(self._fetcher.fetch, tasks):
@@ -280,11 +287,9 @@ class DataLoader:
     def _check_shape(self, micro_batch: MicroBatch) -> None:
         """With a fixed shape and no stated lengths, every micro-batch must have the shapes of the first; one that was
         not filled has fewer rows."""
-        if not self.fixed_shape or self._padding.lengths or not isinstance(micro_batch.inputs, Mapping):
+        if not self.fixed_shape or self._collation.lengths or not isinstance(micro_batch.inputs, Mapping):
             return
-        if 0 < micro_batch.rows < self.layout.batch_size and not self._fetcher.labels.can_ignore_rows(
-            micro_batch.inputs
-        ):
+        if 0 < micro_batch.rows < self.layout.batch_size and not micro_batch.filled:
             return
         shapes = {name: value.shape for name, value in micro_batch.inputs.items() if isinstance(value, Tensor)}
         self._shapes = self._shapes or shapes

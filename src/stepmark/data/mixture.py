@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from torch.utils.data import Dataset
 
+from stepmark.data.collate import PadTo, own_padding
 from stepmark.data.order import Stream, generator
 from stepmark.errors import UsageError
 
@@ -111,10 +112,9 @@ class JoinedSamples(Dataset[Any]):
         """Tokens of the longest sample."""
         return max(part.block_size for part in self.parts)
 
-    def padding(self, *, fixed: bool) -> Any:
-        """The collator of the parts, which all have the same one; None for blocks of texts."""
-        of_part = getattr(self.parts[0], "padding", None)
-        return None if of_part is None else of_part(fixed=fixed)
+    def own_padding(self, *, fixed: bool) -> PadTo | None:
+        """That of the parts, which all have the same one."""
+        return own_padding(self.parts[0], fixed=fixed)
 
     @property
     def tokens(self) -> int | None:

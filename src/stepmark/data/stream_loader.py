@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from stepmark.data.collate import Padding, collate, pad_collated
+from stepmark.data.collate import Collation
 from stepmark.errors import UsageError
 
 
@@ -37,8 +37,7 @@ class StreamLoader:
     Args:
         dataset: Iterable more than once; `set_epoch` is called before each epoch where there is one.
         batch_size: Samples of a batch.
-        collate_fn: Makes the batch; default: samples are stacked.
-        padding: The lengths that sequences are padded to.
+        collation: Makes the batch.
         prepare: Applied to each sample.
     """
 
@@ -47,14 +46,12 @@ class StreamLoader:
         dataset: Any,
         batch_size: int,
         *,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        padding: Padding,
+        collation: Collation,
         prepare: Callable[[Any], Any],
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
-        self._collate_fn = collate_fn
-        self._padding = padding
+        self._collation = collation
         self._prepare = prepare
 
     def set_epoch(self, epoch: int) -> None:
@@ -66,10 +63,5 @@ class StreamLoader:
         samples = map(self._prepare, self.dataset)
         first = 0
         while batch := list(islice(samples, self.batch_size)):
-            yield self._collate(batch, range(first, first + len(batch)))
+            yield self._collation(batch, range(first, first + len(batch)))
             first += len(batch)
-
-    def _collate(self, batch: list[Any], indices: range) -> Any:
-        if self._collate_fn is None:
-            return collate(batch, indices, self._padding)
-        return pad_collated(self._collate_fn(batch), indices, self._padding)

@@ -94,7 +94,6 @@ def evaluate(
         mesh.reporting_ranks,
         stages=None if staged(model) is None else PipelinedForward(model, loss, mesh, dtype),
     )
-    padded = data_collator if isinstance(data_collator, PadTo) else None
     metrics: dict[str, float] = {}
     for prefix, each in named_sets(dataset, metric_key_prefix):
         loader = DataLoader(
@@ -103,15 +102,14 @@ def evaluate(
             rank=axis.rank,
             world_size=axis.size,
             shuffle=False,
-            collate_fn=data_collator.collate_fn if isinstance(data_collator, PadTo) else data_collator,
+            collate_fn=data_collator,
             num_workers=num_workers,
             fixed_shape=runtime.lazy,
-            pad_to=padded.lengths if padded else None,
             pad_token_id=pad_token_id,
             labels=loss.labels,
         )
         evaluation = evaluator(loader, gather=compute_metrics is not None)
-        metrics |= summarize(evaluation, prefix, causal=loss.causal_shift, compute_metrics=compute_metrics)
+        metrics |= summarize(evaluation, prefix, causal=loss.has_perplexity, compute_metrics=compute_metrics)
     return metrics
 
 

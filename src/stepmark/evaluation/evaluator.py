@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.batch import MicroBatch, StepBatch, StepLoader
+from stepmark.data.batch import MicroBatch, StepBatch, StepLoader, rows_of
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.evaluation.predictions import (
     NO_ROWS,
@@ -256,8 +256,9 @@ class Evaluator:
         return total
 
     def _rows(self, micro_batch: MicroBatch, result: BatchResult, include: Sequence[str]) -> SampleRows:
-        """The batch's real rows, as numpy arrays on the host."""
-        (loss, predictions, labels), inputs, count = result, None, micro_batch.rows
+        """The batch's rows without filler, as numpy arrays on the host."""
+        (loss, predictions, labels), inputs = result, None
+        count = micro_batch.rows if micro_batch.filled else None
         if "inputs" in include and isinstance(micro_batch.inputs, Mapping):
             inputs = micro_batch.inputs.get(getattr(unwrapped(self.model), "main_input_name", "input_ids"))
         rows = SampleRows(
@@ -268,7 +269,8 @@ class Evaluator:
         if loss is None or "loss" not in include:
             return rows
         mean = self._fetch_losses([loss]) / max(self.loss.count(self.model, micro_batch), 1)
-        return rows._replace(losses=np.full(count, mean, dtype=np.float32))
+        number = rows_of(micro_batch.inputs) if count is None else count
+        return rows._replace(losses=np.full(number, mean, dtype=np.float32))
 
     def _all_gather(self, value: Any) -> list[Any]:
         """The values of the reporting ranks."""

@@ -37,6 +37,8 @@ def summarize(
             "%s is not called: no input of the model is known to be a label; label_names names those that are",
             name_of(compute_metrics),
         )
+    if evaluation.samples and not evaluation.tokens:
+        logger.warning("%s: no label is a target, so there is no loss: look at what masks or cuts the labels", prefix)
     found: dict[str, float] = {}
     if evaluation.loss is not None:
         found["loss"] = evaluation.loss

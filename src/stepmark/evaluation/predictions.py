@@ -90,8 +90,8 @@ def holds_tensors(tree: Any) -> bool:
     return isinstance(tree, Tensor)
 
 
-def rows_on_host(tree: Any, rows: int, runtime: Runtime) -> Any:
-    """The first `rows` rows of each tensor in a nest, as numpy arrays; a 0-dim tensor is one row."""
+def rows_on_host(tree: Any, rows: int | None, runtime: Runtime) -> Any:
+    """The first `rows` rows (None: all) of each tensor in a nest, as numpy arrays; a 0-dim tensor is one row."""
     if isinstance(tree, Mapping):
         return {name: rows_on_host(value, rows, runtime) for name, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -103,7 +103,7 @@ def rows_on_host(tree: Any, rows: int, runtime: Runtime) -> Any:
     return np.atleast_1d(on_host.numpy())[:rows]
 
 
-def labels_on_host(labels: Any, rows: int, runtime: Runtime) -> Any:
+def labels_on_host(labels: Any, rows: int | None, runtime: Runtime) -> Any:
     """As `rows_on_host`. A list, of several labels too, has an item for each sample, of any shape: the boxes of an
     image, for example. The first `rows` items are returned whole."""
     if isinstance(labels, list):

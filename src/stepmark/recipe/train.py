@@ -136,7 +136,6 @@ def build_trainer(
     return Trainer(
         model,
         args,
-        _collator(recipe, data.train, context),
         train_dataset=data.train,
         eval_dataset=data.validation,
         processing_class=tokenizer,
@@ -198,13 +197,6 @@ def _check_vocabulary(model: Any, tokenizer: Any) -> None:
             f"tokenizer_name: the tokenizer has {len(tokenizer)} tokens and the model only {embeddings} embeddings; "
             "use the tokenizer that belongs to the model"
         )
-
-
-def _collator(recipe: Recipe, dataset: Any, context: Context) -> Any:
-    """Conversations are as long as the longest of a batch, unless shapes are to stay the same."""
-    if recipe.data.messages_column is None:
-        return None
-    return dataset.padding(fixed=context.runtime.lazy or recipe.training.sequence_parallel)
 
 
 def _last_line(args: TrainingFields, state: Any) -> str:

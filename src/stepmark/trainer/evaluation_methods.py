@@ -293,7 +293,7 @@ class EvaluationMethods:
         )
 
     def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
-        return summarize(evaluation, prefix, causal=self.loss.causal_shift, compute_metrics=self.compute_metrics)
+        return summarize(evaluation, prefix, causal=self.loss.has_perplexity, compute_metrics=self.compute_metrics)
 
 
 def _listed(prompts: str | Sequence[str] | None) -> list[str]:

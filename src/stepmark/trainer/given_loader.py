@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.batch import MicroBatch, StepBatch, rows_of
 from stepmark.data.fetcher import seeded_generators
 from stepmark.data.labels import LabelRule
 from stepmark.data.loader import DataLoader
@@ -151,7 +151,7 @@ class GivenLoader:
             else:
                 after = {**self._state(epoch, taken, ended=False, loader=state), "generators": generators}
             passed = 1.0 if following is None else taken / self._length if self._length else 0.0
-            samples = self._repeats * sum(_rows(inputs) for inputs in group)
+            samples = self._repeats * sum(rows_of(inputs) for inputs in group)
             yield StepBatch(self._mine(group), samples, epoch + min(passed, 1.0), after)
 
     def _batches(self, epoch: int, taken: int) -> Iterator[Any]:
@@ -188,16 +188,18 @@ class GivenLoader:
         ]
 
     def _micro_batch(self, inputs: Any, *, empty: bool = False) -> MicroBatch:
-        rows = _rows(inputs)
+        rows = rows_of(inputs)
         self._full_rows = max(self._full_rows, rows)
-        fills = self._fixed_shape and isinstance(inputs, dict) and rows < self._full_rows
-        if fills and self._labels.can_ignore_rows(inputs):
+        short = self._fixed_shape and isinstance(inputs, dict) and rows < self._full_rows
+        filled = short and self._labels.can_ignore_rows(inputs, rows)
+        if filled:
             inputs = self._labels.without(_filled(inputs, rows, self._full_rows), rows)
         if empty:
             rows = 0
             inputs = self._labels.without(inputs, 0) if isinstance(inputs, dict) else inputs
         count = self._labels.count(inputs)
-        return MicroBatch(inputs, rows, *((None,) if count is None else count))
+        targets, first = (None, 0) if count is None else count
+        return MicroBatch(inputs, rows, targets, first, filled or empty)
 
     def _state(self, epoch: int, taken: int, *, ended: bool, loader: Any = None) -> dict[str, Any]:
         return {
@@ -287,12 +289,6 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):  # PyTorch's loader of an iterable dataset
         return None
-
-
-def _rows(inputs: Any) -> int:
-    values = inputs.values() if isinstance(inputs, Mapping) else inputs
-    values = [values] if isinstance(values, Tensor) else values
-    return next((len(each) for each in values if isinstance(each, Tensor) and each.ndim), 1)
 
 
 def _filled(inputs: dict[str, Any], rows: int, wanted: int) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import nn
 
 from stepmark.config.training_fields import GROUP_BY_LENGTH, TrainingFields
-from stepmark.data.collate import Padding, PadTo, collate, pad_collated
+from stepmark.data.collate import CollateFn, Collation, PadTo, is_padder, own_padding
+from stepmark.data.labels import LabelRule
 from stepmark.data.length_groups import LengthGroups, sample_lengths
 from stepmark.data.loader import DataLoader
 from stepmark.data.stream_loader import StreamLoader, check_readable_again, is_stream
@@ -33,8 +33,9 @@ class LoaderFactory:
     model: nn.Module
     mesh: Mesh
     loss: MicroBatchLoss
-    data_collator: Callable[[list[Any]], Any] | None
+    data_collator: CollateFn | PadTo | None
     processing_class: Any
+    own_loss: bool  # a method of the user's computes it
 
     @property
     def data_seed(self) -> int:
@@ -56,14 +57,13 @@ class LoaderFactory:
     def sampled_batches(self, dataset: Any, sampler: Any) -> Any:
         """The batches of training data in the order of a sampler; None: in that of the dataset."""
         check_readable_again("train_dataset", dataset)
-        padded, columns = self._padded, self._columns
-        padding = Padding.of(padded.lengths if padded else None, self._pad_token_id, free=not self.mesh.runtime.lazy)
+        columns, batch_size = self._columns, self.args.per_device_train_batch_size
         samples: Any = dataset if columns is None else UsedColumns(dataset, columns)
         return torch.utils.data.DataLoader(
             samples,
-            batch_size=self.args.per_device_train_batch_size,
+            batch_size=batch_size,
             sampler=sampler,
-            collate_fn=partial(_collated, padded.collate_fn if padded else self.data_collator, padding),
+            collate_fn=partial(self._collation(dataset), indices=range(batch_size)),
             num_workers=self.args.dataloader_num_workers,
             drop_last=self.args.dataloader_drop_last,
         )
@@ -110,7 +110,7 @@ class LoaderFactory:
             world_size=self.mesh.data_parallel.size,
             accumulation=accumulation,
             seed=self.data_seed,
-            labels=self.loss.labels,
+            labels=self._labels,
             max_steps=self.args.max_steps if self.args.max_steps > 0 else None,
             fixed_shape=self.mesh.runtime.lazy,
         )
@@ -121,39 +121,42 @@ class LoaderFactory:
                 "dataloader_num_workers: a dataset that can only be iterated is read by the training process; set it "
                 "to 0, or override get_train_dataloader and return a DataLoader with workers"
             )
-        padded = self._padded
-        lengths = padded.lengths if padded else None
         return StreamLoader(
             dataset,
             batch_size,
-            collate_fn=padded.collate_fn if padded else self.data_collator,
-            padding=Padding.of(lengths, self._pad_token_id, free=not self.mesh.runtime.lazy),
+            collation=self._collation(dataset),
             prepare=lambda sample: sample if (columns := self._columns) is None else columns.of(sample),
         )
 
     def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
-        padded, columns = self._padded, self._columns
+        columns = self._columns
         return DataLoader(
             dataset if columns is None else UsedColumns(dataset, columns),
             batch_size,
             rank=self.mesh.data_parallel.rank,
             world_size=self.mesh.data_parallel.size,
-            collate_fn=padded.collate_fn if padded else self.data_collator,
+            collate_fn=self._collator(dataset),
+            processing_class=self.processing_class,
             num_workers=self.args.dataloader_num_workers,
             fixed_shape=self.mesh.runtime.lazy,
-            pad_to=padded.lengths if padded else None,
-            pad_token_id=self._pad_token_id,
-            labels=self.loss.labels,
+            labels=self._labels,
             **options,
         )
 
-    @property
-    def _padded(self) -> PadTo | None:
-        return self.data_collator if isinstance(self.data_collator, PadTo) else None
+    def _collator(self, dataset: Any) -> CollateFn | PadTo | None:
+        """The given one, else what a dataset of Stepmark's declares; None for the default."""
+        fixed = self.mesh.runtime.lazy or self.args.sequence_parallel
+        return own_padding(dataset, fixed=fixed) if self.data_collator is None else self.data_collator
+
+    def _collation(self, dataset: Any) -> Collation:
+        free, labels = not self.mesh.runtime.lazy, self.loss.labels
+        return Collation.of(dataset, self._collator(dataset), self.processing_class, free=free, labels=labels)
 
     @property
-    def _pad_token_id(self) -> int:
-        return getattr(self.processing_class, "pad_token_id", None) or 0
+    def _labels(self) -> LabelRule:
+        """How the loss uses labels. One that a method of the user's computes may count ignored labels."""
+        rule = self.loss.labels
+        return replace(rule, skips_ignored=rule.skips_ignored and not self.own_loss)
 
     @cached_property
     def _columns(self) -> ModelColumns | None:
@@ -165,13 +168,15 @@ class LoaderFactory:
     def _others_read_columns(self) -> bool:
         """Whether code of the user's gets a sample's columns, and not only the model."""
         collator = self.data_collator
-        own_collator = collator is not None and not _of_transformers(collator) and self._padded is None
+        own_collator = not (collator is None or isinstance(collator, PadTo) or _of_transformers(collator))
         return own_collator or self.loss.override is not None
 
 
-def _collated(collator: Callable[[list[Any]], Any] | None, padding: Padding, samples: list[Any]) -> Any:
-    places = range(len(samples))
-    return collate(samples, places, padding) if collator is None else pad_collated(collator(samples), places, padding)
+def default_collator(processing_class: Any) -> CollateFn:
+    """The collator that transformers' Trainer has without a given one, for programs that ask for it."""
+    from transformers import DataCollatorWithPadding, default_data_collator
+
+    return DataCollatorWithPadding(processing_class) if is_padder(processing_class) else default_data_collator
 
 
 def _of_transformers(collator: Any) -> bool:

@@ -36,7 +36,7 @@ from stepmark.trainer.given_samplers import call_sampler, sampler_of
 from stepmark.trainer.hub_uploads import HubCallback, HubMethods, check_hub
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.silent_ranks import watch_peers
-from stepmark.trainer.loaders import LoaderFactory
+from stepmark.trainer.loaders import LoaderFactory, default_collator
 from stepmark.trainer.model_export import write_model
 from stepmark.trainer.model_factory import model_of
 from stepmark.trainer.outputs import SavedFiles, prepare_output_folder, write_model_files
@@ -90,8 +90,9 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             objects. Of one in DistributedDataParallel the module inside is used.
         args: What to do; default: `TrainingArguments()`. transformers' own are converted; those of its fields that
             Stepmark lacks must have their default values.
-        data_collator: Makes a batch of a list of samples; a `PadTo` also states the lengths to pad to. Default:
-            PyTorch's collation.
+        data_collator: Makes a batch of a list of samples; a `PadTo` states the lengths to pad to. Default: that of
+            transformers' Trainer: a tokenizer or feature extractor as `processing_class` pads samples, which are
+            stacked without one; samples of Stepmark's own datasets are padded as these need.
         train_dataset: Has a length and returns sample i, or can only be iterated, which needs `max_steps`; needed by
             `train`. The ranks take the batches of the latter in turn; a resumed run skips those that were taken.
         eval_dataset: The same for `evaluate`, or several by name.
@@ -108,6 +109,9 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         preprocess_logits_for_metrics: `(logits, labels)` to what `compute_metrics` gets as predictions.
 
     Attributes:
+        loss_averages_over: `samples` where the loss is a mean over samples although batches have labels that can be
+            counted, or `targets`. A subclass with such a `compute_loss` sets it; else it is that of `compute_loss_func`
+            or of the model, and by default `targets`: batches are weighted by the labels that are not -100.
         optimizer: The `torch.optim` optimizer of the run; None before `create_optimizer`.
         lr_scheduler: The schedule of the run; None before `create_scheduler`.
         checkpoint_files: Functions that are called with the folder of a new checkpoint, on rank 0, and may write files
@@ -117,6 +121,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         UsageError: The arguments do not fit together, or not the model.
         DeviceError: There is no such device.
     """
+
+    loss_averages_over: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
@@ -155,7 +161,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self._check_pipeline(name, self._overridden(name))
         if self.args.batch_eval_metrics and compute_metrics is not None:
             check_by_batch(compute_metrics)
-        self.data_collator = data_collator
+        self._default_collator = default_collator(processing_class)
+        self.data_collator = self._default_collator if data_collator is None else data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
@@ -196,6 +203,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
+        elif name == "loss_averages_over" and "loss" in vars(self):
+            self._set_loss()
 
     def _upload_checkpoints(self) -> None:
         """Creates the repository, and uploads checkpoints as `hub_strategy` says."""
@@ -347,7 +356,10 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 
     @property
     def _loaders(self) -> LoaderFactory:
-        return LoaderFactory(self.args, self.model, self.mesh, self.loss, self.data_collator, self.processing_class)
+        own = None if self.data_collator is self._default_collator else self.data_collator
+        theirs = str(getattr(self.prediction_step, "__module__", "")).partition(".")[0] != "stepmark"
+        own_loss = self.loss.override is not None or theirs
+        return LoaderFactory(self.args, self.model, self.mesh, self.loss, own, self.processing_class, own_loss)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Sets `optimizer` and `lr_scheduler`, those that are not set yet.
@@ -492,6 +504,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             label_smoothing=self.args.label_smoothing_factor,
             label_names=self.args.label_names,
             lazy=self.context.runtime.lazy,
+            declared_by=self,
         )
         if self._overridden("compute_loss"):
             self.loss.override = self._overridden_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,7 +12,7 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.data.batch import StepBatch
 from stepmark.data.prefetcher import DevicePrefetcher
-from stepmark.errors import PeerLost, UsageError
+from stepmark.errors import DataError, PeerLost, UsageError
 from stepmark.evaluation.run_options import METADATA
 from stepmark.launch.process_exit import say
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
@@ -33,7 +34,10 @@ from stepmark.training.learning_rate_schedule import advance, follows_metric, re
 from stepmark.training.model_options import set_training
 from stepmark.training.step import StepHooks
 
+MAX_STEPS_WITHOUT_TARGETS = 100  # of a run in which no label was a target yet
 FLAGS_AFTER_EVALUATION = ("should_save", "should_epoch_stop", "should_training_stop")
+
+logger = logging.getLogger("stepmark")
 
 
 class TrainingLoop:
@@ -65,6 +69,7 @@ class TrainingLoop:
         self._epoch_open = False
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
         self._preemption: PreemptionCoordinator | None = None
+        self._first_step: int | None = None  # before which this process began; None until it trains
         self._saved_step = 0  # 0: there is nothing to save yet
         self._learning_rate = 0.0  # of the last step
         self._arrivals = parts.optimizer.arrivals
@@ -205,6 +210,7 @@ class TrainingLoop:
     def _end_epoch(self) -> None:
         self._arrivals.settle()
         self._epoch_open = False
+        self._check_targets()
         self._skip_rest_of_epoch()
         self._callbacks.event("on_epoch_end")
         self._follow_control()
@@ -220,6 +226,9 @@ class TrainingLoop:
             look_at_gradients=callbacks.hears("on_pre_optimizer_step") or callbacks.hears("on_optimizer_step"),
         )
         show_step(StepPlace.of(self._step + 1, batch.samples, batch.state))
+        if self._first_step is None:
+            self._first_step = self._step
+            callbacks.progress.line(f"loss     {parts.step.loss.weighting(batch[0])}")
         self._learning_rate = float(parts.schedule.get_last_lr()[0])
         self._monitor.step_begins(self._step + 1, batch, self._learning_rate)
         with self._monitor.within_step():
@@ -274,6 +283,7 @@ class TrainingLoop:
         return self._losses.timed_tokens / self._monitor.timers.training()
 
     def _log(self) -> None:
+        self._check_targets()
         values = self._losses.take_log()
         if values is None:
             self._callbacks.control.should_log = False
@@ -291,6 +301,22 @@ class TrainingLoop:
             log |= {"graph_cache_hits": cache.hits, "graph_cache_misses": cache.misses}
         self._callbacks.progress.logged(self._step, log)
         self._callbacks.log(log, machine)
+
+    def _check_targets(self) -> None:
+        """Where no label was a target since the run began: says so, and raises DataError, on all ranks, at the end of
+        an epoch or the run, and after many steps."""
+        if self._first_step is None or extracting_graphs() or self._losses.any_targets():
+            return
+        message = (
+            f"train_dataset: no label was a target up to step {self._step}, so nothing is learned: all are "
+            f"{self._parts.step.loss.labels.ignored}, which losses ignore; look at what masks or cuts the labels, or "
+            "declare loss_averages_over for a loss that does not use them"
+        )
+        ended = self._step >= self._parts.total_steps or not self._parts.loader.state_dict()["samples"]
+        if ended or self._step - self._first_step >= MAX_STEPS_WITHOUT_TARGETS:
+            raise DataError(message)
+        if self._callbacks.run_log.writes:
+            logger.warning("%s", message)
 
     # Evaluations
 
@@ -351,6 +377,7 @@ class TrainingLoop:
             warn_not_saved(f"checkpoint-{self._step}")
             self._callbacks.control.should_save = False
             return
+        self._check_targets()
         in_save = contextlib.nullcontext() if self._preemption is None else self._preemption.durations.within_save()
         with self._monitor.within("save", self._step), in_save:
             self._begin_save()

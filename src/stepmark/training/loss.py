@@ -3,7 +3,7 @@
 Every loss is the mean over its micro-batch, weighted by (the micro-batch's targets) / (the step's targets on this
 rank). It therefore makes no difference whether a model divides by `num_items_in_batch` or ignores it. Losses of
 micro-batches are summed, and ranks are weighted by their targets when gradients are reduced. Without labels to count,
-the mean is over samples.
+and where what computes the loss declares it (`averages_samples`), the mean is over samples.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from stepmark.data.packing import IGNORED
 from stepmark.errors import UsageError
 from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.model_labels import (
+    averages_samples,
     counts_first_label,
     evaluating,
+    has_known_loss,
     label_rule,
     names_num_items,
     sums_samples,
@@ -70,6 +72,7 @@ class MicroBatchLoss:
         label_smoothing: from 0 (none) to 1.
         label_names: the inputs that are labels; default: the arguments of the model's forward that look like it.
         lazy: the model is on a lazy device, where attention masks must not depend on values.
+        declared_by: what may declare how the loss averages, before the function and the model; see `averages_samples`.
     """
 
     def __init__(
@@ -80,12 +83,16 @@ class MicroBatchLoss:
         label_smoothing: float = 0.0,
         label_names: Sequence[str] | None = None,
         lazy: bool = False,
+        declared_by: Any = None,
     ) -> None:
         rule = label_rule(model)
         rule = rule if label_names is None else replace(rule, names=tuple(label_names))
         self._class_shift = rule.causal_shift
-        # The class of a model does not show which labels the user's function counts.
-        self.labels: LabelRule = rule if compute_loss_func is None else replace(rule, causal_shift=None)
+        if compute_loss_func is not None:  # the class of a model does not show which labels it counts, or ignores
+            rule = replace(rule, causal_shift=None, skips_ignored=False)
+        self._known = has_known_loss(unwrapped(model))
+        by_sample = averages_samples(declared_by, compute_loss_func, unwrapped(model))
+        self.labels: LabelRule = rule if by_sample is None else replace(rule, by_sample=by_sample)
         self.override: Override | None = None
         self._lazy = lazy
         self._compute = compute_loss_func
@@ -101,6 +108,19 @@ class MicroBatchLoss:
         show it, and for a user's function, the first batch that is counted decides it."""
         known = self.labels.causal_shift
         return bool(self._class_shift if known is None else known)
+
+    @property
+    def has_perplexity(self) -> bool:
+        """Whether the mean loss is that over the tokens of a causal language model."""
+        return self.causal_shift and not self.labels.by_sample
+
+    def weighting(self, micro_batch: MicroBatch) -> str:
+        """How micro-batches like this one are weighted in a step's mean, for people."""
+        if micro_batch.targets is None:
+            return "a mean over samples"
+        known = self._known and self.override is None and self._compute is None
+        hint = "" if known else "; one that averages over samples has to declare it (loss_averages_over)"
+        return f"a mean over targets, which are the labels other than {self.labels.ignored}{hint}"
 
     def count(self, model: nn.Module, micro_batch: MicroBatch) -> int:
         """The weight of a micro-batch in means: its targets, or its samples if no labels can be counted."""
@@ -171,6 +191,8 @@ class MicroBatchLoss:
         outputs = model(**rest, **_decoder_inputs(model, inputs), **self._options)
         if self._compute is not None:
             return self._weighted(self._computed(outputs, given["labels"], weight), weight), outputs
+        if self.labels.by_sample:
+            raise UsageError("label_smoothing_factor: the smoothed loss is no mean over samples; set it to 0")
         loss_sum = smoothed_cross_entropy(logits_of(outputs), inputs["labels"], self._smoothing, shifts)
         return loss_sum / weight.divisor, outputs
 

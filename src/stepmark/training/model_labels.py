@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
+from types import CodeType, NoneType
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stepmark.data.labels import POSITIONS, LabelRule
 from stepmark.data.packing import IGNORED
+from stepmark.errors import UsageError
 from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
 
 Call = Callable[[Mapping[str, Any]], Tensor]
@@ -28,22 +29,41 @@ def label_rule(model: nn.Module) -> LabelRule:
         ignored=_ignored_label(model),
         by_sample=_is_ctc(model),
         skips_ignored=_skips_ignored(model),
+        own_sequence=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
     )
 
 
 def _skips_ignored(model: nn.Module) -> bool:
     """Whether rows with ignored labels leave no trace. They do in statistics of a batch, in losses over routers, and in
-    regressions; what a module that is not of transformers' kind does with them cannot be known."""
-    from transformers import PreTrainedModel
-
+    regressions; what a forward or a loss that is not of transformers does with them cannot be known."""
     config: Any = getattr(model, "config", None)
-    if not isinstance(model, PreTrainedModel) or getattr(config, "num_labels", None) == 1:
+    if not has_known_loss(model) or getattr(config, "num_labels", None) == 1:
         return False
     if getattr(config, "problem_type", None) in ("regression", "multi_label_classification"):
         return False
     if getattr(config, "output_router_logits", False):
         return False
     return not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def has_known_loss(model: nn.Module) -> bool:
+    """Whether the model computes its loss as transformers does, in a forward and with a function of transformers."""
+    from transformers import PreTrainedModel
+
+    loss = getattr(model, "loss_function", None)
+    functions = [inspect.unwrap(model.forward), *([] if isinstance(loss, (VocabParallelLoss, NoneType)) else [loss])]
+    names = [str(getattr(function, "__module__", "")) for function in functions]
+    return isinstance(model, PreTrainedModel) and all(name.startswith("transformers.") for name in names)
+
+
+def averages_samples(*owners: Any) -> bool | None:
+    """Whether the loss is a mean over samples, by the attribute `loss_averages_over`, `samples` or `targets`, of the
+    first of some objects that has one; None without any. Raises UsageError for other values."""
+    found = (getattr(each, "loss_averages_over", None) for each in owners)
+    declared = next((each for each in found if each is not None), None)
+    if declared not in (None, "samples", "targets"):
+        raise UsageError(f"loss_averages_over: should be samples or targets, and is {declared!r}")
+    return None if declared is None else declared == "samples"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

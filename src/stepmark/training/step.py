@@ -101,6 +101,7 @@ class TrainStep:
         check_reduce_dtype(str(reduce_dtype).removeprefix("torch."), lazy=runtime.name if runtime.lazy else None)
         self.model = model
         self.optimizer = optimizer
+        self.loss = loss
         self.scaler = scaler
         self._runtime = runtime
         self._gradients = optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)

@@ -16,7 +16,6 @@ from torch import nn
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.config.recipe import Recipe
-from stepmark.data.collate import PadTo
 from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
@@ -215,7 +214,6 @@ class EvaluationSetup:
         return evaluate(
             model,
             sets.get(None, sets),
-            data_collator=_padding(sets, fixed=self.mesh.runtime.lazy),
             mesh=self.mesh,
             batch_size=self._batch_size,
             bf16=self._bf16,
@@ -247,12 +245,6 @@ def options_of(recipe: Recipe | None, checkpoint: Path) -> RunOptions:
     if recipe is not None:
         return RunOptions.of_training(recipe.training, block_size=recipe.data.block_size)
     return RunOptions.of_checkpoint(checkpoint) or RunOptions()
-
-
-def _padding(sets: Mapping[str | None, Any], *, fixed: bool) -> PadTo | None:
-    """The collator of conversations; blocks of texts need none."""
-    made = (each.padding(fixed=fixed) for each in sets.values() if hasattr(each, "padding"))
-    return next(made, None)
 
 
 def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path, trust: bool) -> tuple[Any, int | None]:

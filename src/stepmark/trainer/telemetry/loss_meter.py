@@ -59,6 +59,12 @@ class LossMeter:
         self.since_log = {"loss": 0.0, "tokens": 0}
         return log
 
+    def any_targets(self) -> bool:
+        """Whether any step since the run began had a target; waits for the device only until one had."""
+        if not self.since_start["tokens"]:
+            self.settle()
+        return self.since_start["tokens"] > 0
+
     def mean_loss(self) -> float:
         """Mean over all tokens since the run began, resumptions included; 0 before the first step."""
         self.settle()
