@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from stepmark.data.chat_rows import without_fillings
 from stepmark.data.chat_template import ChatTokenizer
 from stepmark.data.collate import PadTo
 from stepmark.data.compressed_files import named_read_errors, open_text
@@ -206,8 +207,9 @@ def filler_of(tokenizer: Any) -> int:
 def _rows(source: Any) -> Iterator[tuple[str, Any]]:
     """Every row with its name for messages."""
     if not isinstance(source, (str, os.PathLike)):
+        of_table = hasattr(source, "features")
         for number, row in enumerate(source, start=1):
-            yield f"row {number}", row
+            yield f"row {number}", without_fillings(row) if of_table else row
         return
     path = Path(source)
     if not path.is_file():
