@@ -62,6 +62,7 @@ class Conversations(Dataset[dict[str, Tensor]]):
         block_size: `max_length`, else tokens of the longest.
         conversations: How many there are in all samples.
         fingerprint: Identifies the samples; a resumed run must have the same ones.
+        columns: How rows become samples, for evaluations elsewhere.
 
     Raises:
         DataError: A row is not a conversation, or there are none; the message names it.
@@ -84,6 +85,9 @@ class Conversations(Dataset[dict[str, Tensor]]):
             raise UsageError("packing and max_length: packing needs the length of its blocks; set max_length")
         chat = ChatTokenizer(tokenizer, messages_column, assistant_only_loss)
         self._take(TokenizedRows.of(tokenized(_rows(source), chat)), max_length, packing, filler_of(tokenizer))
+        self.columns = {
+            "messages_column": messages_column, "assistant_only_loss": assistant_only_loss, "packing": packing
+        }  # fmt: skip
         self._report()
 
     @classmethod
