@@ -144,14 +144,12 @@ def test_tools_and_variables_of_a_row_reach_the_template() -> None:
     assert "Reasoning: high" in read(CHANNELS, {"messages": CHAT, "chat_template_kwargs": {"effort": "high"}})[0]
 
 
-@pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}'])
-@pytest.mark.parametrize("shown", ["call.arguments | tojson", "'' + call.arguments"])
-def test_arguments_of_calls_are_written_once(arguments: Any, shown: str) -> None:
-    template = THINKING.replace(
-        "(call.arguments if call.arguments is string else call.arguments | tojson)", f"({shown})"
-    )
-    assert template != THINKING
-    assert '<call>weather{"city": "Rome"}</call>' in read(template, {"messages": [CHAT[0], called(arguments)]})[0]
+def test_arguments_that_would_be_written_as_a_string_are_refused() -> None:
+    row = {"messages": [CHAT[0], called('{"city": "Rome"}')]}
+    assert '<call>weather{"city": "Rome"}</call>' in read(THINKING, row)[0]
+    twice = THINKING.replace("call.arguments if call.arguments is string else ", "")
+    with pytest.raises(DataError, match="^row 7, message 2: arguments"):
+        read(twice, row)
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML.replace("m.content +", "m.content ~")])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from stepmark.data.chat_rows import ASSISTANT, ROLES, Chat, Message, read_chat
+from stepmark.data.chat_rows import ASSISTANT, ROLES, Chat, read_chat
 from stepmark.data.message_marks import PROBE, MarkedTemplate, numbered, unmarked
 from stepmark.errors import DataError, StepmarkError, UsageError
 
@@ -123,20 +123,8 @@ class ChatTokenizer:
         return None
 
     def _shown(self, chat: Chat, template: MarkedTemplate) -> _Shown:
-        """The conversation as text. Templates take the arguments of tool calls as objects, or as JSON."""
-        problem: Exception | None = None
-        for messages in (chat.messages, _other_arguments(chat.messages)):
-            taken = replace(chat, messages=messages)
-            try:
-                shown, text = self._marked(taken, template), self._rendered(taken, None)
-            except Exception as error:  # as in _errors_of
-                problem = problem or error
-                continue
-            if not any(json.dumps(each, ensure_ascii=False)[1:-1] in text for each in _json_arguments(messages)):
-                return shown if shown.text == text else _Shown(taken, text, [(0, len(text), None)])
-            problem = problem or ValueError("it writes the arguments of tool_calls, which are JSON, as a string")
-        assert problem is not None
-        raise problem
+        shown, text = self._marked(chat, template), self._rendered(chat, None)
+        return shown if shown.text == text else _Shown(chat, text, [(0, len(text), None)])
 
     def _marked(self, chat: Chat, template: MarkedTemplate, **options: Any) -> _Shown:
         text = self._rendered(replace(chat, messages=numbered(chat.messages)), template.tree, **options)
@@ -240,16 +228,8 @@ def _check_variables(chat: Chat, template: MarkedTemplate, special: Any, where: 
             known = ", ".join(ROLES[:5])
             raise DataError(f"{where}, message {number}: role {message['role']!r} is unknown; roles are {known}")
         for name in _SAID:
-            if message.get(name) and not any(each in template.source for each in (name, *_also_read(name))):
+            if message.get(name) and not template.names(name):
                 raise DataError(f"{where}, message {number}: {name}: the chat template does not use it; {_REMEDY}")
-
-
-def _also_read(name: str) -> tuple[str, ...]:
-    """Names under which transformers passes a key of a message too."""
-    from transformers.utils import chat_template_utils
-
-    names: tuple[str, ...] = getattr(chat_template_utils, "_REASONING_FIELDS", ())
-    return names if name in names else ()
 
 
 def _check_shown(shown: _Shown, where: str) -> None:
@@ -269,9 +249,16 @@ def _check_shown(shown: _Shown, where: str) -> None:
             raise DataError(
                 f"{where}, message {number + 1}: the chat template does not take parts; make content a text"
             )
-        for call in _calls([message]):
-            if str(call.get("name")) not in shown.of(number):
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            if str(function.get("name")) not in place:
                 raise DataError(f"{where}, message {number + 1}: the chat template leaves out tool_calls; {_REMEDY}")
+            given = function.get("arguments")
+            if isinstance(given, str) and '"' in given and json.dumps(given, ensure_ascii=False)[1:-1] in place:
+                raise DataError(
+                    f"{where}, message {number + 1}: arguments of tool_calls are JSON, which the chat template "
+                    "writes as a string; make them an object"
+                )
 
 
 def _check_apart(shown: _Shown, answers: Spans, where: str) -> None:
@@ -309,32 +296,3 @@ def _texts_in(content: Any) -> Iterator[str]:
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             yield part["text"]
-
-
-def _calls(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            yield call.get("function", call)
-
-
-def _json_arguments(messages: Sequence[Message]) -> Iterator[str]:
-    """Arguments that are written as JSON, which a template that writes JSON would write twice."""
-    return (each for call in _calls(messages) if '"' in (each := call.get("arguments", "")) and isinstance(each, str))
-
-
-def _other_arguments(messages: Sequence[Message]) -> list[Message]:
-    """With arguments of tool calls as objects instead of JSON, and the other way around."""
-
-    def other(call: dict[str, Any]) -> dict[str, Any]:
-        if "function" in call:
-            return {**call, "function": other(call["function"])}
-        given = call.get("arguments")
-        return {
-            **call,
-            "arguments": json.loads(given) if isinstance(given, str) else json.dumps(given, ensure_ascii=False),
-        }
-
-    return [
-        {**message, "tool_calls": [*map(other, message["tool_calls"])]} if message.get("tool_calls") else message
-        for message in messages
-    ]

@@ -34,6 +34,13 @@ class MarkedTemplate:
         """Whether it has generation marks of its own."""
         return "{% generation" in self.source or "{%- generation" in self.source
 
+    def names(self, key: str) -> bool:
+        """Whether it reads a key of messages, under any of the names that transformers gives to reasoning."""
+        from transformers.utils import chat_template_utils
+
+        same = getattr(chat_template_utils, "_REASONING_FIELDS", ())
+        return any(each in self.source for each in (same if key in same else (key,)))
+
     @classmethod
     def of(cls, source: str) -> MarkedTemplate:
         """Raises jinja2.TemplateError for invalid syntax."""
@@ -64,7 +71,7 @@ def unmarked(marked: str) -> tuple[str, list[tuple[int, int, int | None]]]:
             loops.append(None)
         elif piece == _CLOSE:
             loops.pop()
-        elif piece[:1] == _EACH or (piece[:1] == _SET and owner is None):
+        elif piece[:1] == _EACH or (piece[:1] == _SET and owner is None and len(loops) > 1):
             loops[-1] = int(piece[1:-1]) if piece[1:-1] else None
         elif piece and piece[0] != _SET:
             parts.append((len(text), len(text) + len(piece), owner))
@@ -72,31 +79,20 @@ def unmarked(marked: str) -> tuple[str, list[tuple[int, int, int | None]]]:
     return text, parts
 
 
-def _mark(node: nodes.Node, in_loop: bool = False) -> None:
-    """Adds marks: where a loop begins and ends, where each of its turns begins, and where a message is looked up."""
-    in_loop = in_loop or isinstance(node, nodes.For)
-    for field in node.fields:
-        children = getattr(node, field)
-        if not isinstance(children, list):
-            children = [children]
-        for child in children:
-            if isinstance(child, nodes.Node):
-                _mark(child, in_loop)
-        if field not in ("body", "else_") or not isinstance(getattr(node, field), list):
-            continue
-        written: list[nodes.Node] = []
-        for child in children:
-            found = _marked_statement(child, in_loop)
-            written += found
-        setattr(node, field, written)
-    if isinstance(node, nodes.For) and isinstance(node.target, nodes.Name):
-        node.body.insert(0, _number_of(node.target.name, _EACH))
+def _mark(tree: nodes.Template) -> None:
+    """Adds marks: where a loop begins and ends, where each of its turns begins, and where a variable is set."""
+    for node in [tree, *tree.find_all(nodes.Node)]:
+        for field, value in node.iter_fields():
+            if isinstance(value, list):
+                setattr(node, field, [each for child in value for each in _marked(child)])
+        if isinstance(node, nodes.For) and isinstance(node.target, nodes.Name):
+            node.body.insert(0, _number_of(node.target.name, _EACH))
 
 
-def _marked_statement(child: nodes.Node, in_loop: bool) -> list[nodes.Node]:
+def _marked(child: Any) -> list[Any]:
     if isinstance(child, nodes.For):
         return [_output(nodes.TemplateData(_OPEN)), child, _output(nodes.TemplateData(_CLOSE))]
-    if in_loop and isinstance(child, nodes.Assign) and isinstance(child.target, nodes.Name):
+    if isinstance(child, nodes.Assign) and isinstance(child.target, nodes.Name):
         return [child, _number_of(child.target.name, _SET)]
     return [child]
 

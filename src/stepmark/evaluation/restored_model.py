@@ -49,12 +49,11 @@ class ModelReader:
         Raises CheckpointNotFound, CheckpointDamaged, and CheckpointMismatch if it is not a transformers model.
         """
         if not (folder / MANIFEST).is_file():
-            return self._adapted(folder, None) if _is_adapter(folder) else self._pretrained(folder)
+            return self._adapted(folder, None) if is_adapter(folder) else self._pretrained(folder)
         manifest = read_manifest(folder)
         check_integrity(folder, manifest)
         if manifest.tensors.get(ADAPTER) and not manifest.tensors.get(MODEL):
             return self._adapted(folder, manifest)
-        self._refuse_base(folder)
         model = self._module(folder, manifest)
         fill_from(folder, manifest, model, self._runtime)
         return model
@@ -71,10 +70,6 @@ class ModelReader:
             place_module(model, self._runtime)
             self._cached = key, model
         return self._cached[1]
-
-    def _refuse_base(self, folder: Path) -> None:
-        if self._base is not None:
-            raise UsageError(f"--base-model: {folder} holds a complete model and no adapter; leave it out")
 
     def _adapted(self, folder: Path, manifest: Manifest | None) -> nn.Module:
         """The base model with the adapter in a folder; the base is kept for further adapters of the same form."""
@@ -95,7 +90,6 @@ class ModelReader:
     def _pretrained(self, folder: Path) -> nn.Module:
         import transformers
 
-        self._refuse_base(folder)
         if not (folder / CONFIG).is_file():
             raise CheckpointNotFound(
                 f"{folder} is neither a checkpoint (it has no {MANIFEST}) nor a Hugging Face model folder (it has no "
@@ -120,7 +114,8 @@ class ModelReader:
         return model
 
 
-def _is_adapter(folder: Path) -> bool:
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter alone."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
@@ -160,7 +155,7 @@ def read_config(folder: Path, trust_remote_code: bool = False, base_model: str |
     from transformers import AutoConfig
 
     source = str(folder)
-    if _is_adapter(folder):
+    if is_adapter(folder):
         source = base_model or str(read_adapter_config(folder).get("base_model_name_or_path"))
     elif not (folder / CONFIG).is_file():
         raise CheckpointMismatch(
@@ -173,7 +168,7 @@ def read_config(folder: Path, trust_remote_code: bool = False, base_model: str |
         if "trust_remote_code" in str(error):
             raise UsageError(needs_code(Path(source))) from error
         line = str(error).strip().split("\n")[0]
-        more = "; pass the adapter's base model with --base-model" if _is_adapter(folder) else ""
+        more = "; pass the adapter's base model with --base-model" if is_adapter(folder) else ""
         config_file = Path(source) / CONFIG
         raise CheckpointMismatch(f"{config_file} does not describe a transformers model: {line}{more}") from error
     return config

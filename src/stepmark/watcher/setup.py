@@ -22,7 +22,7 @@ from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
-from stepmark.evaluation.restored_model import ModelReader, needs_code, read_config
+from stepmark.evaluation.restored_model import ModelReader, is_adapter, needs_code, read_config
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
@@ -134,6 +134,8 @@ class EvaluationSetup:
         Raises DataError or UsageError where there is nothing to evaluate on, and CheckpointNotFound, on all ranks,
         where the checkpoint has been deleted in the meantime.
         """
+        if base_model is not None and not is_adapter(checkpoint):
+            raise UsageError(f"--base-model: {checkpoint} holds a complete model and no adapter; leave it out")
         functions = functions.of_run(recipe)
         options = options_of(recipe, checkpoint)
         tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust_remote_code, base_model)
