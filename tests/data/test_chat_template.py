@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepmark import Conversations
+from stepmark.config.data_arguments import DataArguments
 from stepmark.data.chat_template import ChatTokenizer
+from stepmark.data.prepared_data import prepare
 from stepmark.data.tokenizer import byte_tokenizer
 from stepmark.errors import DataError, UsageError
 
@@ -192,6 +195,23 @@ def test_nulls_that_arrow_adds_are_no_content() -> None:
     assert json.dumps(TOOLS[0]) in first
     assert '<call>weather{"city": "Rome"}</call>' in first
     assert '<call>weather{"country": "Italy"}</call>' in second
+
+
+def test_recipes_read_them_from_tables(tmp_path: Path) -> None:
+    """Tables of Arrow have a null for every key that another row has."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": TOOL_USE, "tools": TOOLS}, {"messages": [CHAT[0], called({"unit": "C"})], "tools": None}]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    expected = [sample["input_ids"].tolist() for sample in Conversations(rows, tokenizer)]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for source in ({"train_file": "rows.jsonl"}, {"train_file": "rows.parquet"}, {"dataset_name": "saved"}):
+        named = {field: str(tmp_path / name) for field, name in source.items()}
+        config = DataArguments(**named, messages_column="messages", block_size=2000, validation_split_percentage=0)
+        found = prepare(config, tokenizer, folder=tmp_path / "cache").train
+        assert [sample["input_ids"].tolist() for sample in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,10 @@ class Conversations(Dataset[dict[str, Tensor]]):
     """Samples of conversations, tokenized by the tokenizer's chat template: `input_ids` and `labels` [tokens].
 
     Of a JSON-lines file, or of rows such as those of `datasets`. A row has a list of messages, each with `role` and
-    `content`, in `messages_column`; or an instruction, as `prompt` and `completion`, `instruction`, `input` and
-    `output`, or `question`, `context` and `answer`, which becomes a user's message and an answer.
+    `content` (or ShareGPT's `from` and `value`), in `messages_column` or `conversations`; or an instruction, as
+    `prompt` and `completion`, `instruction`, `input` and `output`, or `question`, `context` and `answer`, which becomes
+    a user's message and an answer. Its `tools` and `chat_template_kwargs` are passed to the template. A message with
+    `weight: 0` has no loss.
 
     Samples that are longer than `max_length` are cut at their end. Their number, and that of the rows of which no
     target is left, which are left out, is logged and kept.
@@ -62,10 +64,11 @@ class Conversations(Dataset[dict[str, Tensor]]):
         block_size: `max_length`, else tokens of the longest.
         conversations: How many there are in all samples.
         fingerprint: Identifies the samples; a resumed run must have the same ones.
-        columns: How rows become samples, for evaluations elsewhere.
+        sample_columns: How rows become samples, for evaluations elsewhere.
 
     Raises:
-        DataError: A row is not a conversation, or there are none; the message names it.
+        DataError: A row is not a conversation, has what the template does not use, or there are none; the message
+            names it.
         UsageError: The tokenizer has no chat template, or one that does not show which tokens are the assistant's.
     """
 
@@ -85,7 +88,7 @@ class Conversations(Dataset[dict[str, Tensor]]):
             raise UsageError("packing and max_length: packing needs the length of its blocks; set max_length")
         chat = ChatTokenizer(tokenizer, messages_column, assistant_only_loss)
         self._take(TokenizedRows.of(tokenized(_rows(source), chat)), max_length, packing, filler_of(tokenizer))
-        self.columns = {
+        self.sample_columns = {
             "messages_column": messages_column, "assistant_only_loss": assistant_only_loss, "packing": packing
         }  # fmt: skip
         self._report()

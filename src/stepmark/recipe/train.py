@@ -135,7 +135,7 @@ def build_trainer(
     data.train.fingerprint = data.fingerprint
     data.train.description = getattr(data, "description", None)
     for each in filter(None, (data.train, data.validation)):
-        each.columns = columns_of(recipe.data)
+        each.sample_columns = columns_of(recipe.data)
     return Trainer(
         model,
         args,
