@@ -123,6 +123,69 @@ def test_an_adapter_is_not_evaluated_over_another_base(
     assert "is not the base model that the adapter was trained on: its weights differ" in capsys.readouterr().err
 
 
+def test_a_merged_model_elsewhere_is_evaluated_as_its_run(
+    tmp_path: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluating = ["--eval_strategy", "steps", "--eval_steps", "6", "--validation_file", str(tmp_path / "chats.jsonl")]
+    train(tmp_path / "run", fields, *LORA, *evaluating, "--bf16", "true", "--label_smoothing_factor", "0.1")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "the adapter is in" in last
+    assert f"stepmark consolidate {tmp_path / 'run'} OUT --merge-adapters" in last
+    merged, data = tmp_path / "elsewhere" / "merged", ["--data", str(tmp_path / "chats.jsonl"), "--device", "cpu"]
+    assert call(["consolidate", str(tmp_path / "run"), str(merged), "--merge-adapters"]) == 0
+    shutil.copytree(tmp_path / "run" / "checkpoint-6", tmp_path / "elsewhere" / "checkpoint-6")
+    (tmp_path / "elsewhere" / "checkpoint-6" / "used_recipe.yaml").unlink()  # as of a Trainer in Python
+    usual = tmp_path / "usual"
+    usual.touch()
+    assert {path.stat().st_mode for path in merged.iterdir()} == {usual.stat().st_mode}
+
+    def evaluated(folder: Path, *flags: str) -> float:
+        capsys.readouterr()
+        assert call(["evaluate", str(folder), *data, *flags, "--json"]) == 0
+        return float(json.loads(capsys.readouterr().out)["eval_loss"])
+
+    (inside,) = logged(tmp_path / "run", "eval_loss")
+    assert evaluated(merged) == pytest.approx(inside, rel=2e-3)  # merged weights are rounded to bfloat16 as a whole
+    everything = evaluated(merged, "--assistant_only_loss", "false")
+    assert abs(everything - inside) > 0.05
+    (merged / "stepmark_evaluation.json").unlink()
+    again = ["--messages_column", "messages", "--block_size", "96"]
+    assert abs(evaluated(merged, *again) - inside) > 0.05
+    unsmoothed = evaluated(merged, *again, "--assistant_only_loss")
+    assert unsmoothed == pytest.approx(inside, rel=0.2)
+    assert unsmoothed != inside
+    assert call(["evaluate", str(merged), *data, "--assistant_only_loss"]) == 2
+    assert "--messages_column" in capsys.readouterr().err
+
+
+def test_an_adapter_elsewhere_is_evaluated_over_a_base_that_is_named(
+    tmp_path: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluating = ["--eval_strategy", "steps", "--eval_steps", "6"]
+    train(tmp_path / "run", fields, *LORA, *evaluating)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    base = ["--base-model", str(tmp_path / "moved")]
+    evaluating = ["evaluate", str(tmp_path / "run" / "checkpoint-6"), "--device", "cpu", "--json"]
+    assert call(evaluating) != 0
+    assert "--base-model" in capsys.readouterr().err
+    assert call([*evaluating, *base]) == 0
+    found = json.loads(capsys.readouterr().out)["eval_loss"]
+    assert found == pytest.approx(logged(tmp_path / "run", "eval_loss")[0], rel=1e-5)
+    evaluating[1] = str(tmp_path / "moved")
+    data = ["--data", str(tmp_path / "chats.jsonl"), "--messages_column", "messages"]
+    assert call([*evaluating, *base, *data]) == 2
+    assert "--base-model: " in capsys.readouterr().err
+
+
+def test_bytes_are_no_tokens_of_a_model_with_a_large_vocabulary(
+    tmp_path: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    build("llama", vocab_size=2048, max_position_embeddings=128).save_pretrained(tmp_path / "model")
+    flags = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    assert call(["train", *flags, "--output_dir", str(tmp_path / "run"), "--tokenizer_name", "bytes"]) == 2
+    assert "tokenizer_name: bytes has 258 tokens" in capsys.readouterr().err
+
+
 def test_all_weights_are_trained_without_an_adapter(tmp_path: Path, fields: dict[str, Any]) -> None:
     evaluating = ["--eval_strategy", "steps", "--eval_steps", "6", "--gradient_checkpointing", "true"]
     losses = train(tmp_path / "run", fields, *evaluating)

@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--text_column", metavar="NAME", help="the column with the texts of --data (default: as in the run)")
     add("--messages_column", metavar="NAME", help="the column with the conversations of --data (likewise)")
+    answers = "compute the loss on assistant messages only (default: as in the run)"
+    add("--assistant_only_loss", nargs="?", const="true", choices=("true", "false"), help=answers)
     add("--block_size", type=int, metavar="INT", help="tokens in a sample (default: as in the run)")
     limit = "limit the samples of each set (default: as in the run; all of --data)"
     add("--max_samples", type=int, metavar="INT", help=limit)
@@ -54,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--update_best", action="store_true", help=moved)
     add("--device", default="auto", metavar="STR", help="auto, xla, cuda, neuron or cpu (default: auto)")
     add("--trust_remote_code", action="store_true", help="execute Python code that came with the model")
+    base = "an adapter's base model, a folder or a name on the hub (default: the one its configuration names)"
+    add("--base-model", "--base_model", metavar="MODEL", help=base)
     add("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     add("--interval", type=float, default=2.0, metavar="SECONDS", help="between checks for checkpoints (default: 2)")
     add("--json", action="store_true", help="print JSON; with --watch one object per line")
@@ -81,6 +85,7 @@ def _request(parsed: argparse.Namespace) -> Request:
     from stepmark.watcher.evaluation_data import DataChoice
 
     better = None if parsed.greater_is_better is None else parsed.greater_is_better == "true"
+    answers_alone = None if parsed.assistant_only_loss is None else parsed.assistant_only_loss == "true"
     return Request(
         path=parsed.path,
         watch=parsed.watch,
@@ -91,6 +96,7 @@ def _request(parsed: argparse.Namespace) -> Request:
             parsed.update_best,
             parsed.text_column,
             parsed.messages_column,
+            answers_alone,
         ),
         batch_size=parsed.batch_size,
         device=parsed.device,
@@ -103,4 +109,5 @@ def _request(parsed: argparse.Namespace) -> Request:
         interval=parsed.interval,
         as_json=parsed.json,
         trust_remote_code=parsed.trust_remote_code,
+        base_model=parsed.base_model,
     )

@@ -26,6 +26,11 @@ def may_have_columns(name: str) -> bool:
     return suffix in TABLES or suffix == "" or glob.has_magic(suffix) or Path(name).is_dir()
 
 
+def columns_of(data: DataArguments) -> dict[str, Any]:
+    """The fields that say how a row becomes a sample."""
+    return {name: getattr(data, name) for name in ("text_column", "messages_column", "assistant_only_loss", "packing")}
+
+
 def file_names(given: str | list | None) -> list[str]:
     """The names in a field that holds one or several."""
     return [given] if isinstance(given, str) else list(given or [])

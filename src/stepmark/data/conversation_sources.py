@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.config.data_arguments import STDLIB, DataArguments
+from stepmark.data.chat_rows import without_fillings
 from stepmark.data.compressed_files import named_read_errors, open_text, uncompressed_suffix
 from stepmark.data.json_rows import json_rows
 from stepmark.data.source_files import find_files
@@ -82,7 +83,7 @@ def _of_files(field: str, names: str | Sequence[str]) -> Rows:
 def _file_rows(path: Path) -> Iterator[Row]:
     if uncompressed_suffix(path) == ".parquet":
         for number, row in enumerate(parquet_rows(path), start=1):
-            yield f"{path}, row {number}", row
+            yield f"{path}, row {number}", without_fillings(row)
         return
     with named_read_errors(path), open_text(path) as file:
         for number, row in json_rows(file, str(path)):
@@ -96,7 +97,8 @@ def _of_dataset(name: str, config_name: str | None) -> tuple[Rows, Rows | None]:
         data = splits[split].with_format(None)
 
         def read() -> Iterator[Row]:
-            return ((f"dataset_name {name}, split {split}, row {number}", row) for number, row in enumerate(data, 1))
+            named = enumerate(map(without_fillings, data), 1)
+            return ((f"dataset_name {name}, split {split}, row {number}", row) for number, row in named)
 
         where, content = f"dataset_name {name}, split {split}", f"{data._fingerprint}:{len(data)}"
         return Rows(where, content, read, ((where, content),))

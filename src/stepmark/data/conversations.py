@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from stepmark.data.chat_rows import without_fillings
 from stepmark.data.chat_template import ChatTokenizer
 from stepmark.data.collate import PadTo
 from stepmark.data.compressed_files import named_read_errors, open_text
@@ -33,8 +34,10 @@ class Conversations(Dataset[dict[str, Tensor]]):
     """Samples of conversations, tokenized by the tokenizer's chat template: `input_ids` and `labels` [tokens].
 
     Of a JSON-lines file, or of rows such as those of `datasets`. A row has a list of messages, each with `role` and
-    `content`, in `messages_column`; or an instruction, as `prompt` and `completion`, `instruction`, `input` and
-    `output`, or `question`, `context` and `answer`, which becomes a user's message and an answer.
+    `content` (or ShareGPT's `from` and `value`), in `messages_column` or `conversations`; or an instruction, as
+    `prompt` and `completion`, `instruction`, `input` and `output`, or `question`, `context` and `answer`, which becomes
+    a user's message and an answer. Its `tools` and `chat_template_kwargs` are passed to the template. A message with
+    `weight: 0` has no loss.
 
     Samples that are longer than `max_length` are cut at their end. Their number, and that of the rows of which no
     target is left, which are left out, is logged and kept.
@@ -61,9 +64,11 @@ class Conversations(Dataset[dict[str, Tensor]]):
         block_size: `max_length`, else tokens of the longest.
         conversations: How many there are in all samples.
         fingerprint: Identifies the samples; a resumed run must have the same ones.
+        sample_columns: How rows become samples, for evaluations elsewhere.
 
     Raises:
-        DataError: A row is not a conversation, or there are none; the message names it.
+        DataError: A row is not a conversation, has what the template does not use, or there are none; the message
+            names it.
         UsageError: The tokenizer has no chat template, or one that does not show which tokens are the assistant's.
     """
 
@@ -83,6 +88,9 @@ class Conversations(Dataset[dict[str, Tensor]]):
             raise UsageError("packing and max_length: packing needs the length of its blocks; set max_length")
         chat = ChatTokenizer(tokenizer, messages_column, assistant_only_loss)
         self._take(TokenizedRows.of(tokenized(_rows(source), chat)), max_length, packing, filler_of(tokenizer))
+        self.sample_columns = {
+            "messages_column": messages_column, "assistant_only_loss": assistant_only_loss, "packing": packing
+        }  # fmt: skip
         self._report()
 
     @classmethod
@@ -206,8 +214,9 @@ def filler_of(tokenizer: Any) -> int:
 def _rows(source: Any) -> Iterator[tuple[str, Any]]:
     """Every row with its name for messages."""
     if not isinstance(source, (str, os.PathLike)):
+        of_table = hasattr(source, "features")
         for number, row in enumerate(source, start=1):
-            yield f"row {number}", row
+            yield f"row {number}", without_fillings(row) if of_table else row
         return
     path = Path(source)
     if not path.is_file():

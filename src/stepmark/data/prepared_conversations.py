@@ -16,7 +16,7 @@ from stepmark.data.encoding import TextEncoder
 from stepmark.data.token_cache import commit_entry, open_entry, writing_entry
 from stepmark.data.tokenized_rows import TokenizedRows, write_rows
 
-FORMAT = 1  # of a cache entry; a new number invalidates all entries
+FORMAT = 2  # of a cache entry; a new number invalidates all entries
 
 
 def prepare_conversations(

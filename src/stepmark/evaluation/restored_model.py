@@ -34,10 +34,12 @@ class ModelReader:
     """Reads models, reusing the module while the configuration stays the same, so that a lazy device keeps its graph.
 
     Only the model is read. Not collective. `trust_remote_code`: execute Python code that lies in the folder.
+    `base_model`: that of adapters, a folder or a name on the hub; default: what their configurations name.
     """
 
-    def __init__(self, runtime: Runtime, *, trust_remote_code: bool = False) -> None:
+    def __init__(self, runtime: Runtime, *, trust_remote_code: bool = False, base_model: str | None = None) -> None:
         self._runtime = runtime
+        self._base = base_model
         self._trust = trust_remote_code
         self._cached: tuple[Any, nn.Module] | None = None  # (configuration, dtypes) and the module
 
@@ -47,7 +49,7 @@ class ModelReader:
         Raises CheckpointNotFound, CheckpointDamaged, and CheckpointMismatch if it is not a transformers model.
         """
         if not (folder / MANIFEST).is_file():
-            return self._adapted(folder, None) if _is_adapter(folder) else self._pretrained(folder)
+            return self._adapted(folder, None) if is_adapter(folder) else self._pretrained(folder)
         manifest = read_manifest(folder)
         check_integrity(folder, manifest)
         if manifest.tensors.get(ADAPTER) and not manifest.tensors.get(MODEL):
@@ -78,7 +80,7 @@ class ModelReader:
                 consolidate(folder, complete, "safetensors", sys.maxsize, ConsolidationListener())
             key = (read_adapter_config(complete), manifest is None)
             if self._cached is None or self._cached[0] != key:
-                model = load_adapted(complete, manifest, trust_remote_code=self._trust)
+                model = load_adapted(complete, manifest, self._base, trust_remote_code=self._trust)
                 place_module(model, self._runtime)
                 self._cached = key, model
             else:
@@ -112,7 +114,8 @@ class ModelReader:
         return model
 
 
-def _is_adapter(folder: Path) -> bool:
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter alone."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
@@ -144,14 +147,16 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
     restoration.finish()
 
 
-def read_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's configuration. Raises CheckpointMismatch if the folder has none that transformers can read, and
-    UsageError if that takes code that is not trusted."""
+def read_config(folder: Path, trust_remote_code: bool = False, base_model: str | None = None) -> PreTrainedConfig:
+    """The model's configuration; of an adapter that of its base, which may be named.
+
+    Raises CheckpointMismatch if the folder has none that transformers can read, and UsageError if that takes code that
+    is not trusted."""
     from transformers import AutoConfig
 
     source = str(folder)
-    if _is_adapter(folder):
-        source = str(read_adapter_config(folder).get("base_model_name_or_path"))
+    if is_adapter(folder):
+        source = base_model or str(read_adapter_config(folder).get("base_model_name_or_path"))
     elif not (folder / CONFIG).is_file():
         raise CheckpointMismatch(
             f"{folder} has no {CONFIG}, so its model cannot be constructed from it alone; restore it into your own"
@@ -163,7 +168,9 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
         if "trust_remote_code" in str(error):
             raise UsageError(needs_code(Path(source))) from error
         line = str(error).strip().split("\n")[0]
-        raise CheckpointMismatch(f"{Path(source) / CONFIG} does not describe a transformers model: {line}") from error
+        more = "; pass the adapter's base model with --base-model" if is_adapter(folder) else ""
+        config_file = Path(source) / CONFIG
+        raise CheckpointMismatch(f"{config_file} does not describe a transformers model: {line}{more}") from error
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -10,8 +11,9 @@ from typing import Any
 
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
+from stepmark.errors import CheckpointDamaged
+from stepmark.interchange.consolidate import EVALUATION, EVALUATION_FILE
 
-METADATA = "evaluation"  # its name in a checkpoint's metadata
 DEFAULT_BATCH_SIZE = 8
 
 
@@ -19,7 +21,8 @@ DEFAULT_BATCH_SIZE = 8
 class RunOptions:
     """What evaluations of a run depend on besides the model and the data.
 
-    `block_size`: tokens of a sample, where the run's dataset says it. `metrics` and `loss`: functions of the user's by
+    `block_size`: tokens of a sample, and `columns`: the data fields by which rows become samples, where the run's
+    dataset says them. `metrics` and `loss`: functions of the user's by
     the names that they have, `module:function` for one that can be imported, None for none.
     """
 
@@ -30,6 +33,7 @@ class RunOptions:
     block_size: int | None = None
     metrics: str | None = None
     loss: str | None = None
+    columns: Mapping[str, Any] | None = None
 
     @classmethod
     def of_training(cls, args: Any, **more: Any) -> RunOptions:
@@ -38,10 +42,16 @@ class RunOptions:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunOptions | None:
-        """Those that a checkpoint has kept; None for one of a custom loop, of an older version, or another folder."""
-        if not (checkpoint / MANIFEST).is_file():
-            return None
-        kept = decode_plain(read_manifest(checkpoint).metadata).get(METADATA)
+        """Those that a checkpoint has kept, or the model that it was consolidated into; None for one of a custom loop,
+        of an older version, or another folder."""
+        kept = None
+        if (checkpoint / MANIFEST).is_file():
+            kept = decode_plain(read_manifest(checkpoint).metadata).get(EVALUATION)
+        elif (path := checkpoint / EVALUATION_FILE).is_file():
+            try:
+                kept = json.loads(path.read_bytes())
+            except ValueError as error:
+                raise CheckpointDamaged(f"{path}: not valid JSON ({error}); consolidate again, or delete it") from error
         if not isinstance(kept, Mapping):
             return None
         known = {field.name for field in fields(cls)}

@@ -43,7 +43,7 @@ def load_adapted(
     config = read_adapter_config(folder)
     name = base or config.get("base_model_name_or_path")
     if not name:
-        raise UsageError("the adapter does not name its base model")
+        raise UsageError("the adapter does not name its base model; name it with --base-model")
     expected = None if manifest is None else decode_plain(manifest.metadata).get("identity", {}).get(BASE_DIGEST)
     tried: set[Any] = set()
     for dtype in _DTYPES:
@@ -54,7 +54,10 @@ def load_adapted(
         tried.add(kinds)
         if expected is None or _digest(adapted) == expected:
             return adapted
-    raise CheckpointMismatch(f"{name} is not the base model that the adapter was trained on: its weights differ")
+    raise CheckpointMismatch(
+        f"{name} is not the base model that the adapter was trained on: its weights differ; name that one with "
+        "--base-model"
+    )
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -73,7 +76,9 @@ def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str, trust
         base = _model_class(config, name, trust).from_pretrained(name, dtype=dtype, trust_remote_code=trust)
         with warnings.catch_warnings():  # peft's own use of what transformers has renamed
             warnings.simplefilter("ignore")
-            return peft.PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=_is_float32(folder))
+            made = peft.PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=_is_float32(folder))
+        made.active_peft_config.base_model_name_or_path = name  # where peft looks, wherever it was trained
+        return made
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         if "trust_remote_code" in str(error):  # and not asked about on the terminal
             raise UsageError(
@@ -81,7 +86,10 @@ def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str, trust
                 " evaluate with --trust_remote_code"
             ) from error
         reason = " ".join(str(error).split())
-        raise UsageError(f"the adapter cannot be applied to the base model {name}: {reason[:300]}") from error
+        raise UsageError(
+            f"the adapter cannot be applied to the base model {name}: {reason[:300]}; pass "
+            "another one with --base-model"
+        ) from error
 
 
 def _is_float32(folder: Path) -> bool:

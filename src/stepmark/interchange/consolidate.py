@@ -7,6 +7,7 @@ one output file are in memory at a time.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -20,6 +21,7 @@ import xxhash
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of, sync_tree
 from stepmark.checkpoint.format.integrity import check_integrity, check_size
+from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import (
     ADAPTER,
     MANIFEST,
@@ -40,6 +42,8 @@ from stepmark.interchange.model_files import ModelFile, adapter_file, index_of, 
 from stepmark.interchange.writers import THREADS, write_pytorch, write_safetensors
 
 UNLIMITED = 2**63  # bytes
+EVALUATION = "evaluation"  # in a checkpoint's metadata: how its run evaluates
+EVALUATION_FILE = "stepmark_evaluation.json"  # the same beside a consolidated model
 Sources = dict[str, list[StoredShard]]
 
 # Files that say how training went on, and nothing of the model.
@@ -190,6 +194,8 @@ def _consolidate_one(
             files.write_file(temporary / name, data)
         if merge is not None:
             merge_adapter(temporary, merge, manifest, max_size)
+        if evaluation := decode_plain(manifest.metadata).get(EVALUATION):
+            files.write_file(temporary / EVALUATION_FILE, json.dumps(evaluation, indent=2).encode())
         written = [path for path in sorted(temporary.iterdir()) if path.suffix in (".safetensors", ".bin")]
         sync_tree(temporary)
         files.rename(temporary, final)

@@ -35,7 +35,7 @@ def merge_adapter(folder: Path, merge: Merge, manifest: Manifest, max_shard_size
     try:
         adapted = load_adapted(folder, manifest, merge.base)
     except (UsageError, CheckpointMismatch) as error:
-        raise type(error)(f"--merge-adapters: {error}; pass another one with --base-model") from error
+        raise type(error)(f"--merge-adapters: {error}") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # peft's, about what it saves
         merged = adapted.merge_and_unload()
@@ -43,3 +43,6 @@ def merge_adapter(folder: Path, merge: Merge, manifest: Manifest, max_shard_size
         if path.name.startswith("adapter_"):
             files.remove_file(path)
     merged.save_pretrained(folder, max_shard_size=max_shard_size)
+    permissions = files.usual_permissions(folder)
+    for path in folder.glob("*.safetensors"):  # safetensors gives its files to their owner alone
+        files.set_permissions(path, permissions)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.config.data_arguments import columns_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
@@ -45,7 +46,7 @@ def train(recipe: Recipe) -> None:
     )
     trainer.checkpoint_files.append(lambda folder: write_used_recipe(folder, recipe))
     trainer.train(save_model=True)
-    _say(context, _last_line(recipe.training, trainer.state), recipe.training.log_format)
+    _say(context, _last_line(recipe, trainer.state), recipe.training.log_format)
 
 
 def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
@@ -130,9 +131,11 @@ def build_trainer(
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
     model = build(recipe.model, tokenizer, args.seed, make, getattr(torch, args.dtype))
     check_block_size(model.config, data.train.block_size)
-    _check_vocabulary(model, tokenizer)
+    _check_vocabulary(model, tokenizer, recipe)
     data.train.fingerprint = data.fingerprint
     data.train.description = getattr(data, "description", None)
+    for each in filter(None, (data.train, data.validation)):
+        each.sample_columns = columns_of(recipe.data)
     return Trainer(
         model,
         args,
@@ -189,7 +192,7 @@ def _check_names(args: TrainingFields) -> None:
     check_schedule(args.lr_scheduler_type)
 
 
-def _check_vocabulary(model: Any, tokenizer: Any) -> None:
+def _check_vocabulary(model: Any, tokenizer: Any, recipe: Recipe) -> None:
     """A token without an embedding crashes on the host, and reads arbitrary memory on some devices."""
     embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > embeddings:
@@ -197,16 +200,26 @@ def _check_vocabulary(model: Any, tokenizer: Any) -> None:
             f"tokenizer_name: the tokenizer has {len(tokenizer)} tokens and the model only {embeddings} embeddings; "
             "use the tokenizer that belongs to the model"
         )
+    if recipe.model.model_name_or_path and recipe.model.tokenizer_name == "bytes" and embeddings >= 2 * len(tokenizer):
+        raise UsageError(
+            f"tokenizer_name: bytes has {len(tokenizer)} tokens and the pretrained model {embeddings} embeddings, "
+            "which another tokenizer gave their meaning; leave tokenizer_name out, or name the model's own"
+        )
 
 
-def _last_line(args: TrainingFields, state: Any) -> str:
+def _last_line(recipe: Recipe, state: Any) -> str:
+    args, adapted = recipe.training, recipe.model.peft is not None
     done = f"done: step {state.global_step}"
     if extracting_graphs():
         return f"{done}; nothing is saved"
     folder = args.output_dir
     best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-    model = f"the best model, of step {state.best_global_step}," if best else "the model"
-    return f"{done}; {model} is in {folder}; next: stepmark report {folder}, or stepmark evaluate {folder}"
+    kind = "adapter" if adapted else "model"
+    model = f"the best {kind}, of step {state.best_global_step}," if best else f"the {kind}"
+    more = ""
+    if adapted and args.save_strategy != "no":
+        more = f"; the complete model: stepmark consolidate {folder} OUT --merge-adapters"
+    return f"{done}; {model} is in {folder}; next: stepmark report {folder}, or stepmark evaluate {folder}{more}"
 
 
 def _say(context: Context, text: str, log_format: str) -> None:

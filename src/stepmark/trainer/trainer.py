@@ -611,6 +611,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             block_size=getattr(dataset, "block_size", None),
             metrics=function_name(self.compute_metrics),
             loss=function_name(own),
+            columns=getattr(dataset, "sample_columns", None),
         )
 
     def _train(

@@ -13,7 +13,7 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.data.batch import StepBatch
 from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, UsageError
-from stepmark.evaluation.run_options import METADATA
+from stepmark.interchange.consolidate import EVALUATION
 from stepmark.launch.process_exit import say
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
@@ -398,7 +398,7 @@ class TrainingLoop:
             metadata={
                 "identity": self._parts.identity,
                 "data": self._parts.data,
-                METADATA: None if self._parts.evaluation is None else self._parts.evaluation.to_metadata(),
+                EVALUATION: None if self._parts.evaluation is None else self._parts.evaluation.to_metadata(),
                 "model_only": model_only,
                 "samples_per_step": self._parts.loader.layout.global_batch,
             },

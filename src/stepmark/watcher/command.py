@@ -43,6 +43,7 @@ class Request:
     interval: float = 2.0
     as_json: bool = False
     trust_remote_code: bool = False
+    base_model: str | None = None
 
     def check(self) -> None:
         """Raises UsageError for invalid arguments, before anything is loaded."""
@@ -149,6 +150,7 @@ def _evaluate_one(
             path,
             request.batch_size,
             trust_remote_code=request.trust_remote_code,
+            base_model=request.base_model,
         )
         if mesh.context.host.rank == 0:
             _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
@@ -217,6 +219,7 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
             checkpoint,
             request.batch_size,
             trust_remote_code=request.trust_remote_code,
+            base_model=request.base_model,
         )
         if leads:
             used = None if recipe is None else request.path / USED_RECIPE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from glob import has_magic
 from pathlib import Path
@@ -12,12 +13,14 @@ from stepmark.config.data_arguments import (
     STDLIB,
     TABLES,
     DataArguments,
+    columns_of,
     file_names,
     may_have_columns,
     uncompressed_suffix,
 )
 from stepmark.config.recipe import Recipe
 from stepmark.errors import DataError, UsageError
+from stepmark.evaluation.run_options import RunOptions
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # one of which a model's or an adapter's folder has
 _OF_VALIDATION = re.compile(r"(?<![a-z])(validation|valid|val|dev)(?![a-z])", re.IGNORECASE)
@@ -44,10 +47,12 @@ class DataChoice:
     updates_best: bool = False
     text_column: str | None = None
     messages_column: str | None = None
+    assistant_only_loss: bool | None = None
+    of_run: Mapping[str, Any] | None = None  # what a run without a recipe says of its columns
 
-    def with_block_size(self, block_size: int | None) -> DataChoice:
-        """With this block size, unless another was given."""
-        return self if self.block_size is not None else replace(self, block_size=block_size)
+    def with_options(self, options: RunOptions) -> DataChoice:
+        """With the block size of a run, unless another was given, and its columns."""
+        return replace(self, block_size=self.block_size or options.block_size, of_run=options.columns)
 
     def check(self) -> None:
         """Raises UsageError for invalid values, before anything is loaded."""
@@ -68,12 +73,15 @@ class DataChoice:
 
     def columns(self, recipe: Recipe | None) -> dict[str, Any]:
         """What is read of a table's rows, and how: as in the run, unless a column is given."""
-        names = ("text_column", "messages_column", "assistant_only_loss", "packing")
-        found = {name: getattr(recipe.data, name) for name in names} if recipe is not None else {}
+        found = columns_of(recipe.data) if recipe is not None else {**(self.of_run or {})}
         if self.text_column is not None:
-            return {"text_column": self.text_column}
-        if self.messages_column is not None:
-            return {**found, "text_column": None, "messages_column": self.messages_column}
+            found = {"text_column": self.text_column}
+        elif self.messages_column is not None:
+            found |= {"text_column": None, "messages_column": self.messages_column}
+        if self.assistant_only_loss is not None:
+            found["assistant_only_loss"] = self.assistant_only_loss
+        if found.get("assistant_only_loss") and not found.get("messages_column"):
+            raise UsageError("--assistant_only_loss: is for conversations; give --messages_column, or leave it out")
         return found
 
 

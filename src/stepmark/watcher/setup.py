@@ -15,12 +15,13 @@ from torch import nn
 
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
+from stepmark.config.data_arguments import columns_of
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
-from stepmark.evaluation.restored_model import ModelReader, needs_code, read_config
+from stepmark.evaluation.restored_model import ModelReader, is_adapter, needs_code, read_config
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
@@ -100,13 +101,14 @@ class EvaluationSetup:
         *,
         moves_best: bool = True,
         trust_remote_code: bool = False,
+        base_model: str | None = None,
     ) -> None:
         self.mesh = mesh
         self.sets = sets
         self.moves_best = moves_best
         self._functions = functions
         self._tokenizer = tokenizer
-        self._reader = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code)
+        self._reader = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code, base_model=base_model)
         self._bf16, self._fp16 = options.bf16, options.fp16
         self._smoothing = options.label_smoothing_factor
         self._batch_size = batch_size or options.per_device_eval_batch_size
@@ -122,16 +124,20 @@ class EvaluationSetup:
         batch_size: int | None,
         *,
         trust_remote_code: bool = False,
+        base_model: str | None = None,
     ) -> EvaluationSetup:
         """`checkpoint` is one of those to be evaluated; its tokenizer is used where no recipe names one. Python code
-        of its model and tokenizer is executed only with `trust_remote_code`, whatever its recipe says.
+        of its model and tokenizer is executed only with `trust_remote_code`, whatever its recipe says. `base_model`:
+        that of adapters, where it is not what they name.
 
         Raises DataError or UsageError where there is nothing to evaluate on, and CheckpointNotFound, on all ranks,
         where the checkpoint has been deleted in the meantime.
         """
+        if base_model is not None and not is_adapter(checkpoint):
+            raise UsageError(f"--base-model: {checkpoint} holds a complete model and no adapter; leave it out")
         functions = functions.of_run(recipe)
         options = options_of(recipe, checkpoint)
-        tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust_remote_code)
+        tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust_remote_code, base_model)
         sets: dict[str | None, EvaluationSet] = {}
         if recipe is None and not choice.sources and functions.evaluator is None:
             raise DataError(_what_to_pass(checkpoint, options, choice, functions))
@@ -143,7 +149,7 @@ class EvaluationSetup:
                 )
             with mesh.context.leader_first("preparing evaluation data"):
                 try:
-                    sets = prepare_sets(choice.with_block_size(options.block_size), recipe, tokenizer, longest)
+                    sets = prepare_sets(choice.with_options(options), recipe, tokenizer, longest)
                 except DataError as error:
                     if functions.evaluator is None or choice.sources:
                         raise
@@ -159,6 +165,7 @@ class EvaluationSetup:
             batch_size,
             moves_best=moves_best,
             trust_remote_code=trust_remote_code,
+            base_model=base_model,
         )
 
     @property
@@ -243,11 +250,15 @@ def _what_to_pass(checkpoint: Path, options: RunOptions, choice: DataChoice, fun
 def options_of(recipe: Recipe | None, checkpoint: Path) -> RunOptions:
     """How the run of a checkpoint evaluates: by its recipe, else by what the checkpoint says, else by the defaults."""
     if recipe is not None:
-        return RunOptions.of_training(recipe.training, block_size=recipe.data.block_size)
+        return RunOptions.of_training(
+            recipe.training, block_size=recipe.data.block_size, columns=columns_of(recipe.data)
+        )
     return RunOptions.of_checkpoint(checkpoint) or RunOptions()
 
 
-def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path, trust: bool) -> tuple[Any, int | None]:
+def _read_what_texts_need(
+    mesh: Mesh, recipe: Recipe | None, checkpoint: Path, trust: bool, base_model: str | None
+) -> tuple[Any, int | None]:
     """The tokenizer, and the model's positions, None where they are not known. Collective.
 
     Raises CheckpointNotFound, on all ranks, where one of them finds the checkpoint deleted.
@@ -256,7 +267,7 @@ def _read_what_texts_need(mesh: Mesh, recipe: Recipe | None, checkpoint: Path, t
     problem: Exception | None = None
     try:
         tokenizer = _tokenizer(recipe, checkpoint, trust)
-        config = read_config(checkpoint, trust) if tokenizer is not None else None
+        config = read_config(checkpoint, trust, base_model) if tokenizer is not None else None
         found = tokenizer, getattr(config, "max_position_embeddings", None)
     except Exception as error:  # transformers and parsers raise many kinds where files vanish
         problem = error

@@ -295,9 +295,17 @@ def test_a_copied_checkpoint_is_evaluated_as_in_its_run(
 def test_a_checkpoint_without_a_recipe_says_what_its_evaluation_assumes(
     short_blocks: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As earlier versions wrote them, and as consolidated models are."""
+    """As earlier versions wrote them, and consolidated them; a consolidated model says how its run evaluated."""
     plain = tmp_path / "plain"
     assert run(["consolidate", str(short_blocks / "checkpoint-1"), str(plain)]) == 0
+    found, told = evaluated(capsys, plain, "--data", corpus)
+    expected, _ = evaluated(capsys, short_blocks / "checkpoint-1", "--data", corpus)
+    assert (found["samples"], found["eval_loss"]) == (expected["samples"], expected["eval_loss"])
+    assert f"block_size from {plain}; label_smoothing_factor 0.1\n" in told
+    (plain / "stepmark_evaluation.json").write_text("{")
+    assert run(["evaluate", str(plain), "--data", str(corpus), "--device", "cpu"]) == 1
+    assert "stepmark_evaluation.json" in capsys.readouterr().err
+    (plain / "stepmark_evaluation.json").unlink()
     found, told = evaluated(capsys, plain, "--data", corpus)
     assert "of up to 32 tokens" in told
     assert f"warning: {plain} has no used_recipe.yaml" in told
