@@ -106,6 +106,38 @@ def test_two_orders_that_fit(form: str, tmp_path: Path) -> None:
         check(source)
 
 
+@pytest.mark.parametrize("reordered", [False, True])
+def test_one_group_where_the_trainer_makes_two(reordered: bool, tmp_path: Path) -> None:
+    """The program made the optimizer, and how it listed parameters of one shape is in no file."""
+    source = trainer_folder(tmp_path / "source", truth())
+    names = values_first(truth().model) if reordered else list(truth().model)
+    torch.save(numbered(names), source / "optimizer.pt")
+    with pytest.raises(CheckpointMismatch, match=r"optimizer\.pt.*one parameter group.*--model-only"):
+        states(source)
+    assert open_foreign(source, ImportOptions(model_only=True)).model
+    torch.save(numbered(names, own=names), source / "optimizer.pt")
+    check(source)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_one_group_where_the_neuron_trainer_makes_two(old: bool, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    names = list(truth().model)
+    if old:
+        place = source / "tensor_parallel_shards" / "tp_rank_00_pp_rank_00" / "checkpoint.pt"
+        foreign_checkpoints.write_config(source)
+        value = {"model": truth().model, "optimizer_state_dict": numbered(names), "sharded_metadata": {}}
+        foreign_checkpoints.save_rank(place, value, xser=False)
+    else:
+        foreign_checkpoints.optimum_folder(source, truth(), tp=1, xser=False)
+        for path in (source / "shards" / "optim").iterdir():
+            state = torch.load(path, weights_only=True)
+            state["param_groups"] = [{**GROUP, "params": list(range(len(state["state"])))}]
+            torch.save(state, path)
+    with pytest.raises(CheckpointMismatch, match=r"one parameter group.*optimum-neuron.*--model-only"):
+        states(source)
+
+
 def test_two_rules_that_fit() -> None:
     """As many norms as biases, of one size: which of them do not decay is not known."""
     parameters = {"a.norm.weight": (4,), "b.bias": (4,), "c.weight": (4,), "d.rms.bias": (4,)}

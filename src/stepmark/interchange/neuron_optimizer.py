@@ -62,7 +62,8 @@ def add_optimizer(
     shapes = _shapes(first, where, zero)
     if any(type(number) is not int for number in shapes):
         raise CheckpointDamaged(f"{where}: the optimizer's states are not numbered")
-    names, rule = numbered_names(groups, shapes, _parameters(stage, shapes), str(where))
+    tool = "optimum-neuron" if only_first else None
+    names, rule = numbered_names(groups, shapes, _parameters(stage, shapes), str(where), tool=tool)
     states: dict[str, dict[str, list[Any]]] = {}
     for rank in ranks:
         dps = [contents[place] for place in sorted(files, key=lambda place: place.dp) if place.tp == rank]

@@ -29,6 +29,7 @@ from stepmark.interchange.torch_file import read_torch_file
 from stepmark.interchange.torch_optimizer import array_shape, split_state_dict, state_shape, whole_optimizer
 
 STATE = "trainer_state.json"
+TRAINER = "transformers Trainer"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _FSDP_MODELS = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0")
@@ -59,7 +60,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
 
 
 def _kind(folder: Path) -> str:
-    tool = "transformers Trainer" if (folder / STATE).is_file() else "accelerate"
+    tool = TRAINER if (folder / STATE).is_file() else "accelerate"
     return f"{tool} with FSDP" if any((folder / name).exists() for name in _FSDP_MODELS) else tool
 
 
@@ -124,7 +125,10 @@ def _names(
             "folder; give it with --config, or import the model alone with --model-only"
         )
     shapes = {key: shape for key, one in state.items() if (shape := state_shape(one, array_shape))}
-    names, rule = numbered_names(groups, shapes, outline.parameters, str(path), outline.layer_norms, outline.frozen)
+    tool = TRAINER if found.kind.startswith(TRAINER) else None
+    names, rule = numbered_names(
+        groups, shapes, outline.parameters, str(path), outline.layer_norms, outline.frozen, tool=tool
+    )
     found.assumed.append(f"the optimizer numbers its parameters; their names follow from {CONFIG} ({rule})")
     return dict(names)
 
