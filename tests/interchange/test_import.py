@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.interchange.foreign import ImportOptions
 from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.name_map import read_map
 from stepmark.interchange.recognition import open_foreign
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import WRITERS, Truth, truth
@@ -278,6 +280,73 @@ def test_index_that_leads_out_of_the_folder(tmp_path: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(source, tmp_path, CheckpointError, "outside", "elsewhere")
+
+
+def in_hub_cache(source: Path, cache: Path, inner: str = "") -> Path:
+    """The folder as the hub's cache has it: links to files whose names are digests."""
+    snapshot = cache / "models--they--theirs" / "snapshots" / "0a1b" / inner
+    blobs = cache / "models--they--theirs" / "blobs"
+    for number, path in enumerate(sorted(path for path in source.rglob("*") if path.is_file())):
+        link = snapshot / path.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        blobs.mkdir(exist_ok=True)
+        shutil.copy(path, blobs / str(number))
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    return snapshot
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoint-3"])
+@pytest.mark.parametrize("tool", ["transformers Trainer", "dcp", "optimum-neuron"])
+def test_snapshot_of_the_hub_cache(tool: str, inner: str, tmp_path: Path) -> None:
+    expected = truth()
+    source = WRITERS[tool](tmp_path / "source", expected)
+    (source / "tokenizer.json").write_text("{}")
+    out = take(in_hub_cache(source, tmp_path / "hub", inner), tmp_path / "out")
+    check(out, expected)
+    assert all((out / name).read_bytes() == (source / name).read_bytes() for name in ("config.json", "tokenizer.json"))
+
+
+def test_snapshot_of_several_files(tmp_path: Path) -> None:
+    expected = truth()
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", expected)
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(expected.model, "model-00001-of-00001.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    check(take(in_hub_cache(source, tmp_path / "hub"), tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "hub/models--they--theirs/elsewhere", "nowhere"])
+def test_links_out_of_a_snapshot_are_said(where: str, tmp_path: Path) -> None:
+    source = in_hub_cache(foreign_checkpoints.trainer_folder(tmp_path / "source", truth()), tmp_path / "hub")
+    if where != "nowhere":
+        (tmp_path / where).write_text("a secret")
+    (source / "tokenizer.json").symlink_to(tmp_path / where)
+    found = open_foreign(source, ImportOptions())
+    assert "tokenizer.json" not in found.files
+    assert any(line.startswith("tokenizer.json: a link") for line in found.lost)
+
+
+@pytest.mark.parametrize(
+    ("tool", "pattern"), [("dcp", "*.distcp"), ("transformers Trainer", "part"), ("optimum-neuron", "shards/*.json")]
+)
+def test_a_pipe_is_not_waited_for(tool: str, pattern: str, tmp_path: Path) -> None:
+    source = WRITERS[tool](tmp_path / "source", truth())
+    if pattern == "part":
+        (source / "model.safetensors").rename(source / "part")
+        index = {"weight_map": dict.fromkeys(truth().model, "part")}
+        (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (path,) = source.glob(pattern)
+    path.unlink()
+    os.mkfifo(path)
+    previous = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(20)
+    try:
+        refused(source, tmp_path, CheckpointError, path.name, "pipe")
+        with pytest.raises(UsageError, match="--map"):
+            read_map(path)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_name_of_another_step(tmp_path: Path) -> None:

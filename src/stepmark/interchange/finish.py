@@ -15,6 +15,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
 from stepmark.interchange.model_class import outline_of
 from stepmark.interchange.model_outline import ModelOutline
+from stepmark.interchange.source_files import leads_out
 from stepmark.interchange.torch_optimizer import STEP, scalar
 
 CONFIG = "config.json"
@@ -33,6 +34,11 @@ TAKEN = (
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
+    "tekken.json",
 )
 _STATES = frozenset(
     [
@@ -68,7 +74,7 @@ _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|embed
 
 def files_beside(folder: Path) -> dict[str, Path]:
     """Config and tokenizer in a folder, by name."""
-    return {name: folder / name for name in TAKEN if (folder / name).is_file() and not (folder / name).is_symlink()}
+    return {name: path for name in TAKEN if (path := folder / name).is_file() and not leads_out(folder, path)}
 
 
 def outline_for(found_files: dict[str, Path], options: ImportOptions, tensors: int) -> ModelOutline | None:
@@ -96,6 +102,9 @@ def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutli
     Raises:
         CheckpointMismatch: The config is of another model, or a tensor has a wrong shape.
     """
+    beside = found.folder if found.folder.is_dir() else found.folder.parent
+    left = [name for name in TAKEN if name not in found.files and (beside / name).is_symlink()]
+    found.lost += [f"{name}: a link that leads nowhere, or out of {beside}; copy the file" for name in left]
     if options.config is not None:
         found.files[CONFIG] = options.config
     if options.model_only:

@@ -28,6 +28,7 @@ from stepmark.interchange.pickle_reader import (
     storage_dtype,
 )
 from stepmark.interchange.records import Record
+from stepmark.interchange.source_files import open_file
 from stepmark.interchange.stored_array import StoredArray
 
 _LARGEST_PICKLE = 512 << 20
@@ -59,7 +60,7 @@ def read_torch_file(path: Path, begin: int = 0, size: int | None = None) -> Torc
         CheckpointError: It contains a class that no known format has, or cannot be read at the moment.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             end = file.seek(0, io.SEEK_END)
             if begin + (size or 0) > end:
                 raise CheckpointDamaged(f"it has {end} bytes, and {begin + (size or 0)} are needed")
