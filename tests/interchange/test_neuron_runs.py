@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.interchange.foreign import ImportOptions
 from stepmark.interchange.recognition import open_foreign
@@ -85,6 +86,8 @@ def masters_folder(folder: Path, found: Truth, **options: Any) -> Path:
     if options.get("without_weights"):
         for number in range(len(low)):
             (path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt").unlink()
+        info = {n: {"dtype": tensor.dtype, "shape": tuple(tensor.shape)} for n, tensor in enumerate(low.values())}
+        torch.save(info, f"{path}.info.pt")
     return folder
 
 
@@ -106,6 +109,28 @@ def test_masters_and_their_weights(options: dict[str, Any], tmp_path: Path) -> N
         assert torch.equal(model[name], tensor.bfloat16()), name
         assert torch.equal(states[f"{name}/master"], tensor), name
         assert all(torch.equal(states[f"{name}/{key}"], expected.moments[name][key]) for key in ("exp_avg", "step"))
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_masters_alone_give_the_model_alone(store: bool, tmp_path: Path) -> None:
+    expected = truth()
+    if store:
+        source = store_of_stages(tmp_path / "source", expected, model=False)
+    else:
+        source = masters_folder(tmp_path / "source", expected, xser=True, without_weights=True)
+    assert run(["import", str(source), str(tmp_path / "out"), "--model-only"]) == 0
+    model = load_file(tmp_path / "out" / "model.safetensors")
+    assert model.keys() == expected.model.keys()
+    for name, tensor in expected.model.items():
+        assert torch.equal(model[name], tensor if store else tensor.bfloat16()), name
+    assert not (tmp_path / "out" / "optimizer").exists()
+
+
+def test_masters_of_which_no_file_says_the_shape(tmp_path: Path) -> None:
+    """Nothing would show whether a parameter gets its own."""
+    source = masters_folder(tmp_path / "source", truth(), xser=True, without_weights=True)
+    next(source.glob("model/*.info.pt")).unlink()
+    refused(source, tmp_path, CheckpointDamaged, "tensor_0.pt", "embed_tokens")
 
 
 def test_weights_without_masters_are_missed(tmp_path: Path) -> None:

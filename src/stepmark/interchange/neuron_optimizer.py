@@ -63,7 +63,7 @@ def add_optimizer(
     if any(type(number) is not int for number in shapes):
         raise CheckpointDamaged(f"{where}: the optimizer's states are not numbered")
     tool = "optimum-neuron" if only_first else None
-    names, rule = numbered_names(groups, shapes, _parameters(stage, shapes), str(where), tool=tool)
+    names, rule = numbered_names(groups, shapes, stage.shapes(), str(where), tool=tool)
     states: dict[str, dict[str, list[Any]]] = {}
     for rank in ranks:
         dps = [contents[place] for place in sorted(files, key=lambda place: place.dp) if place.tp == rank]
@@ -82,32 +82,6 @@ def add_optimizer(
     for group in stage.groups:
         group.pop(NAMES, None)
     return rule
-
-
-def _parameters(stage: Stage, shapes: Mapping[int, Shape]) -> dict[str, Shape]:
-    """The stage's parameters; one whose weights were not saved has the shape that its state has, wherever it is."""
-    known = stage.shapes()
-    if len(known) == len(stage.tensors):
-        return known
-    return _AnyShape({name: known.get(name, ()) for name in stage.tensors})
-
-
-class _AnyShape(dict[str, Shape]):
-    """Shapes of which those that are unknown are equal to every other."""
-
-    def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        return found or _Any()
-
-
-class _Any:
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __iter__(self) -> Any:
-        return iter(())
 
 
 def _checked(path: Path, value: Any) -> dict[str, Any]:

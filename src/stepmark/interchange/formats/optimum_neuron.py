@@ -74,7 +74,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     for stage, described in zip(stages, metadata, strict=True):
         stage.dims = dict(described.parameters or {})
     _read_state(found)
-    if not options.model_only:
+    if not options.model_only or any(stage.lacks_weights for stage in stages):
         _add_optimizers(stages, folder, shards, files, whole, old, found)
         found.schedule = nxd._plain_file(folder / "scheduler.pt")
     for stage in stages:
