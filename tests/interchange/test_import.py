@@ -111,6 +111,48 @@ def test_qwen3_of_optimum_neuron(tp: int, fused: bool, tmp_path: Path, monkeypat
     assert members == {name: int("layernorm" in name) for name in expected.model}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_replicas_of_optimum_neuron_that_differ(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On trn2 each replica is trained apart: the model has as many key/value heads, which a config has to say."""
+    expected, other = truth(), truth(1)
+    wide, keys = 2 * foreign_checkpoints.KEYS, foreign_checkpoints.KEYS
+    original, drifted = foreign_checkpoints.rank_tensors, other.model
+
+    def rank_tensors(tensors: dict[str, Any], rank: int, ranks: int, copies: int) -> dict[str, Any]:
+        found = original(tensors, rank, ranks, copies)
+        if rank >= keys:  # the second replicas
+            later = original({n: drifted[n] for n in tensors}, rank, ranks, copies)
+            found |= {n: t for n, t in later.items() if n.endswith(("weight_k", "weight_v"))}
+        return foreign_checkpoints.with_fused_heads(found) if fused else found
+
+    monkeypatch.setattr(foreign_checkpoints, "rank_tensors", rank_tensors)
+    source = foreign_checkpoints.optimum_folder(tmp_path / "source", expected, tp=4)
+    monkeypatch.undo()
+    heads, size = foreign_checkpoints.HEADS, foreign_checkpoints.SIZE
+    spec = {"num_attention_heads": heads, "num_key_value_heads": keys, "q_output_size_per_partition": heads * size // 4}
+    body = json.loads((source / "shards" / "mp_metadata_pp_rank_0.json").read_text())
+    body["model_weight_transformation_specs"] = [
+        {"specs": [["GQAQKVColumnParallelLinearSpec", {**spec, "tp_size": 4}]]}
+    ]
+    (source / "shards" / "mp_metadata_pp_rank_0.json").write_text(json.dumps(body))
+    refused(source, tmp_path, CheckpointMismatch, "replicas", "--config")
+    config = tmp_path / "wide.json"
+    config.write_text(json.dumps({**foreign_checkpoints.CONFIG, "num_key_value_heads": wide}))
+    out = take(source, tmp_path / "out", config=config)
+    model, prefix = load_file(out / "model.safetensors"), "model.layers.1.self_attn"
+    for letter in "kv":
+        name = f"{prefix}.{letter}_proj.weight"
+        assert torch.equal(model[name], torch.cat([expected.model[name], drifted[name]]))
+    parts = [original(expected.model, rank, 4, 2) for rank in range(4)]
+    assert torch.equal(
+        model[f"{prefix}.q_proj.weight"], torch.cat([part[f"{prefix}.qkv_proj.weight_q"] for part in parts])
+    )
+    assert torch.equal(
+        model[f"{prefix}.o_proj.weight"], torch.cat([part[f"{prefix}.o_proj.weight"] for part in parts], 1)
+    )
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == wide
+
+
 def test_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = foreign_checkpoints.trainer_folder(tmp_path / "checkpoint-3", truth())
     assert run(["import", str(source), str(tmp_path / "out"), "--json"]) == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange import neuron_lora
 from stepmark.interchange.finish import files_beside, finish, outline_for
 from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.formats import neuronx_distributed as nxd
@@ -80,16 +81,21 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     for stage in stages:
         fill_from_masters(stage)
     outline = outline_for(found.files, options, sum(len(stage.tensors) for stage in stages))
-    config = {**(outline.config if outline else {}), **_heads(metadata)}
-    heads = head_layout(stages, config or None, folder, options.heads)
+    heads = head_layout(stages, heads_config(metadata, found, options), folder, options.heads)
     found.model, found.optimizer = model_of(stages, heads), optimizer_of(stages, heads)
     if (folder / "training_args.bin").exists():
         found.lost.append("training_args.bin: it is a pickle of the tool's own classes; give the arguments again")
     return finish(found, options, outline)
 
 
-def _heads(metadata: list[StageMetadata]) -> dict[str, Any]:
-    return next((described.heads for described in metadata if described.heads), {})
+def heads_config(
+    metadata: list[StageMetadata], found: ForeignCheckpoint, options: ImportOptions
+) -> dict[str, Any] | None:
+    """The numbers of heads that the metadata says, or the user's config; None where nothing says them."""
+    config = neuron_lora.heads_config(options, found) or {}
+    said = next((described.heads for described in metadata if described.heads), {})
+    given = {key: config[key] for key in said if config.get(key)} if options.config is not None else {}
+    return {**config, **said, **given} or None
 
 
 def _model_in(path: Path, value: dict[str, Any]) -> dict[str, Any]:
