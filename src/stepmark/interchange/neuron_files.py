@@ -17,7 +17,7 @@ from stepmark.interchange.pickle_reader import Global, PickledObject, dtype_of
 from stepmark.interchange.records import Record
 from stepmark.interchange.source_files import inside
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import read_torch_file
+from stepmark.interchange.torch_file import leaves, read_torch_file
 from stepmark.sharding.layout import Shape
 
 _FILE = re.compile(
@@ -118,6 +118,18 @@ def read_rank_file(path: Path, records: list[Record], other: Path | None = None)
     file = read_torch_file(path)
     records += file.records
     return _Resolver(path, records, other).resolve(file.value)
+
+
+def read_saved(path: Path, records: list[Record]) -> Any:
+    """The contents of a file of torch.save, or of torch_xla's xser: then with the tensors in the files beside it.
+
+    Raises CheckpointDamaged, naming the file, where one of them is missing.
+    """
+    found = read_rank_file(path, records)
+    missing = next(leaves(found, Missing), None)
+    if missing is not None:
+        raise CheckpointDamaged(f"{missing.path} is missing; it holds a tensor of {path.name}")
+    return found
 
 
 class _Resolver:

@@ -16,6 +16,7 @@ from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, Fo
 from stepmark.interchange.formats import dcp
 from stepmark.interchange.formats.dcp_store import is_store, read_store
 from stepmark.interchange.model_outline import ModelOutline
+from stepmark.interchange.neuron_files import read_saved
 from stepmark.interchange.optimizer_names import numbered_names
 from stepmark.interchange.source_files import read_json
 from stepmark.interchange.state_dict_files import (
@@ -102,9 +103,7 @@ def _optimizer(folder: Path, found: ForeignCheckpoint, outline: ModelOutline | N
     if path is None:
         found.lost.append("optimizer: the folder has no optimizer.pt")
         return None
-    file = read_torch_file(path)
-    found.records += file.records
-    state, groups = split_state_dict(file.value, str(path))
+    state, groups = split_state_dict(read_saved(path, found.records), str(path))
     return whole_optimizer(state, groups, _names(state, groups, found, outline, path), path)
 
 
