@@ -16,7 +16,7 @@ from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, Fo
 from stepmark.interchange.model_class import outline_of
 from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.source_files import leads_out
-from stepmark.interchange.torch_optimizer import STEP, scalar
+from stepmark.interchange.torch_optimizer import STEP, factored_shape, number_tensor, scalar
 
 CONFIG = "config.json"
 TAKEN = (
@@ -184,6 +184,9 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
                 f"{found.folder}: the optimizer has a state of {name!r}, and the model has no such tensor"
             )
         _check_shapes(name, state, parameter)
+        step = state.get(STEP)
+        if isinstance(step, int | float) and {"exp_avg", "exp_avg_sq"} <= state.keys():  # as torch's Adam has it
+            state[STEP] = number_tensor(f"{name}/{STEP}", float(step), found.folder)
         if downcast and MASTER in state and parameter.dtype == "F32":
             found.model[name] = parameter = _exact(parameter, "BF16")
         if parameter.dtype == "F32":
@@ -214,6 +217,11 @@ def _check_keys(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -> None:
 
 
 def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) -> None:
+    if factored_shape(state) not in (None, parameter.shape):
+        raise CheckpointMismatch(
+            f"{parameter.where} is {list(parameter.shape)}, and its optimizer's sums over rows and columns are of "
+            f"{list(factored_shape(state) or ())}"
+        )
     for key in ("exp_avg", "exp_avg_sq", MASTER, "momentum_buffer", "max_exp_avg_sq"):
         value = state.get(key)
         if isinstance(value, ForeignTensor) and value.shape != parameter.shape:
@@ -247,6 +255,8 @@ def steps_of(optimizer: ForeignOptimizer) -> int | None:
         step = state.get(STEP)
         if isinstance(step, ForeignTensor) and step.shape in ((), (1,)):
             return _whole(scalar(step.pieces[0].array, step.where), step.where)
+        if isinstance(step, int | float):
+            return _whole(step, "the optimizer's step")
     return None
 
 

@@ -133,7 +133,10 @@ def _add_states(
                 renamed = ForeignTensor(f"{new}/{key}", tensor.dtype, tensor.shape, tensor.pieces, replicas)
                 states.setdefault(new, {})[key] = renamed
         elif isinstance(first, ForeignTensor) and first.shape not in ((), (1,)):
-            raise CheckpointMismatch(f"{first.where} is {list(first.shape)}, and its parameter {list(shape)}")
+            raise CheckpointMismatch(
+                f"{first.where} is {list(first.shape)}, and its parameter {list(shape)}, which is a part or several in "
+                "one; import the model alone with --model-only"
+            )
         else:
             value = shared_value(locals_, f"{name}/{key}")
             for new in names:

@@ -20,7 +20,7 @@ from stepmark.interchange.safetensors_file import read_safetensors
 from stepmark.interchange.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.stored_array import StoredArray
 from stepmark.interchange.torch_file import arrays_in
-from stepmark.interchange.torch_optimizer import array_shape, split_state_dict, state_shape, whole_optimizer
+from stepmark.interchange.torch_optimizer import split_state_dict, state_shape, whole_optimizer
 
 MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 STEPS = ("step", "global_step", "iteration", "iter")
@@ -156,7 +156,7 @@ def _names(
 ) -> dict[Any, str]:
     """Each number to a name. The saving program numbered in the order of its own class, which its state dict has; the
     config's class may have another. Without new names the two are the same class, and have to agree."""
-    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one, array_shape))}
+    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
     saved = {name: tensor.shape for name, tensor in found.model.items()}
     orders = {FILE_ORDER: saved}
     if outline is not None:

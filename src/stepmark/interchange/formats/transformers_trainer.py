@@ -27,7 +27,7 @@ from stepmark.interchange.state_dict_files import (
     without_prefix,
 )
 from stepmark.interchange.torch_file import read_torch_file
-from stepmark.interchange.torch_optimizer import array_shape, split_state_dict, state_shape, whole_optimizer
+from stepmark.interchange.torch_optimizer import split_state_dict, state_shape, whole_optimizer
 
 STATE = "trainer_state.json"
 TRAINER = "transformers Trainer"
@@ -123,7 +123,7 @@ def _names(
             f"{path} numbers the parameters, and their order follows from the model's {CONFIG}, which is not in the "
             "folder; give it with --config, or import the model alone with --model-only"
         )
-    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one, array_shape))}
+    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
     tool = TRAINER if found.kind.startswith(TRAINER) else None
     names, rule = numbered_names(
         groups, shapes, outline.parameters, str(path), outline.layer_norms, outline.frozen, tool=tool
