@@ -176,6 +176,49 @@ def test_model_only_is_a_model_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "optimizer").exists()
 
 
+@pytest.mark.parametrize("given", ["checkpoint", "inner", "old", "old inner"])
+def test_consolidate_takes_what_the_old_command_took(given: str, tmp_path: Path) -> None:
+    expected = truth()
+    if "old" in given:
+        source = tmp_path / "source"
+        foreign_checkpoints.write_config(source)
+        path = source / "tensor_parallel_shards" / "tp_rank_00_pp_rank_00" / "checkpoint.pt"
+        foreign_checkpoints.save_rank(path, {"model": expected.model, "sharded_metadata": {}}, xser=False)
+    else:
+        source = foreign_checkpoints.optimum_folder(tmp_path / "source", expected)
+    (source / "tokenizer.json").write_text("{}")
+    inner = source / ("tensor_parallel_shards" if "old" in given else "shards")
+    command = ["consolidate", str(inner if "inner" in given else source), str(tmp_path / "out")]
+    assert run([*command, "-f", "pytorch"]) == 2
+    assert run([*command, "--merge-adapters"]) == 2
+    assert not (tmp_path / "out").exists()
+    assert run([*command, "--max-shard-size", "20KB"]) == 0
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 1
+    model = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert model.keys() == expected.model.keys()
+    assert all(torch.equal(model[name], tensor) for name, tensor in expected.model.items())
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {
+        p.name for p in (tmp_path / "out").iterdir()
+    }
+
+
+def test_a_checkpoint_of_ours_without_its_manifest_is_no_other_tool_s(tmp_path: Path) -> None:
+    """Although its files have the names of transformers'."""
+    own = take(foreign_checkpoints.trainer_folder(tmp_path / "source", truth()), tmp_path / "run" / "checkpoint-3")
+    (own / "manifest.json").unlink()
+    for folder in (own, own.parent):
+        assert run(["consolidate", str(folder), str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_consolidate_names_the_command_that_has_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth())
+    (source / "config.json").unlink()
+    assert run(["consolidate", str(source), str(tmp_path / "out")]) == 1
+    assert "stepmark import" in capsys.readouterr().err
+
+
 def test_low_precision_gets_master_weights_and_fp32_states(tmp_path: Path) -> None:
     drawn = truth()
     low = Truth(

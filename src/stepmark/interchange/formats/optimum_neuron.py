@@ -43,8 +43,14 @@ class StageMetadata:
 
 
 def recognize(folder: Path) -> bool:
-    """Whether the folder has the shards of optimum-neuron."""
+    """Whether the folder has the shards of optimum-neuron, or is the one that has them."""
+    folder = _checkpoint(folder)
     return bool(metadata_files(folder / SHARDS)) or bool(first_layout_files(folder / OLD_SHARDS))
+
+
+def _checkpoint(folder: Path) -> Path:
+    """The checkpoint's folder, of which optimum-neuron's own command also takes the inner one."""
+    return folder.resolve().parent if folder.name in (SHARDS, OLD_SHARDS) else folder
 
 
 def metadata_files(folder: Path) -> dict[int, Path]:
@@ -57,6 +63,7 @@ def metadata_files(folder: Path) -> dict[int, Path]:
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     """What the folder holds."""
+    folder = _checkpoint(folder)
     found = ForeignCheckpoint("optimum-neuron", folder, {}, files=files_beside(folder))
     old = not (folder / SHARDS).is_dir()
     shards = folder / (OLD_SHARDS if old else SHARDS)
