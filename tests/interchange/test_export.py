@@ -95,6 +95,22 @@ def test_what_goes_out_comes_back(own: Path, form: str, options: dict[str, Any],
         assert again["optimizer"]["groups"]["0"] == mine["optimizer"]["groups"]["0"]
 
 
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("dcp", {}), ("hf-trainer", {}), ("optimum-neuron", {"tp": 2}), ("nxd", {"tp": 4, "pp": 2, "dp": 2})],
+)
+def test_one_group_comes_back_by_its_names(form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Where the tools themselves make two, numbers alone would be those of an unknown order."""
+    source = tmp_path / "model.pt"
+    moments = dict(enumerate(truth().moments.values()))
+    group = {**foreign_checkpoints.GROUP, **ADAMW, "params": list(moments)}
+    torch.save({"model": truth().model, "optimizer": {"state": moments, "param_groups": [group]}, "step": 3}, source)
+    foreign_checkpoints.write_config(tmp_path)
+    own = imported(source, tmp_path / "own")
+    export_checkpoint(own, tmp_path / "out", form, ExportOptions(**options))
+    assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
+
+
 def earlier(kind: str, tmp_path: Path) -> Path:
     """A copy of a checkpoint that a run of ours has saved: reading leaves a note beside it."""
     return Path(shutil.copytree(FIXTURES / kind / "checkpoint-3", tmp_path / kind / "checkpoint-3"))

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.interchange.foreign import ImportOptions
 from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.name_map import read_map
 from stepmark.interchange.recognition import open_foreign
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import WRITERS, Truth, truth
@@ -109,6 +111,48 @@ def test_qwen3_of_optimum_neuron(tp: int, fused: bool, tmp_path: Path, monkeypat
     assert members == {name: int("layernorm" in name) for name in expected.model}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_replicas_of_optimum_neuron_that_differ(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On trn2 each replica is trained apart: the model has as many key/value heads, which a config has to say."""
+    expected, other = truth(), truth(1)
+    wide, keys = 2 * foreign_checkpoints.KEYS, foreign_checkpoints.KEYS
+    original, drifted = foreign_checkpoints.rank_tensors, other.model
+
+    def rank_tensors(tensors: dict[str, Any], rank: int, ranks: int, copies: int) -> dict[str, Any]:
+        found = original(tensors, rank, ranks, copies)
+        if rank >= keys:  # the second replicas
+            later = original({n: drifted[n] for n in tensors}, rank, ranks, copies)
+            found |= {n: t for n, t in later.items() if n.endswith(("weight_k", "weight_v"))}
+        return foreign_checkpoints.with_fused_heads(found) if fused else found
+
+    monkeypatch.setattr(foreign_checkpoints, "rank_tensors", rank_tensors)
+    source = foreign_checkpoints.optimum_folder(tmp_path / "source", expected, tp=4)
+    monkeypatch.undo()
+    heads, size = foreign_checkpoints.HEADS, foreign_checkpoints.SIZE
+    spec = {"num_attention_heads": heads, "num_key_value_heads": keys, "q_output_size_per_partition": heads * size // 4}
+    body = json.loads((source / "shards" / "mp_metadata_pp_rank_0.json").read_text())
+    body["model_weight_transformation_specs"] = [
+        {"specs": [["GQAQKVColumnParallelLinearSpec", {**spec, "tp_size": 4}]]}
+    ]
+    (source / "shards" / "mp_metadata_pp_rank_0.json").write_text(json.dumps(body))
+    refused(source, tmp_path, CheckpointMismatch, "replicas", "--config")
+    config = tmp_path / "wide.json"
+    config.write_text(json.dumps({**foreign_checkpoints.CONFIG, "num_key_value_heads": wide}))
+    out = take(source, tmp_path / "out", config=config)
+    model, prefix = load_file(out / "model.safetensors"), "model.layers.1.self_attn"
+    for letter in "kv":
+        name = f"{prefix}.{letter}_proj.weight"
+        assert torch.equal(model[name], torch.cat([expected.model[name], drifted[name]]))
+    parts = [original(expected.model, rank, 4, 2) for rank in range(4)]
+    assert torch.equal(
+        model[f"{prefix}.q_proj.weight"], torch.cat([part[f"{prefix}.qkv_proj.weight_q"] for part in parts])
+    )
+    assert torch.equal(
+        model[f"{prefix}.o_proj.weight"], torch.cat([part[f"{prefix}.o_proj.weight"] for part in parts], 1)
+    )
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == wide
+
+
 def test_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = foreign_checkpoints.trainer_folder(tmp_path / "checkpoint-3", truth())
     assert run(["import", str(source), str(tmp_path / "out"), "--json"]) == 0
@@ -130,6 +174,49 @@ def test_model_only_is_a_model_folder(tmp_path: Path) -> None:
     assert all(torch.equal(model[name], tensor) for name, tensor in expected.model.items())
     assert (tmp_path / "out" / "config.json").exists()
     assert not (tmp_path / "out" / "optimizer").exists()
+
+
+@pytest.mark.parametrize("given", ["checkpoint", "inner", "old", "old inner"])
+def test_consolidate_takes_what_the_old_command_took(given: str, tmp_path: Path) -> None:
+    expected = truth()
+    if "old" in given:
+        source = tmp_path / "source"
+        foreign_checkpoints.write_config(source)
+        path = source / "tensor_parallel_shards" / "tp_rank_00_pp_rank_00" / "checkpoint.pt"
+        foreign_checkpoints.save_rank(path, {"model": expected.model, "sharded_metadata": {}}, xser=False)
+    else:
+        source = foreign_checkpoints.optimum_folder(tmp_path / "source", expected)
+    (source / "tokenizer.json").write_text("{}")
+    inner = source / ("tensor_parallel_shards" if "old" in given else "shards")
+    command = ["consolidate", str(inner if "inner" in given else source), str(tmp_path / "out")]
+    assert run([*command, "-f", "pytorch"]) == 2
+    assert run([*command, "--merge-adapters"]) == 2
+    assert not (tmp_path / "out").exists()
+    assert run([*command, "--max-shard-size", "20KB"]) == 0
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 1
+    model = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert model.keys() == expected.model.keys()
+    assert all(torch.equal(model[name], tensor) for name, tensor in expected.model.items())
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {
+        p.name for p in (tmp_path / "out").iterdir()
+    }
+
+
+def test_a_checkpoint_of_ours_without_its_manifest_is_no_other_tool_s(tmp_path: Path) -> None:
+    """Although its files have the names of transformers'."""
+    own = take(foreign_checkpoints.trainer_folder(tmp_path / "source", truth()), tmp_path / "run" / "checkpoint-3")
+    (own / "manifest.json").unlink()
+    for folder in (own, own.parent):
+        assert run(["consolidate", str(folder), str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_consolidate_names_the_command_that_has_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth())
+    (source / "config.json").unlink()
+    assert run(["consolidate", str(source), str(tmp_path / "out")]) == 1
+    assert "stepmark import" in capsys.readouterr().err
 
 
 def test_low_precision_gets_master_weights_and_fp32_states(tmp_path: Path) -> None:
@@ -278,6 +365,73 @@ def test_index_that_leads_out_of_the_folder(tmp_path: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(source, tmp_path, CheckpointError, "outside", "elsewhere")
+
+
+def in_hub_cache(source: Path, cache: Path, inner: str = "") -> Path:
+    """The folder as the hub's cache has it: links to files whose names are digests."""
+    snapshot = cache / "models--they--theirs" / "snapshots" / "0a1b" / inner
+    blobs = cache / "models--they--theirs" / "blobs"
+    for number, path in enumerate(sorted(path for path in source.rglob("*") if path.is_file())):
+        link = snapshot / path.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        blobs.mkdir(exist_ok=True)
+        shutil.copy(path, blobs / str(number))
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    return snapshot
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoint-3"])
+@pytest.mark.parametrize("tool", ["transformers Trainer", "dcp", "optimum-neuron"])
+def test_snapshot_of_the_hub_cache(tool: str, inner: str, tmp_path: Path) -> None:
+    expected = truth()
+    source = WRITERS[tool](tmp_path / "source", expected)
+    (source / "tokenizer.json").write_text("{}")
+    out = take(in_hub_cache(source, tmp_path / "hub", inner), tmp_path / "out")
+    check(out, expected)
+    assert all((out / name).read_bytes() == (source / name).read_bytes() for name in ("config.json", "tokenizer.json"))
+
+
+def test_snapshot_of_several_files(tmp_path: Path) -> None:
+    expected = truth()
+    source = foreign_checkpoints.trainer_folder(tmp_path / "source", expected)
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(expected.model, "model-00001-of-00001.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    check(take(in_hub_cache(source, tmp_path / "hub"), tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "hub/models--they--theirs/elsewhere", "nowhere"])
+def test_links_out_of_a_snapshot_are_said(where: str, tmp_path: Path) -> None:
+    source = in_hub_cache(foreign_checkpoints.trainer_folder(tmp_path / "source", truth()), tmp_path / "hub")
+    if where != "nowhere":
+        (tmp_path / where).write_text("a secret")
+    (source / "tokenizer.json").symlink_to(tmp_path / where)
+    found = open_foreign(source, ImportOptions())
+    assert "tokenizer.json" not in found.files
+    assert any(line.startswith("tokenizer.json: a link") for line in found.lost)
+
+
+@pytest.mark.parametrize(
+    ("tool", "pattern"), [("dcp", "*.distcp"), ("transformers Trainer", "part"), ("optimum-neuron", "shards/*.json")]
+)
+def test_a_pipe_is_not_waited_for(tool: str, pattern: str, tmp_path: Path) -> None:
+    source = WRITERS[tool](tmp_path / "source", truth())
+    if pattern == "part":
+        (source / "model.safetensors").rename(source / "part")
+        index = {"weight_map": dict.fromkeys(truth().model, "part")}
+        (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (path,) = source.glob(pattern)
+    path.unlink()
+    os.mkfifo(path)
+    previous = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(20)
+    try:
+        refused(source, tmp_path, CheckpointError, path.name, "pipe")
+        with pytest.raises(UsageError, match="--map"):
+            read_map(path)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_name_of_another_step(tmp_path: Path) -> None:

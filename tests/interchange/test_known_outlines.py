@@ -14,6 +14,7 @@ import transformers
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange import model_class
 from stepmark.interchange.known_outlines import known_outline
+from stepmark.interchange.model_class import outline_of
 from stepmark.interchange.model_outline import ModelOutline
 
 SIZES = {
@@ -57,7 +58,7 @@ OPEN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("config", KNOWN, ids=lambda config: config["model_type"])
 def test_known_models_are_those_of_transformers(config: dict[str, Any]) -> None:
-    known, real = known_outline(config), model_class._outline(config)
+    known, real = known_outline(config), model_class._outline(config, 1000)
     assert known == real
     assert known is not None
     for mine, theirs in ((known.parameters, real.parameters), (known.state, real.state)):
@@ -74,15 +75,41 @@ def test_another_process_finds_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 1, "hidden_size": 24}
     (tmp_path / "transformers.py").write_text("raise SystemExit('ran')")
     monkeypatch.chdir(tmp_path)
-    assert model_class._from_process(config) == model_class._outline(config)
+    assert model_class._from_process(config, 30) == model_class._outline(config, 30)
 
 
 def test_an_outline_survives_the_way_between_processes() -> None:
-    outline = model_class._outline(KNOWN[-2])
+    outline = model_class._outline(KNOWN[-2], 1000)
     assert outline.layer_norms
     assert outline.tied
     assert ModelOutline.from_json(outline.to_json()) == outline
     assert transformers.__name__ in sys.modules
+
+
+QWEN2 = {**SIZES, "model_type": "qwen2"}
+BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 1, "hidden_size": 24}
+QWEN3_MOE = {**SIZES, "model_type": "qwen3_moe", "num_experts": 128, "moe_intermediate_size": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**QWEN2, "max_window_layers": 80},  # from which layer on a window is used
+        {**QWEN3_MOE, "num_experts_per_tok": 2},  # whose experts are one tensor
+        {**BERT, "num_depth_bins": 256, "hidden_size_per_layer_input": 512},
+    ],
+    ids=lambda config: str(config["model_type"]),
+)
+def test_fields_that_count_no_tensors(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert outline_of(tmp_path / "config.json", 30).parameters
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**9}, {"num_hidden_layers": 60_000}])
+def test_a_model_of_very_many_layers_is_not_built(change: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BERT, **change}))
+    with pytest.raises(CheckpointMismatch, match=r"config\.json.* 30 tensors"):
+        outline_of(tmp_path / "config.json", 30)
 
 
 @pytest.mark.prove

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from stepmark.errors import CheckpointDamaged
+from stepmark.cli.main import run
+from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.interchange.foreign import ImportOptions
 from stepmark.interchange.recognition import open_foreign
 from tests.interchange.test_import import check, refused, take
@@ -81,6 +86,8 @@ def masters_folder(folder: Path, found: Truth, **options: Any) -> Path:
     if options.get("without_weights"):
         for number in range(len(low)):
             (path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt").unlink()
+        info = {n: {"dtype": tensor.dtype, "shape": tuple(tensor.shape)} for n, tensor in enumerate(low.values())}
+        torch.save(info, f"{path}.info.pt")
     return folder
 
 
@@ -104,8 +111,111 @@ def test_masters_and_their_weights(options: dict[str, Any], tmp_path: Path) -> N
         assert all(torch.equal(states[f"{name}/{key}"], expected.moments[name][key]) for key in ("exp_avg", "step"))
 
 
+@pytest.mark.parametrize("store", [False, True])
+def test_masters_alone_give_the_model_alone(store: bool, tmp_path: Path) -> None:
+    expected = truth()
+    if store:
+        source = store_of_stages(tmp_path / "source", expected, model=False)
+    else:
+        source = masters_folder(tmp_path / "source", expected, xser=True, without_weights=True)
+    assert run(["import", str(source), str(tmp_path / "out"), "--model-only"]) == 0
+    model = load_file(tmp_path / "out" / "model.safetensors")
+    assert model.keys() == expected.model.keys()
+    for name, tensor in expected.model.items():
+        assert torch.equal(model[name], tensor if store else tensor.bfloat16()), name
+    assert not (tmp_path / "out" / "optimizer").exists()
+
+
+def test_masters_of_which_no_file_says_the_shape(tmp_path: Path) -> None:
+    """Nothing would show whether a parameter gets its own."""
+    source = masters_folder(tmp_path / "source", truth(), xser=True, without_weights=True)
+    next(source.glob("model/*.info.pt")).unlink()
+    refused(source, tmp_path, CheckpointDamaged, "tensor_0.pt", "embed_tokens")
+
+
 def test_weights_without_masters_are_missed(tmp_path: Path) -> None:
     source = masters_folder(tmp_path / "source", truth(), xser=True, without_weights=True)
     for path in source.glob("optim/*.pt"):
         path.unlink()
     refused(source, tmp_path, CheckpointDamaged, "tensor_0.pt", "embed_tokens")
+
+
+def store_of_stages(folder: Path, found: Truth, *, tp: int = 2, dp: int = 2, model: bool = True) -> Path:
+    """neuronx-distributed's `use_zero1_dcp` with two pipeline stages: the metadata lists the names of the first stage
+    for both, none of the second's, and half of the steps are nowhere. Records are as they should be."""
+    foreign_checkpoints.write_config(folder)
+    parts: dict[str, torch.Tensor] = {}
+    shapes: dict[str, list[int]] = {}
+    for stage, rank in itertools.product(range(2), range(tp)):
+        own = Truth(
+            {name: tensor for name, tensor in found.model.items() if stage_of(name) == stage},
+            {name: moments for name, moments in found.moments.items() if stage_of(name) == stage},
+        )
+        path = folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
+        weights = foreign_checkpoints.rank_tensors(own.model, rank, tp, 1)
+        save_rank(path, weights, xser=True)
+        states = foreign_checkpoints.rank_moments(own, rank, tp, 1)
+        if not model:
+            shutil.rmtree(path.with_name(f"{path.name}.tensors"))
+            torch.save(
+                {n: {"dtype": torch.float32, "shape": t.shape} for n, t in enumerate(weights.values())},
+                f"{path}.info.pt",
+            )
+        for number, (name, moments) in enumerate(states.items()):
+            values = {f"base_state.{name}.{key}": value for key, value in moments.items() if key != "step"}
+            if not model:
+                values[f"sharded_master_weights.{name}"] = weights[name]
+            for key, value in values.items():
+                full = f"{key}|pp-{stage:04d}" + (f"|tp-{rank:04d}" if tp > 1 else "")
+                shapes[full] = list(value.shape)
+                parts |= {f"{full}#{at}": rows for at, rows in zip(starts(value, dp), value.chunk(dp), strict=False)}
+            if number % 2 == 0 and not stage:
+                parts[f"base_state.{name}.step"] = moments["step"]
+    settings = {f"param_groups.0.{key}": value for key, value in foreign_checkpoints.GROUP.items()}
+    foreign_checkpoints.save_dcp({**parts, **settings}, folder / "optim")
+    relist(folder / "optim" / ".metadata", shapes)
+    return folder
+
+
+def starts(tensor: torch.Tensor, count: int) -> list[int]:
+    return list(itertools.accumulate((len(chunk) for chunk in tensor.chunk(count)), initial=0))
+
+
+def relist(path: Path, shapes: dict[str, list[int]]) -> None:
+    """Makes one tensor of its chunks `NAME#ROW` in the records, and writes the list that the tool writes."""
+    metadata = pickle.loads(path.read_bytes())
+    records = {}
+    for index, info in metadata.storage_data.items():
+        name, _, row = index.fqn.partition("#")
+        offset = torch.Size([int(row), *[0] * (len(shapes[name]) - 1)]) if row else index.offset
+        records[MetadataIndex(name, offset)] = info
+    described = {}
+    for name, value in metadata.state_dict_metadata.items():
+        base = name.partition("#")[0]
+        if "|pp-0001" in base:
+            continue
+        described[base] = value
+        if "|pp-0000" in base:
+            value.size = torch.Size(shapes[base])
+            described[base.replace("|pp-0000", "|pp-0001")] = value
+    metadata.storage_data, metadata.state_dict_metadata = records, described
+    metadata.planner_data = {name: (name,) for name in described}
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 2), (2, 3)])
+def test_store_of_several_stages(tp: int, dp: int, tmp_path: Path) -> None:
+    """The records tell what there is, not the list of names."""
+    expected = truth()
+    check(take(store_of_stages(tmp_path / "source", expected, tp=tp, dp=dp), tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_record_of_a_later_stage_that_is_missing(which: str, tmp_path: Path) -> None:
+    source = store_of_stages(tmp_path / "source", truth())
+    path = source / "optim" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    mine = [index for index in metadata.storage_data if "lm_head.weight.exp_avg|pp-0001|tp-0001" in index.fqn]
+    del metadata.storage_data[mine[0 if which == "first" else -1]]
+    path.write_bytes(pickle.dumps(metadata))
+    refused(source, tmp_path, CheckpointError, "lm_head.weight")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from stepmark.errors import CheckpointMismatch, UsageError
@@ -106,6 +107,38 @@ def test_two_orders_that_fit(form: str, tmp_path: Path) -> None:
         check(source)
 
 
+@pytest.mark.parametrize("reordered", [False, True])
+def test_one_group_where_the_trainer_makes_two(reordered: bool, tmp_path: Path) -> None:
+    """The program made the optimizer, and how it listed parameters of one shape is in no file."""
+    source = trainer_folder(tmp_path / "source", truth())
+    names = values_first(truth().model) if reordered else list(truth().model)
+    torch.save(numbered(names), source / "optimizer.pt")
+    with pytest.raises(CheckpointMismatch, match=r"optimizer\.pt.*one parameter group.*--model-only"):
+        states(source)
+    assert open_foreign(source, ImportOptions(model_only=True)).model
+    torch.save(numbered(names, own=names), source / "optimizer.pt")
+    check(source)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_one_group_where_the_neuron_trainer_makes_two(old: bool, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    names = list(truth().model)
+    if old:
+        place = source / "tensor_parallel_shards" / "tp_rank_00_pp_rank_00" / "checkpoint.pt"
+        foreign_checkpoints.write_config(source)
+        value = {"model": truth().model, "optimizer_state_dict": numbered(names), "sharded_metadata": {}}
+        foreign_checkpoints.save_rank(place, value, xser=False)
+    else:
+        foreign_checkpoints.optimum_folder(source, truth(), tp=1, xser=False)
+        for path in (source / "shards" / "optim").iterdir():
+            state = torch.load(path, weights_only=True)
+            state["param_groups"] = [{**GROUP, "params": list(range(len(state["state"])))}]
+            torch.save(state, path)
+    with pytest.raises(CheckpointMismatch, match=r"one parameter group.*optimum-neuron.*--model-only"):
+        states(source)
+
+
 def test_two_rules_that_fit() -> None:
     """As many norms as biases, of one size: which of them do not decay is not known."""
     parameters = {"a.norm.weight": (4,), "b.bias": (4,), "c.weight": (4,), "d.rms.bias": (4,)}
@@ -125,6 +158,61 @@ def test_map_renames_the_names_of_a_store(tmp_path: Path) -> None:
     config = foreign_checkpoints.write_config(tmp_path / "config")
     pairs = [(f"inner.{stars}", stars) for stars in (".".join("*" * count) for count in range(2, 7))]
     check(source, config=config, names=[pair for pair in pairs if pair[0].count("*") in (2, 3, 5, 6)])
+
+
+def adafactor(names: list[str], own: str) -> dict[str, Any]:
+    """The state dict of an Adafactor of transformers or torch, after a step."""
+    drawn = truth()
+    parameters = [torch.nn.Parameter(drawn.model[name].clone()) for name in names]
+    kind: Any = transformers.optimization.Adafactor if own == "transformers" else torch.optim.Adafactor
+    settings = {"scale_parameter": False, "relative_step": False} if own == "transformers" else {}
+    optimizer = kind(parameters, lr=0.1, **settings)
+    for name, parameter in zip(names, parameters, strict=True):
+        parameter.grad = drawn.moments[name]["exp_avg"]
+    optimizer.step()
+    return dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("own", ["transformers", "torch"])
+@pytest.mark.parametrize("form", ["accelerate", "file", "store"])
+def test_adafactor(form: str, own: str, tmp_path: Path) -> None:
+    """Whose sums over rows and columns show a parameter's shape together."""
+    source, names = tmp_path / "source", list(truth().model)
+    saved = adafactor(names, own)
+    config = foreign_checkpoints.write_config(tmp_path / "config")
+    if form == "accelerate":
+        (trainer_folder(source, truth()) / "trainer_state.json").unlink()
+        torch.save(saved, source / "optimizer.pt")
+    elif form == "file":
+        torch.save({"model": truth().model, "optimizer": saved}, source)
+    else:
+        save_dcp({"model": truth().model, "optimizer": saved}, source)
+    found = states(source, config=config)
+    items = [(f"{names[n]}/{key}", value) for n, state in saved["state"].items() for key, value in state.items()]
+    wanted = {key: value for key, value in items if isinstance(value, torch.Tensor)}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    swapped = adafactor([names[4], *names[1:4], names[0], *names[5:]], own)  # [32, 32] for [64, 32]
+    torch.save({"model": truth().model, "optimizer": swapped}, tmp_path / "swapped.pt")
+    with pytest.raises(CheckpointMismatch, match=r"swapped\.pt.*state \d+ is"):
+        open_foreign(tmp_path / "swapped.pt", ImportOptions(config=config))
+
+
+@pytest.mark.parametrize("tool", ["neuronx-distributed", "torch_xla ZeRO-1"])
+def test_sums_of_a_part_of_a_parameter(tool: str, tmp_path: Path) -> None:
+    """Each rank's Adafactor has its own sums, of which the whole parameter's do not follow."""
+    source = foreign_checkpoints.WRITERS[tool](tmp_path / "source", truth())
+    for path in [*source.glob("optim/*"), *source.glob("*.tar")]:
+        value = torch.load(path, weights_only=True)
+        inner = value.get("optimizer_state_dict", value)
+        for number, shape in inner["shape_info"].items():
+            if len(shape) == 2:
+                part = inner["base_state"][number].pop("exp_avg_sq")
+                inner["base_state"][number].pop("exp_avg")
+                inner["base_state"][number] |= {"exp_avg_sq_row": part.mean(1), "exp_avg_sq_col": part.mean(0)}
+        torch.save(value, path)
+    with pytest.raises(CheckpointMismatch, match=r"exp_avg_sq_row.*--model-only"):
+        open_foreign(source, ImportOptions())
 
 
 def test_options_of_other_formats(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismat
 from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
 from stepmark.interchange.recognition import open_foreign
-from tests.support.foreign_checkpoints import STEP, torch_xla_folder, truth
+from tests.interchange.test_import import check
+from tests.support import foreign_checkpoints
+from tests.support.foreign_checkpoints import STEP, save_rank, torch_xla_folder, truth, zero_part
 from tests.support.ranks import Ranks
 
 SILENT = ImportListener(lambda size: None, lambda size: None)
@@ -63,9 +65,10 @@ def refused(source: Path, kind: type[CheckpointError], match: str, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def save_with_torch_xla(folder: str) -> None:
+def save_with_torch_xla(folder: str, xser: bool) -> None:
     """Its own state dict, with tensors that lie on the device; `expected.pt` has their values."""
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+    from torch_xla.utils import serialization
 
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 5).to("xla")
@@ -74,8 +77,14 @@ def save_with_torch_xla(folder: str) -> None:
     optimizer.step()
     source = Path(folder)
     source.mkdir()
-    torch.save(optimizer.state_dict(), source / "optimizer-0.pt")
-    torch.save(model.state_dict(), source / "model.pt")
+    save: Any = serialization.save if xser else torch.save
+    save(optimizer.state_dict(), str(source / "optimizer-0.pt"))
+    save(model.state_dict(), str(source / "model.pt"))
+    if xser:  # as scripts without ZeRO-1 save
+        whole = torch.optim.AdamW(model.parameters())
+        whole.load_state_dict(optimizer.base_optimizer.state_dict())
+        both = {"model": model.state_dict(), "optimizer": whole.state_dict(), "epoch": 1, "global_step": 1}
+        save(both, str(source.with_name("checkpoint.pt")))
     own = optimizer.base_optimizer.state_dict()["state"]
     expected = {
         f"{name}/{key}": own[number][key].cpu()
@@ -86,10 +95,38 @@ def save_with_torch_xla(folder: str) -> None:
 
 
 @pytest.mark.xla
-def test_what_torch_xla_itself_saves(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(f"{__name__}:save_with_torch_xla", str(tmp_path / "source")).check()
+@pytest.mark.parametrize("xser", [False, True])
+def test_what_torch_xla_itself_saves(xser: bool, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(f"{__name__}:save_with_torch_xla", str(tmp_path / "source"), xser).check()
     expected = torch.load(tmp_path / "source.expected")
-    take(tmp_path / "source", tmp_path / "out")
-    found = load_file(tmp_path / "out" / "optimizer" / "optimizer.safetensors")
-    found |= load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for source in [tmp_path / "source", *([tmp_path / "checkpoint.pt"] if xser else [])]:
+        out = tmp_path / f"{source.stem}-out"
+        take(source, out)
+        found = load_file(out / "optimizer" / "optimizer.safetensors")
+        found |= load_file(out / "model.safetensors")
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("form", ["one file", "a folder", "no suffix", "weights", "ranks"])
+def test_references_of_torch_xla(form: str, tmp_path: Path) -> None:
+    """torch_xla.utils.serialization puts a reference in place of each tensor, which has a file of its own."""
+    source, drawn = tmp_path / "source", truth()
+    whole = {"model": drawn.model, "optimizer": foreign_checkpoints.numbered(drawn.moments), "step": STEP}
+    config = foreign_checkpoints.write_config(source)
+    path = source / ("checkpoint" if form == "no suffix" else "checkpoint.pt")
+    if form == "weights":
+        path = source / "pytorch_model.bin"
+        save_rank(path, drawn.model, xser=True)
+        save_rank(source / "optimizer.pt", whole["optimizer"], xser=True)
+    elif form == "ranks":
+        for rank in range(2):
+            part = zero_part(foreign_checkpoints.numbered(drawn.moments), rank, 2)
+            save_rank(source / f"ckpt_{rank}.pt", {**whole, "optimizer": part}, xser=True)
+        path = source / "ckpt_1.pt"
+    else:
+        save_rank(path, whole, xser=True)
+    given = path if form == "one file" else source
+    take(given, tmp_path / "out", config=config)
+    check(tmp_path / "out", drawn)
+    next((path.parent / f"{path.name}.tensors").iterdir()).unlink()
+    refused(given, CheckpointDamaged, rf"{path.name}\.tensors/tensor_\d+\.pt is missing", tmp_path / "later")

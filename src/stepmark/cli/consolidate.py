@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="CHECKPOINT_OR_RUN",
         type=Path,
-        help="a checkpoint-N folder, or a run's folder: its newest complete checkpoint",
+        help="a checkpoint-N folder, or a run's folder: its newest complete checkpoint; also one of another tool",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make; it must not exist, or be empty")
     parser.add_argument(
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Writes the folder and reports it; returns 0. Raises as `consolidate` does, and UsageError for a flag without the
     one that it belongs to."""
+    from stepmark.cli.foreign_checkpoints import consolidate_foreign, is_foreign
     from stepmark.cli.progress import BytesProgress
     from stepmark.interchange.consolidate import ConsolidationListener, consolidate
     from stepmark.interchange.merge_adapter import Merge
@@ -47,6 +48,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise UsageError("--base-model: it is only needed with --merge-adapters")
     merge = Merge(parsed.base_model) if parsed.merge_adapters else None
     size = parse_size(parsed.max_shard_size)
+    if is_foreign(parsed.source):
+        return consolidate_foreign(parsed, size)
     progress = BytesProgress("consolidating")
     try:
         listener = ConsolidationListener(progress.begin, progress.advance, progress.warn)

@@ -1,7 +1,8 @@
-"""What `stepmark inspect` and `stepmark verify` do with checkpoints of other tools."""
+"""What `stepmark inspect`, `verify` and `consolidate` do with checkpoints of other tools."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ if TYPE_CHECKING:
 def is_foreign(path: Path) -> bool:
     """Whether the path is a checkpoint of another tool, and neither ours nor a run with checkpoints of ours."""
     from stepmark.checkpoint.format.checkpoint_folders import checkpoints
-    from stepmark.checkpoint.format.manifest import MANIFEST
+    from stepmark.checkpoint.format.manifest import MANIFEST, VALUES
 
-    if not path.exists() or any((folder / MANIFEST).is_file() for folder in (path, *checkpoints(path))):
+    files = [folder / name for folder in (path, *checkpoints(path)) for name in (MANIFEST, VALUES)]
+    if not path.exists() or any(file.is_file() for file in files):
         return False
     from stepmark.interchange.recognition import format_of  # which imports torch
 
@@ -92,3 +94,34 @@ def verify_foreign(path: Path, config: Path | None, as_json: bool) -> int:
         unchecked = "; its files have checksums for that much only" if size else "; its files have no checksums"
         print(f"{path}: {kind}, complete, {size / 1e6:.1f} MB verified{unchecked}")
     return 0 if problem is None else 1
+
+
+def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
+    """Writes the model of a checkpoint of another tool, as `stepmark import --model-only` does; returns 0.
+
+    Raises UsageError for options of our own checkpoints, and as that command does.
+    """
+    from stepmark.cli.import_command import lines
+    from stepmark.cli.progress import BytesProgress
+    from stepmark.config.quiet_libraries import leave_out_torch_xla
+    from stepmark.errors import CheckpointMismatch, UsageError
+    from stepmark.interchange.foreign import ImportOptions
+    from stepmark.interchange.import_checkpoint import ImportListener
+    from stepmark.interchange.model_folder import write_model_folder
+    from stepmark.interchange.recognition import open_foreign
+
+    given = "--merge-adapters" if parsed.merge_adapters else f"-f {parsed.format}"
+    if given != "-f safetensors":
+        raise UsageError(f"{given}: {parsed.source} is of another tool, and written as safetensors; leave it out")
+    leave_out_torch_xla()
+    progress = BytesProgress("consolidating")
+    try:
+        found = open_foreign(parsed.source, ImportOptions(model_only=True))
+        size = write_model_folder(found, parsed.out, ImportListener(progress.begin, progress.advance), max_shard)
+    except CheckpointMismatch as error:
+        where = f" (of `stepmark import {parsed.source} {parsed.out} --model-only`)" if "--" in str(error) else ""
+        raise CheckpointMismatch(f"{error}{where}") from error
+    finally:
+        progress.close()
+    print("\n".join([*lines(found), f"consolidated into {parsed.out}: {size / 1e6:,.1f} MB"]))
+    return 0

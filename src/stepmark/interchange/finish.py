@@ -15,7 +15,8 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
 from stepmark.interchange.model_class import outline_of
 from stepmark.interchange.model_outline import ModelOutline
-from stepmark.interchange.torch_optimizer import STEP, scalar
+from stepmark.interchange.source_files import leads_out
+from stepmark.interchange.torch_optimizer import STEP, factored_shape, number_tensor, scalar
 
 CONFIG = "config.json"
 TAKEN = (
@@ -33,6 +34,11 @@ TAKEN = (
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
+    "tekken.json",
 )
 _STATES = frozenset(
     [
@@ -68,7 +74,7 @@ _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|embed
 
 def files_beside(folder: Path) -> dict[str, Path]:
     """Config and tokenizer in a folder, by name."""
-    return {name: folder / name for name in TAKEN if (folder / name).is_file() and not (folder / name).is_symlink()}
+    return {name: path for name in TAKEN if (path := folder / name).is_file() and not leads_out(folder, path)}
 
 
 def outline_for(found_files: dict[str, Path], options: ImportOptions, tensors: int) -> ModelOutline | None:
@@ -96,6 +102,9 @@ def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutli
     Raises:
         CheckpointMismatch: The config is of another model, or a tensor has a wrong shape.
     """
+    beside = found.folder if found.folder.is_dir() else found.folder.parent
+    left = [name for name in TAKEN if name not in found.files and (beside / name).is_symlink()]
+    found.lost += [f"{name}: a link that leads nowhere, or out of {beside}; copy the file" for name in left]
     if options.config is not None:
         found.files[CONFIG] = options.config
     if options.model_only:
@@ -175,6 +184,9 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
                 f"{found.folder}: the optimizer has a state of {name!r}, and the model has no such tensor"
             )
         _check_shapes(name, state, parameter)
+        step = state.get(STEP)
+        if isinstance(step, int | float) and {"exp_avg", "exp_avg_sq"} <= state.keys():  # as torch's Adam has it
+            state[STEP] = number_tensor(f"{name}/{STEP}", float(step), found.folder)
         if downcast and MASTER in state and parameter.dtype == "F32":
             found.model[name] = parameter = _exact(parameter, "BF16")
         if parameter.dtype == "F32":
@@ -205,6 +217,11 @@ def _check_keys(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -> None:
 
 
 def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) -> None:
+    if factored_shape(state) not in (None, parameter.shape):
+        raise CheckpointMismatch(
+            f"{parameter.where} is {list(parameter.shape)}, and its optimizer's sums over rows and columns are of "
+            f"{list(factored_shape(state) or ())}"
+        )
     for key in ("exp_avg", "exp_avg_sq", MASTER, "momentum_buffer", "max_exp_avg_sq"):
         value = state.get(key)
         if isinstance(value, ForeignTensor) and value.shape != parameter.shape:
@@ -238,6 +255,8 @@ def steps_of(optimizer: ForeignOptimizer) -> int | None:
         step = state.get(STEP)
         if isinstance(step, ForeignTensor) and step.shape in ((), (1,)):
             return _whole(scalar(step.pieces[0].array, step.where), step.where)
+        if isinstance(step, int | float):
+            return _whole(step, "the optimizer's step")
     return None
 
 

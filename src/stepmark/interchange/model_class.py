@@ -7,10 +7,13 @@ tensors are read, unless this process has imported them already. The commonest m
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from stepmark.interchange.model_outline import ModelOutline, read_config
 
 _COUNTS = re.compile(r"(num|n)_.*(layer|expert|block)|depth|(layer|expert)s?$")
 _ENTRIES = 4096  # a list of a config may have so many, or as many as the checkpoint has tensors
+_COUNT = 1 << 16  # what seems to be a count may be as large: some classes make a list of it before any module
+_MODULES = (20, 4000)  # that a class may make: so many for each tensor of the checkpoint, and so many more
 _SECONDS = 600  # after which that process is taken to hang
 
 
@@ -43,7 +48,8 @@ def outline_of(path: Path, tensors: int) -> ModelOutline:
     if known is not None:
         return known
     try:
-        return _outline(config) if {"torch", "transformers"} <= sys.modules.keys() else _from_process(config)
+        here = {"torch", "transformers"} <= sys.modules.keys()
+        return _outline(config, tensors) if here else _from_process(config, tensors)
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{path}: {error}") from error
     except Exception as error:  # the constructors of models raise anything
@@ -60,19 +66,18 @@ def _check_counts(path: Path, config: dict[str, Any], tensors: int) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
             _check_counts(path, value, tensors)
-        elif _COUNTS.search(key) and type(value) is int and value > tensors:
+        elif _COUNTS.search(key) and type(value) is int and value > max(_COUNT, tensors):
             raise CheckpointMismatch(f"{path} says {key} {value}, and the checkpoint has {tensors} tensors")
         elif isinstance(value, list) and len(value) > max(_ENTRIES, tensors):
             raise CheckpointMismatch(f"{path} has {len(value)} values of {key}, more than there are tensors")
 
 
-def _from_process(config: dict[str, Any]) -> ModelOutline:
+def _from_process(config: dict[str, Any], tensors: int) -> ModelOutline:
     """The outline as another process of this Python finds it; -P: nothing is imported from the current folder."""
     program = "import sys; sys.path.insert(0, sys.argv[1]); from stepmark.interchange.model_class import main; main()"
     command = [sys.executable, "-P", "-c", program, str(Path(stepmark.__file__).parents[1])]
-    done = subprocess.run(
-        command, input=json.dumps(config), capture_output=True, text=True, timeout=_SECONDS, check=False
-    )
+    asked = json.dumps([config, tensors])
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         raise RuntimeError((done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1])
@@ -82,7 +87,28 @@ def _from_process(config: dict[str, Any]) -> ModelOutline:
     return ModelOutline.from_json(lines[-1])
 
 
-def _outline(config: dict[str, Any]) -> ModelOutline:
+@contextmanager
+def _few_modules(tensors: int) -> Iterator[None]:
+    """Stops a class that makes many more modules than a checkpoint of so many tensors can have.
+
+    Which fields of a config are counts of layers or experts, only the class knows.
+    """
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    made, limit = itertools.count(1), _MODULES[0] * tensors + _MODULES[1]
+
+    def count(module: Any, name: str, submodule: Any) -> None:
+        if next(made) > limit:
+            raise CheckpointMismatch(f"its model has more than {limit} modules, and the checkpoint {tensors} tensors")
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _outline(config: dict[str, Any], tensors: int) -> ModelOutline:
     import torch
     import transformers
 
@@ -95,7 +121,7 @@ def _outline(config: dict[str, Any]) -> ModelOutline:
     made = transformers.AutoConfig.for_model(kind, **values)
     names = config.get("architectures") or []
     found = getattr(transformers, str(names[0]), None) if names else None
-    with torch.device("meta"):
+    with torch.device("meta"), _few_modules(tensors):
         model: Any = found(made) if found is not None else transformers.AutoModelForCausalLM.from_config(made)
     model.tie_weights()
     state = model.state_dict(keep_vars=True)
@@ -133,7 +159,7 @@ def main() -> None:
     leave_out_torch_xla()
     quiet_libraries()
     try:
-        print(_outline(json.load(sys.stdin)).to_json())
+        print(_outline(*json.load(sys.stdin)).to_json())
     except Exception as error:
         text = str(error) if isinstance(error, CheckpointMismatch) else f"transformers cannot make it: {_short(error)}"
         print(json.dumps({"error": text}))

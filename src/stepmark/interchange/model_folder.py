@@ -23,8 +23,13 @@ MAX_SHARD = 5_000_000_000
 ADAPTER = "adapter_model.safetensors"
 
 
-def write_model_folder(source: ForeignCheckpoint, out: Path, listener: ImportListener) -> int:
-    """Writes the folder; returns the bytes of its tensors. Raises as `write_checkpoint` does."""
+def write_model_folder(
+    source: ForeignCheckpoint, out: Path, listener: ImportListener, max_shard: int = MAX_SHARD
+) -> int:
+    """Writes the folder, in files of at most `max_shard` bytes of tensors; returns the bytes of its tensors.
+
+    Raises as `write_checkpoint` does.
+    """
     final = check_out(out, source.folder)
     for tensor in source.model.values():
         tensor.check()
@@ -34,7 +39,7 @@ def write_model_folder(source: ForeignCheckpoint, out: Path, listener: ImportLis
     }
     adapter = {name: entry for name, entry in entries.items() if source.adapter and name.startswith(PREFIX)}
     base = {name: entry for name, entry in entries.items() if name not in adapter}
-    shards = split_into_files(base, "safetensors", MAX_SHARD) if base else []
+    shards = split_into_files(base, "safetensors", max_shard) if base else []
     index = index_of(shards, "safetensors") if len(shards) > 1 else None
     shards += [ModelFile(ADAPTER, adapter)] if adapter else []
     size = sum(shard.size for shard in shards)

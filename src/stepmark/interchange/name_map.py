@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
+from stepmark.interchange.source_files import open_file
 
 Value = TypeVar("Value")
 
@@ -23,7 +24,8 @@ def read_map(path: Path) -> list[tuple[str, str]]:
         UsageError: The file is not such a map.
     """
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            found = parse_yaml(file.read().decode())
     except (OSError, ValueError) as error:
         raise UsageError(f"--map: {path} cannot be read: {error}") from error
     if not isinstance(found, Mapping) or not found:

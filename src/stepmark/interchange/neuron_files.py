@@ -17,7 +17,8 @@ from stepmark.interchange.pickle_reader import Global, PickledObject, dtype_of
 from stepmark.interchange.records import Record
 from stepmark.interchange.source_files import inside
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import read_torch_file
+from stepmark.interchange.torch_file import leaves, read_torch_file
+from stepmark.sharding.layout import Shape
 
 _FILE = re.compile(
     r"(?:dp_rank_(?P<dp>\d+)|(?P<full>full))(?:_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt\Z"
@@ -43,10 +44,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Missing:
-    """A tensor that is referred to, and whose file is not there."""
+    """A tensor that is referred to, and whose file is not there; with what the file of types says about it."""
 
     path: Path
     dtype: str | None
+    shape: Shape | None
 
 
 def rank_files(folder: Path) -> dict[Place, Path]:
@@ -118,6 +120,18 @@ def read_rank_file(path: Path, records: list[Record], other: Path | None = None)
     return _Resolver(path, records, other).resolve(file.value)
 
 
+def read_saved(path: Path, records: list[Record]) -> Any:
+    """The contents of a file of torch.save, or of torch_xla's xser: then with the tensors in the files beside it.
+
+    Raises CheckpointDamaged, naming the file, where one of them is missing.
+    """
+    found = read_rank_file(path, records)
+    missing = next(leaves(found, Missing), None)
+    if missing is not None:
+        raise CheckpointDamaged(f"{missing.path} is missing; it holds a tensor of {path.name}")
+    return found
+
+
 class _Resolver:
     def __init__(self, path: Path, records: list[Record], other: Path | None) -> None:
         self._path = path
@@ -147,14 +161,16 @@ class _Resolver:
                 if not isinstance(found.value, StoredArray):
                     raise CheckpointDamaged(f"{path} does not hold a tensor")
                 return found.value
-        return Missing(self._path.with_name(f"{self._path.name}.tensors") / f"tensor_{number}.pt", self._dtype(number))
+        path = self._path.with_name(f"{self._path.name}.tensors") / f"tensor_{number}.pt"
+        return Missing(path, *self._described(number))
 
-    def _dtype(self, number: int) -> str | None:
-        """What the file of types says about a tensor that is not there."""
+    def _described(self, number: int) -> tuple[str | None, Shape | None]:
+        """The type and shape of a tensor that is not there."""
         if self._info is None:
             path = self._path.with_name(f"{self._path.name}.info.pt")
             value = read_torch_file(path).value if path.is_file() else {}
             self._info = value if isinstance(value, dict) else {}
         entry = self._info.get(number)
-        found = entry.get("dtype") if isinstance(entry, dict) else None
-        return dtype_of(found.name) if isinstance(found, Global) else None
+        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+        sizes = tuple(shape) if isinstance(shape, list | tuple) and all(type(size) is int for size in shape) else None
+        return dtype_of(dtype.name) if isinstance(dtype, Global) else None, sizes

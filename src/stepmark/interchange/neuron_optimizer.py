@@ -14,8 +14,7 @@ from stepmark.interchange.neuron_stages import Stage
 from stepmark.interchange.optimizer_names import NAMES, numbered_names
 from stepmark.interchange.pickle_reader import natural
 from stepmark.interchange.records import Record
-from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_optimizer import as_tensor, plain
+from stepmark.interchange.torch_optimizer import as_tensor, plain, state_shape
 from stepmark.interchange.unsharding import row_chunks, shared_value
 from stepmark.sharding.layout import Shape
 
@@ -62,7 +61,8 @@ def add_optimizer(
     shapes = _shapes(first, where, zero)
     if any(type(number) is not int for number in shapes):
         raise CheckpointDamaged(f"{where}: the optimizer's states are not numbered")
-    names, rule = numbered_names(groups, shapes, _parameters(stage, shapes), str(where))
+    tool = "optimum-neuron" if only_first else None
+    names, rule = numbered_names(groups, shapes, stage.shapes(), str(where), tool=tool)
     states: dict[str, dict[str, list[Any]]] = {}
     for rank in ranks:
         dps = [contents[place] for place in sorted(files, key=lambda place: place.dp) if place.tp == rank]
@@ -81,32 +81,6 @@ def add_optimizer(
     for group in stage.groups:
         group.pop(NAMES, None)
     return rule
-
-
-def _parameters(stage: Stage, shapes: Mapping[int, Shape]) -> dict[str, Shape]:
-    """The stage's parameters; one whose weights were not saved has the shape that its state has, wherever it is."""
-    known = stage.shapes()
-    if len(known) == len(stage.tensors):
-        return known
-    return _AnyShape({name: known.get(name, ()) for name in stage.tensors})
-
-
-class _AnyShape(dict[str, Shape]):
-    """Shapes of which those that are unknown are equal to every other."""
-
-    def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        return found or _Any()
-
-
-class _Any:
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __iter__(self) -> Any:
-        return iter(())
 
 
 def _checked(path: Path, value: Any) -> dict[str, Any]:
@@ -136,12 +110,10 @@ def _shapes(value: dict[str, Any], where: Path, zero: bool) -> dict[Any, Shape]:
             return {number: natural(shape) for number, shape in _state(value, "shape_info", where).items()}
         except (TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{where}: its shape_info is malformed") from error
-    shapes = {}
-    for number, state in _state(value, "state", where).items():
-        arrays = [item for item in state.values() if isinstance(item, StoredArray) and item.shape]
-        if arrays:
-            shapes[number] = arrays[0].shape
-    return shapes
+    states = _state(value, "state", where)
+    if not all(isinstance(state, dict) for state in states.values()):
+        raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")
+    return {number: shape for number, state in states.items() if (shape := state_shape(state))}
 
 
 def _whole_states(value: dict[str, Any], names: Mapping[int, str], where: Path) -> dict[str, dict[str, Any]]:
@@ -188,6 +160,11 @@ def _joined(
         return shared_value(locals_, f"{where}: {name}/{key}")
     if not all(isinstance(local, ForeignTensor) for local in locals_):
         raise CheckpointDamaged(f"{where}: not every data parallel rank has the state {name}/{key}")
+    if len(locals_[0].shape) != len(shape):
+        raise CheckpointMismatch(
+            f"{locals_[0].where} is {list(locals_[0].shape)}, and its parameter {list(shape)}: a sum over the rows "
+            "of one data parallel rank; import the model alone with --model-only"
+        )
     if len(locals_) == 1 and locals_[0].shape[0] < shape[0]:
         if full and key == MASTER:
             return None
@@ -199,7 +176,7 @@ def _joined(
 def _local(name: str, key: str, value: Any, where: Path) -> Any:
     if isinstance(value, Missing):
         raise CheckpointDamaged(f"{value.path} is missing; it holds the optimizer's state {name}/{key}")
-    found = as_tensor(f"{name}/{key}", value, where)
+    found = as_tensor(f"{name}/{key}", value)
     if not isinstance(found, ForeignTensor) and not isinstance(found, bool | int | float | str | None):
         raise CheckpointMismatch(f"{where}: the optimizer's state {name}/{key} is a {type(found).__name__}")
     return found

@@ -9,6 +9,7 @@ from stepmark.checkpoint.format.rows import MASTER
 from stepmark.interchange.exported import adamw_states, optimizer_of
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.neuron_cutting import EMBEDDING, HEAD, NeuronModel, Parameter, rank_states, stage_groups
+from stepmark.interchange.optimizer_names import NAMES
 from stepmark.interchange.output_files import OutputFile, torch_file
 from stepmark.interchange.resharding import row_chunk
 
@@ -81,7 +82,8 @@ def _numbered(
     for group in groups:
         names = group["params"]
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
-        listed.append({**plain, "params": list(range(number, number + len(names)))})
+        named = {NAMES: list(names)} if len(groups) == 1 else {}  # the order of two groups is the tools' own
+        listed.append({**plain, **named, "params": list(range(number, number + len(names)))})
         for name in names:
             state = rank_states(model, by_name[name], states, rank)
             if state is not None:

@@ -34,8 +34,18 @@ class Stage:
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def shapes(self) -> dict[str, Shape]:
-        """The shapes on the first rank; a tensor that is not there has none."""
-        return {name: found[0].shape for name, found in self.tensors.items() if isinstance(found[0], ForeignTensor)}
+        """The shapes on the first rank. Raises CheckpointDamaged, naming the file, where one is in no file."""
+        known: dict[str, Shape] = {}
+        for name, (first, *_) in self.tensors.items():
+            if first.shape is None:
+                raise CheckpointDamaged(f"{first.path} is missing; it holds tensor {name!r}")
+            known[name] = first.shape
+        return known
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether weights are in no file, because masters may have been saved instead."""
+        return any(isinstance(local, Missing) for locals_ in self.tensors.values() for local in locals_)
 
 
 def fill_from_masters(stage: Stage) -> None:
@@ -123,7 +133,10 @@ def _add_states(
                 renamed = ForeignTensor(f"{new}/{key}", tensor.dtype, tensor.shape, tensor.pieces, replicas)
                 states.setdefault(new, {})[key] = renamed
         elif isinstance(first, ForeignTensor) and first.shape not in ((), (1,)):
-            raise CheckpointMismatch(f"{first.where} is {list(first.shape)}, and its parameter {list(shape)}")
+            raise CheckpointMismatch(
+                f"{first.where} is {list(first.shape)}, and its parameter {list(shape)}, which is a part or several in "
+                "one; import the model alone with --model-only"
+            )
         else:
             value = shared_value(locals_, f"{name}/{key}")
             for new in names:

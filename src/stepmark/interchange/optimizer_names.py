@@ -59,6 +59,7 @@ def numbered_names(
     layer_norms: frozenset[str] = frozenset(),
     frozen: frozenset[str] = frozenset(),
     renamed: Mapping[str, str] | None = None,
+    tool: str | None = None,
 ) -> tuple[dict[int, str], str]:
     """The parameters' names by number, and the rule that fits, in words.
 
@@ -70,9 +71,11 @@ def numbered_names(
         layer_norms: Parameters of torch's LayerNorm.
         frozen: Parameters that an optimizer may not have, because the model's class does not train them.
         renamed: Names of the saving program to those of `parameters`, where they differ.
+        tool: Of optimizers that a tool makes itself, which all do in two groups: its name. One group is then an
+            optimizer of the user's, whose order is in no file.
 
     Raises:
-        CheckpointMismatch: No rule fits, or the optimizer's own names are those of another model.
+        CheckpointMismatch: No rule fits, the order is unknown, or the optimizer's own names are those of another model.
     """
     numbers = [_numbers(group, where) for group in groups]
     flat = [number for group in numbers for number in group]
@@ -82,6 +85,11 @@ def numbered_names(
     if given is not None:
         _check_given(given, shapes, parameters, where)
         return given, "its own names"
+    if tool is not None and len(groups) == 1:
+        raise CheckpointMismatch(
+            f"{where}: the optimizer has one parameter group, where {tool} makes two, so its order of parameters is "
+            "the program's own and in no file; import the model alone with --model-only"
+        )
     trained = [name for name in parameters if name not in frozen]
     candidates = chain(
         _candidates(list(parameters), len(numbers), layer_norms),

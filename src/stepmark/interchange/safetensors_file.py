@@ -11,6 +11,7 @@ from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.format.tensor_file import header_length, natural_numbers, read_entries
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.interchange.source_files import open_file
 from stepmark.interchange.stored_array import StoredArray
 
 
@@ -20,7 +21,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]
     Raises CheckpointDamaged, naming the file, where it is missing, truncated or malformed.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = header_length(file.read(8), size)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.errors import CheckpointDamaged, CheckpointError
@@ -12,12 +13,26 @@ from stepmark.errors import CheckpointDamaged, CheckpointError
 _LARGEST_JSON = 1 << 30
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError, also for a named pipe, whose writer one would wait for."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.ENOTSUP, "a pipe, socket or device")
+    return path.open("rb")
+
+
+def leads_out(folder: Path, path: Path) -> bool:
+    """Whether a path leads out of the folder. In the hub's cache the files of a snapshot are links to `blobs`."""
+    root, target = folder.resolve(), path.resolve()
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    return not any(target.is_relative_to(allowed) for allowed in (root, *blobs))
+
+
 def inside(folder: Path, name: Any, said_by: Path) -> Path:
     """The path of a file that another file names. Raises CheckpointError where it leads out of the folder."""
     if not isinstance(name, str) or not name or "\0" in name:
         raise CheckpointDamaged(f"{said_by} names a file that has no name")
     path = folder / name
-    if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(folder.resolve()):
+    if Path(name).is_absolute() or ".." in Path(name).parts or leads_out(folder, path):
         raise CheckpointError(f"{said_by} names {name[:120]!r}, which is outside {folder}; it was not opened")
     return path
 
@@ -25,9 +40,10 @@ def inside(folder: Path, name: Any, said_by: Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointDamaged, naming the file, where it is not one."""
     try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise CheckpointDamaged(f"{path} is too large for what it is")
-        found = json.loads(path.read_bytes())
+        with open_file(path) as file:
+            if path.stat().st_size > _LARGEST_JSON:
+                raise CheckpointDamaged(f"{path} is too large for what it is")
+            found = json.loads(file.read())
     except OSError as error:
         raise cannot_read(path, error) from error
     except (ValueError, RecursionError) as error:

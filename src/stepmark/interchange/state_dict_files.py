@@ -10,11 +10,11 @@ from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.foreign import ForeignTensor, Piece
+from stepmark.interchange.neuron_files import read_saved
 from stepmark.interchange.records import Record
 from stepmark.interchange.safetensors_file import read_safetensors
 from stepmark.interchange.source_files import inside, read_json
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import read_torch_file
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDEXES = tuple(f"{name}.index.json" for name in SINGLE)
@@ -92,9 +92,7 @@ def _saved_offsets(path: Path, metadata: Any) -> dict[str, tuple[int, ...]]:
 
 def state_dict_of(path: Path, records: list[Record]) -> dict[str, StoredArray]:
     """The tensors of a torch.save file of a flat state dict. Raises CheckpointMismatch where it is something else."""
-    file = read_torch_file(path)
-    records += file.records
-    value = file.value
+    value = read_saved(path, records)
     if not isinstance(value, dict) or not value:
         raise CheckpointMismatch(f"{path} holds no state dict but a {type(value).__name__}")
     arrays = {name: item for name, item in value.items() if isinstance(item, StoredArray)}

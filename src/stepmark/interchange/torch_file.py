@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.read_errors import cannot_read
@@ -28,10 +28,12 @@ from stepmark.interchange.pickle_reader import (
     storage_dtype,
 )
 from stepmark.interchange.records import Record
+from stepmark.interchange.source_files import open_file
 from stepmark.interchange.stored_array import StoredArray
 
 _LARGEST_PICKLE = 512 << 20
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+Leaf = TypeVar("Leaf")
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 
 
@@ -59,7 +61,7 @@ def read_torch_file(path: Path, begin: int = 0, size: int | None = None) -> Torc
         CheckpointError: It contains a class that no known format has, or cannot be read at the moment.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             end = file.seek(0, io.SEEK_END)
             if begin + (size or 0) > end:
                 raise CheckpointDamaged(f"it has {end} bytes, and {begin + (size or 0)} are needed")
@@ -252,10 +254,15 @@ class _Resolver:
 
 def arrays_in(value: Any) -> Iterator[StoredArray]:
     """All arrays in a nested value."""
+    return leaves(value, StoredArray)
+
+
+def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
+    """All objects of a class in a nested value."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        if isinstance(item, StoredArray):
+        if isinstance(item, kind):
             yield item
         elif isinstance(item, dict):
             waiting.extend(reversed(list(item.values())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from stepmark.interchange.stored_array import StoredArray
 from stepmark.sharding.layout import Shape
 
 STEP = "step"
+_FACTORS = (("exp_avg_sq_row", "exp_avg_sq_col"), ("row_var", "col_var"))  # of transformers; of torch, of size 1 there
 
 
 def split_state_dict(value: Any, where: str) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
@@ -62,11 +63,19 @@ def number_tensor(name: str, value: float, path: Path) -> ForeignTensor:
     return ForeignTensor.whole(name, array)
 
 
-def state_shape(state: Mapping[str, Any], like: Callable[[Any], Shape | None]) -> Shape | None:
+def factored_shape(state: Mapping[str, Any]) -> Shape | None:
+    """The shape of a parameter of an Adafactor, which keeps sums over its rows and columns; None of any other."""
+    for names in _FACTORS:
+        rows, columns = (array_shape(state.get(name)) for name in names)
+        if rows and columns:
+            return (*(rows if names is _FACTORS[0] else rows[:-1]), columns[-1])
+    return None
+
+
+def state_shape(state: Mapping[str, Any]) -> Shape | None:
     """The shape of a parameter, as its states show it; None where they do not."""
-    return next(
-        (shape for key, value in state.items() if key != STEP and (shape := like(value)) not in (None, ())), None
-    )
+    shapes = (array_shape(value) for key, value in state.items() if key != STEP)
+    return factored_shape(state) or next((shape for shape in shapes if shape), None)
 
 
 def array_shape(value: Any) -> Shape | None:
@@ -82,17 +91,13 @@ def whole_optimizer(
     for key, values in state.items():
         if key not in names:
             raise CheckpointDamaged(f"{where}: the state of parameter {str(key)[:80]!r} is in no group")
-        states[names[key]] = {str(one): as_tensor(f"{names[key]}/{one}", value, where) for one, value in values.items()}
+        states[names[key]] = {str(one): as_tensor(f"{names[key]}/{one}", value) for one, value in values.items()}
     for group in groups:
         group["params"] = [names[key] for key in group["params"]]
         group.pop(NAMES, None)
     return ForeignOptimizer(groups, states)
 
 
-def as_tensor(name: str, value: Any, path: Path) -> Any:
-    """A state's value: arrays become tensors, and so does a step that is a number."""
-    if isinstance(value, StoredArray):
-        return ForeignTensor.whole(name, value)
-    if name.endswith(f"/{STEP}") and isinstance(value, int | float):
-        return number_tensor(name, float(value), path)
-    return value
+def as_tensor(name: str, value: Any) -> Any:
+    """A state's value: arrays become tensors."""
+    return ForeignTensor.whole(name, value) if isinstance(value, StoredArray) else value

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
+from transformers.optimization import Adafactor
 
 import stepmark
 from stepmark.cli.main import run
@@ -104,6 +106,32 @@ def test_shards_of_neuronx_distributed_go_on_over_four_ranks(
     program, given = f"{PROGRAMS}:continued_llama", {**CONTINUED, **settings}
     losses = ranks.run(program, config, str(tmp_path / "ours"), given, nproc=4).check()[0]
     assert losses == pytest.approx(with_torch(truth, range(3, 6)), abs=1e-5)
+
+
+def test_adafactor_goes_on(tmp_path: Path) -> None:
+    """Its states are sums over rows and columns, and no tensor of a parameter's shape."""
+    model, data = transformers.LlamaForCausalLM(llama_config()), samples()
+    names = foreign_checkpoints.grouped([name for name, _ in model.named_parameters()])
+    groups = [{"params": [model.get_parameter(name) for name in group]} for group in names]
+    made: Any = Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False)
+    losses = []
+    for step in range(6):
+        if step == 3:
+            source = foreign_checkpoints.trainer_folder(tmp_path / "source", foreign_checkpoints.truth())
+            save_file(
+                {name: tensor.clone() for name, tensor in model.state_dict().items()}, source / "model.safetensors"
+            )
+            torch.save(made.state_dict(), source / "optimizer.pt")
+        loss = model(**collate(data[4 * step : 4 * step + 4])).loss
+        made.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        made.step()
+        losses.append(loss.item())
+    assert run(["import", str(source), str(tmp_path / "ours" / "checkpoint-3")]) == 0
+    fresh = transformers.LlamaForCausalLM(llama_config())
+    found = continued(fresh, tmp_path / "ours", data, optim="adafactor", **CONTINUED)
+    assert found == pytest.approx(losses[3:], abs=1e-5)
 
 
 def test_foreign_folder_is_no_checkpoint_to_resume_from(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from stepmark.interchange.finish import CONFIG
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
 from stepmark.interchange.imported_state import trainer_state_bytes
 from stepmark.interchange.model_outline import ModelOutline, read_config
+from stepmark.interchange.optimizer_names import NAMES
 from stepmark.interchange.output_files import DataFile, OutputFile, copied_files, model_files, torch_file
 from stepmark.interchange.stored_array import StoredArray
 
@@ -65,7 +66,8 @@ def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]
     number = 0
     for group in optimizer.groups:
         names = in_order(group["params"], outline.parameters, source)
-        groups.append({**group, "params": list(range(number, number + len(names)))})
+        named = {NAMES: names} if len(optimizer.groups) == 1 else {}  # Trainer's own order is that of two groups
+        groups.append({**group, **named, "params": list(range(number, number + len(names)))})
         for name in names:
             if name in optimizer.states:
                 state[number] = {key: value for key, value in optimizer.states[name].items() if key != MASTER}

@@ -17,7 +17,7 @@ from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.name_map import new_names
 from stepmark.interchange.optimizer_names import FILE_ORDER, agreed_names
 from stepmark.interchange.state_dict_files import clean_name, without_prefix
-from stepmark.interchange.torch_optimizer import STEP, array_shape, as_tensor, plain, state_shape
+from stepmark.interchange.torch_optimizer import STEP, as_tensor, plain, state_shape
 
 _STATE = re.compile(r"(?P<key>[^.]+(?:\.[^.]+)??)\.state\.(?P<name>.+)\.(?P<item>[^.]+)\Z")
 _GROUP = re.compile(r"(?P<key>[^.]+(?:\.[^.]+)??)\.param_groups\.(?P<name>.+)\.(?P<item>[^.]+)\Z")
@@ -195,7 +195,7 @@ def _names(
     if ordered:
         saved = {name: tensor.shape for name, tensor in found.model.items()}
         orders[FILE_ORDER] = {n: shape for n, shape in saved.items() if outline is None or n in outline.parameters}
-    shapes = {int(key): shape for key, state in states.items() if (shape := state_shape(state, array_shape))}
+    shapes = {int(key): shape for key, state in states.items() if (shape := state_shape(state))}
     names, rule = agreed_names(orders, groups, shapes, str(where), outline, changed)
     found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
     return {str(number): name for number, name in names.items()}
@@ -214,7 +214,7 @@ def _named(
             raise CheckpointMismatch(f"{where}: the state of parameter {key[:80]!r} is in no group")
         name = names[key]
         result[name] = {
-            item: value if isinstance(value, ForeignTensor) else as_tensor(f"{name}/{item}", value, where)
+            item: value if isinstance(value, ForeignTensor) else as_tensor(f"{name}/{item}", value)
             for item, value in state.items()
         }
     _share_steps(result)

@@ -60,7 +60,8 @@ def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
 
     Args:
         folder: The store.
-        listed: Whether the metadata's list of names is complete, as all writers have it but one.
+        listed: Whether the metadata's list of names is that of the records, as all writers have it but one: its list
+            may lack names, and have names of which there are no records.
 
     Raises:
         CheckpointDamaged: A file, which the message names, is missing, truncated or malformed.
@@ -77,13 +78,12 @@ def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
     for entry in entries:
         _add(store, pieces, entry)
     for name, found in pieces.items():
-        store.tensors[name] = _tensor(path, name, found, shapes.get(name))
-    for name in shapes:
-        if name not in store.tensors and name not in store.values:
-            raise CheckpointDamaged(f"{path}: tensor {name!r} has no record in any file")
-    other = next((name for name in (*store.tensors, *store.values) if listed and name not in shapes), None)
-    if other is not None:
-        raise CheckpointDamaged(f"{path} has a record of {other[:80]!r}, and does not describe it")
+        store.tensors[name] = _tensor(path, name, found, shapes.get(name) if listed else None)
+    recorded = store.tensors.keys() | store.values.keys()
+    if listed and (missing := shapes.keys() - recorded):
+        raise CheckpointDamaged(f"{path}: tensor {min(missing)!r} has no record in any file")
+    if listed and (other := recorded - shapes.keys()):
+        raise CheckpointDamaged(f"{path} has a record of {min(other)[:80]!r}, and does not describe it")
     planned = metadata.attributes.get("planner_data")
     _set_paths(store, planned if isinstance(planned, dict) else {})
     return store

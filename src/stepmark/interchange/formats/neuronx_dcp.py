@@ -11,7 +11,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged
-from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
+from stepmark.interchange.foreign import ForeignCheckpoint
 from stepmark.interchange.formats.dcp_store import METADATA, DcpStore, read_store
 from stepmark.interchange.neuron_stages import Stage
 from stepmark.interchange.torch_optimizer import STEP, plain
@@ -26,8 +26,8 @@ def add_optimizers(stages: list[Stage], folder: Path, found: ForeignCheckpoint) 
     store = read_store(folder, listed=False)
     found.records += store.records
     groups = _groups(store)
-    steps: dict[str, ForeignTensor] = {}
-    for full_name, tensor in store.tensors.items():
+    steps: dict[str, Any] = {}  # tensors, or numbers
+    for full_name, tensor in {**store.values, **store.tensors}.items():
         match = _STATE.match(full_name) or _MASTER.match(full_name)
         if match is None:
             continue
@@ -54,8 +54,8 @@ def _stage_of(stages: list[Stage], name: str, pp: int, folder: Path) -> Stage:
 
 def _complete(
     stage: Stage,
-    steps: dict[str, ForeignTensor],
-    some: ForeignTensor | None,
+    steps: dict[str, Any],
+    some: Any,
     groups: list[dict[str, Any]],
     folder: Path,
 ) -> None:

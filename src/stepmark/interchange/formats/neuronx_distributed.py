@@ -71,7 +71,8 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     stages = stages_of(models, contents, found)
     optimizers = first_layout_optimizers(tag) if first_layout else rank_files(tag / "optim")
     lora = neuron_lora.config_of(tag, next(iter(contents.values())))
-    if options.model_only or not (optimizers or is_store(tag / "optim")):
+    weights_alone = options.model_only and not any(stage.lacks_weights for stage in stages)
+    if weights_alone or not (optimizers or is_store(tag / "optim")):
         found.lost += [] if options.model_only else ["optimizer: the checkpoint has none"]
     elif is_store(tag / "optim") and found.mesh["ep"] > 1:
         found.lost.append(LOST_STORE)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange import neuron_lora
 from stepmark.interchange.finish import files_beside, finish, outline_for
 from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.formats import neuronx_distributed as nxd
@@ -42,8 +43,14 @@ class StageMetadata:
 
 
 def recognize(folder: Path) -> bool:
-    """Whether the folder has the shards of optimum-neuron."""
+    """Whether the folder has the shards of optimum-neuron, or is the one that has them."""
+    folder = _checkpoint(folder)
     return bool(metadata_files(folder / SHARDS)) or bool(first_layout_files(folder / OLD_SHARDS))
+
+
+def _checkpoint(folder: Path) -> Path:
+    """The checkpoint's folder, of which optimum-neuron's own command also takes the inner one."""
+    return folder.resolve().parent if folder.name in (SHARDS, OLD_SHARDS) else folder
 
 
 def metadata_files(folder: Path) -> dict[int, Path]:
@@ -56,6 +63,7 @@ def metadata_files(folder: Path) -> dict[int, Path]:
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     """What the folder holds."""
+    folder = _checkpoint(folder)
     found = ForeignCheckpoint("optimum-neuron", folder, {}, files=files_beside(folder))
     old = not (folder / SHARDS).is_dir()
     shards = folder / (OLD_SHARDS if old else SHARDS)
@@ -74,22 +82,27 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     for stage, described in zip(stages, metadata, strict=True):
         stage.dims = dict(described.parameters or {})
     _read_state(found)
-    if not options.model_only:
+    if not options.model_only or any(stage.lacks_weights for stage in stages):
         _add_optimizers(stages, folder, shards, files, whole, old, found)
         found.schedule = nxd._plain_file(folder / "scheduler.pt")
     for stage in stages:
         fill_from_masters(stage)
     outline = outline_for(found.files, options, sum(len(stage.tensors) for stage in stages))
-    config = {**(outline.config if outline else {}), **_heads(metadata)}
-    heads = head_layout(stages, config or None, folder, options.heads)
+    heads = head_layout(stages, heads_config(metadata, found, options), folder, options.heads)
     found.model, found.optimizer = model_of(stages, heads), optimizer_of(stages, heads)
     if (folder / "training_args.bin").exists():
         found.lost.append("training_args.bin: it is a pickle of the tool's own classes; give the arguments again")
     return finish(found, options, outline)
 
 
-def _heads(metadata: list[StageMetadata]) -> dict[str, Any]:
-    return next((described.heads for described in metadata if described.heads), {})
+def heads_config(
+    metadata: list[StageMetadata], found: ForeignCheckpoint, options: ImportOptions
+) -> dict[str, Any] | None:
+    """The numbers of heads that the metadata says, or the user's config; None where nothing says them."""
+    config = neuron_lora.heads_config(options, found) or {}
+    said = next((described.heads for described in metadata if described.heads), {})
+    given = {key: config[key] for key in said if config.get(key)} if options.config is not None else {}
+    return {**config, **said, **given} or None
 
 
 def _model_in(path: Path, value: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.finish import finish
 from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.formats import neuronx_distributed as nxd
-from stepmark.interchange.formats.optimum_neuron import StageMetadata, metadata_files, read_metadata
+from stepmark.interchange.formats.optimum_neuron import StageMetadata, heads_config, metadata_files, read_metadata
 from stepmark.interchange.neuron_files import Place, rank_files
 from stepmark.interchange.neuron_lora import ADAPTER_CONFIG
 from stepmark.interchange.neuron_stages import fill_from_masters, head_layout, model_of
@@ -49,8 +49,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     stages = nxd.stages_of(files, own, found)
     for stage in stages:
         fill_from_masters(stage)
-    heads_of = next((described.heads for described in metadata if described.heads), None)
-    heads = head_layout(stages, heads_of, adapter, options.heads)
+    heads = head_layout(stages, heads_config(metadata, found, options), adapter, options.heads)
     found.model = model_of(stages, heads)
     found.lost.append("optimizer: optimum-neuron saves none with adapters")
     config = adapter / ADAPTER_CONFIG

@@ -1,4 +1,4 @@
-"""Plain state dicts: a file of torch.save, xm.save or safetensors with a model's tensors, alone or nested, whole.
+"""Plain state dicts: a file of torch.save, xm.save, xser or safetensors with a model's tensors, alone or nested, whole.
 
 With a --map file, the names of another program become Hugging Face's.
 """
@@ -13,13 +13,14 @@ from stepmark.interchange.finish import CONFIG, files_beside, finish, outline_fo
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor, ImportOptions
 from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.name_map import new_names, renamed
+from stepmark.interchange.neuron_files import read_saved
 from stepmark.interchange.optimizer_names import FILE_ORDER, agreed_names
 from stepmark.interchange.pickle_reader import PickledObject
 from stepmark.interchange.safetensors_file import read_safetensors
 from stepmark.interchange.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import arrays_in, read_torch_file
-from stepmark.interchange.torch_optimizer import array_shape, split_state_dict, state_shape, whole_optimizer
+from stepmark.interchange.torch_file import arrays_in
+from stepmark.interchange.torch_optimizer import split_state_dict, state_shape, whole_optimizer
 
 MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 STEPS = ("step", "global_step", "iteration", "iter")
@@ -36,7 +37,9 @@ def _file_of(source: Path) -> Path | None:
     if source.is_file():
         with source.open("rb") as file:
             return source if source.suffix == ".safetensors" or file.read(4) in _MAGIC else None
-    found = [path for path in source.iterdir() if path.suffix in SUFFIXES and path.is_file()] if source.is_dir() else []
+    names = [path.name for path in source.iterdir()] if source.is_dir() else []
+    saved = [source / name for name in names if Path(name).suffix in SUFFIXES or f"{name}.tensors" in names]
+    found = [path for path in saved if path.is_file()]
     return found[0] if len(found) == 1 else None
 
 
@@ -104,11 +107,10 @@ def value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
     """The dict in a file, which may be nested; adds the file's records."""
     if path.suffix == ".safetensors":
         return dict(read_safetensors(path)[0])
-    file = read_torch_file(path)
-    found.records += file.records
-    if not isinstance(file.value, dict):
-        raise CheckpointMismatch(f"{path} holds no state dict but a {type(file.value).__name__}")
-    return file.value
+    value = read_saved(path, found.records)
+    if not isinstance(value, dict):
+        raise CheckpointMismatch(f"{path} holds no state dict but a {type(value).__name__}")
+    return value
 
 
 def model_in(value: dict[str, Any], path: Path, lost: list[str]) -> tuple[str, dict[str, StoredArray]]:
@@ -154,7 +156,7 @@ def _names(
 ) -> dict[Any, str]:
     """Each number to a name. The saving program numbered in the order of its own class, which its state dict has; the
     config's class may have another. Without new names the two are the same class, and have to agree."""
-    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one, array_shape))}
+    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
     saved = {name: tensor.shape for name, tensor in found.model.items()}
     orders = {FILE_ORDER: saved}
     if outline is not None:

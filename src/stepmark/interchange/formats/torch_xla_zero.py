@@ -17,11 +17,11 @@ from stepmark.interchange.finish import CONFIG, files_beside, finish, fit_model,
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
 from stepmark.interchange.formats import plain
 from stepmark.interchange.model_outline import ModelOutline
+from stepmark.interchange.neuron_files import read_saved
 from stepmark.interchange.neuron_optimizer import zero_states
 from stepmark.interchange.optimizer_names import FILE_ORDER, NAMES, agreed_names
 from stepmark.interchange.pickle_reader import natural
 from stepmark.interchange.state_dict_files import clean_name, has_weights, read_weights, without_prefix
-from stepmark.interchange.torch_file import read_torch_file
 from stepmark.interchange.torch_optimizer import split_state_dict
 from stepmark.sharding.layout import Shape
 
@@ -61,9 +61,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     found = ForeignCheckpoint("torch_xla ZeRO-1", folder, {}, files=files_beside(folder), mesh={"dp": len(files)})
     contents = []
     for _, path in sorted(files.items()):
-        file = read_torch_file(path)
-        found.records += file.records
-        contents.append(file.value)
+        contents.append(read_saved(path, found.records))
     optimizers = [_optimizer_in(value, path) for value, (_, path) in zip(contents, sorted(files.items()), strict=True)]
     found.model = _model(folder, contents[0], set(files.values()), found)
     saved = {name: tensor.shape for name, tensor in found.model.items()}

@@ -16,6 +16,7 @@ from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, Fo
 from stepmark.interchange.formats import dcp
 from stepmark.interchange.formats.dcp_store import is_store, read_store
 from stepmark.interchange.model_outline import ModelOutline
+from stepmark.interchange.neuron_files import read_saved
 from stepmark.interchange.optimizer_names import numbered_names
 from stepmark.interchange.source_files import read_json
 from stepmark.interchange.state_dict_files import (
@@ -26,9 +27,10 @@ from stepmark.interchange.state_dict_files import (
     without_prefix,
 )
 from stepmark.interchange.torch_file import read_torch_file
-from stepmark.interchange.torch_optimizer import array_shape, split_state_dict, state_shape, whole_optimizer
+from stepmark.interchange.torch_optimizer import split_state_dict, state_shape, whole_optimizer
 
 STATE = "trainer_state.json"
+TRAINER = "transformers Trainer"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _FSDP_MODELS = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0")
@@ -59,7 +61,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
 
 
 def _kind(folder: Path) -> str:
-    tool = "transformers Trainer" if (folder / STATE).is_file() else "accelerate"
+    tool = TRAINER if (folder / STATE).is_file() else "accelerate"
     return f"{tool} with FSDP" if any((folder / name).exists() for name in _FSDP_MODELS) else tool
 
 
@@ -101,9 +103,7 @@ def _optimizer(folder: Path, found: ForeignCheckpoint, outline: ModelOutline | N
     if path is None:
         found.lost.append("optimizer: the folder has no optimizer.pt")
         return None
-    file = read_torch_file(path)
-    found.records += file.records
-    state, groups = split_state_dict(file.value, str(path))
+    state, groups = split_state_dict(read_saved(path, found.records), str(path))
     return whole_optimizer(state, groups, _names(state, groups, found, outline, path), path)
 
 
@@ -123,8 +123,11 @@ def _names(
             f"{path} numbers the parameters, and their order follows from the model's {CONFIG}, which is not in the "
             "folder; give it with --config, or import the model alone with --model-only"
         )
-    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one, array_shape))}
-    names, rule = numbered_names(groups, shapes, outline.parameters, str(path), outline.layer_norms, outline.frozen)
+    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
+    tool = TRAINER if found.kind.startswith(TRAINER) else None
+    names, rule = numbered_names(
+        groups, shapes, outline.parameters, str(path), outline.layer_norms, outline.frozen, tool=tool
+    )
     found.assumed.append(f"the optimizer numbers its parameters; their names follow from {CONFIG} ({rule})")
     return dict(names)
 
