@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalPrediction
 from stepmark.checkpoint import Checkpointer
 from stepmark.config.old_names import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
+from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
 from stepmark.errors import UsageError
 from stepmark.evaluation.metrics import check_by_batch
@@ -95,7 +96,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         train_dataset: Has a length and returns sample i, or can only be iterated, which needs `max_steps`; needed by
             `train`. The ranks take the batches of the latter in turn; a resumed run skips those that were taken.
         eval_dataset: The same for `evaluate`, or several by name.
-        processing_class: The tokenizer; it is saved with the model.
+        processing_class: The tokenizer; it is saved with the model. Default for that: `data_collator.tokenizer`.
         model_init: Makes the model, instead of `model`, with `seed`: once here, and again for every further `train()`.
         compute_loss_func: `(outputs, labels, num_items_in_batch)` to a loss, instead of the model's own: a mean over
             the targets of the micro-batch, or a sum divided by `num_items_in_batch`, which is the number of targets of
@@ -640,6 +641,15 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     def _results(self) -> RunResults:
         return RunResults(Path(self.args.output_dir), self._callbacks.run_log, self.context.host)
 
+    @property
+    def _saved_processing(self) -> Any:
+        """What is saved beside the model: `processing_class`, or else that of the collator, as in transformers."""
+        collator = self.data_collator
+        if isinstance(collator, PadTo):
+            collator = collator.collate_fn
+        found = (self.processing_class, *(getattr(collator, name, None) for name in ("processor", "tokenizer")))
+        return next((each for each in found if each is not None), None)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective.
 
@@ -656,12 +666,12 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         folder = Path(output_dir or self.args.output_dir).absolute()
         if self._saved_files.collects(folder):
             if self.is_world_process_zero():
-                write_model_files(folder, self._saved, self.processing_class)
+                write_model_files(folder, self._saved, self._saved_processing)
             return
         if extracting_graphs():
             warn_not_saved(f"the model in {folder}")
             return
-        write_model(folder, self._saved, self.mesh, self.processing_class, self.args.save_timeout)
+        write_model(folder, self._saved, self.mesh, self._saved_processing, self.args.save_timeout)
 
     def _collect_model_files(self) -> None:
         """Before a checkpoint: lets an overridden `save_model` write the files that the checkpoint gets. Collective."""
@@ -672,7 +682,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         if self._overridden("save_model"):
             self._saved_files.move_to(folder)
         else:
-            write_model_files(folder, self._saved, self.processing_class)
+            write_model_files(folder, self._saved, self._saved_processing)
         for write in self.checkpoint_files:
             write(folder)
         self._write_state(folder)
