@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
-from stepmark.config.transformers_defaults import ALIASES, IGNORED, LATE, check_ignored, ignored_argument
+from stepmark.config.transformers_defaults import LATE, is_absent, options_of_transformers, set_absent
 from stepmark.errors import UsageError
 from stepmark.launch.accelerate_variables import asked_by_accelerate
 from stepmark.launch.world import World
@@ -22,7 +22,7 @@ ALONE = -1  # `local_rank` of a run of one rank
 
 
 @dataclass(repr=False)
-class TrainingArguments(TrainingFields):
+class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields):  # type: ignore[misc]
     """The training fields of a recipe (`TrainingFields`), and what scripts for transformers read besides.
 
     Args:
@@ -108,6 +108,10 @@ class TrainingArguments(TrainingFields):
             raise UsageError(f"local_rank: is {self.local_rank}, but the launcher says {launched}; leave it out")
         self.local_rank = launched
         self.parameter_dtype = self.dtype
+        if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
+            raise UsageError("dataloader_prefetch_factor: needs workers; set dataloader_num_workers, or leave it out")
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
 
     def _take_variables(self) -> None:
         """What `accelerate launch` asks for, where the arguments do not say otherwise."""
@@ -119,7 +123,7 @@ class TrainingArguments(TrainingFields):
 
     def _take_dtype(self) -> None:
         """`dtype` as it was given to the constructor, under either name; that of torch becomes its name."""
-        given = vars(self).pop(LATE, {}).get("dtype")
+        given = self.__dict__.pop(LATE, {}).get("dtype")
         given = self.dtype if given is None else given
         if type(given).__module__ == "torch":
             given = str(given).removeprefix("torch.")
@@ -128,16 +132,12 @@ class TrainingArguments(TrainingFields):
             raise UsageError(f"dtype, parameter_dtype: they are the same, and are {given} and {other}; leave one out")
         self.dtype = given if other is None else other
 
-    def __getattr__(self, name: str) -> Any:  # of what is not found otherwise
-        return ignored_argument(self, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises UsageError for an argument of transformers that would have no effect."""
-        name = ALIASES.get(name, name)
         if name == "save_on_each_node" and value:
             _check_one_node()
-        if check_ignored(self, name, value):
-            vars(self).setdefault(IGNORED, {})[name] = value
+        if is_absent(type(self), name):
+            set_absent(self, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -145,6 +145,16 @@ class TrainingArguments(TrainingFields):
     def use_cpu(self) -> bool:
         """Whether `device` is `cpu`."""
         return self.device_name == "cpu"
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """`gradient_checkpointing`."""
+        return self.gradient_checkpointing
+
+    @property
+    def activation_checkpointing_kwargs(self) -> Any:
+        """`gradient_checkpointing_kwargs`."""
+        return self.gradient_checkpointing_kwargs
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
@@ -279,7 +289,8 @@ class TrainingArguments(TrainingFields):
         return int(getattr(logging, self.log_level.upper()))
 
     def _values(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "device"}
+        names = [field.name for field in dataclasses.fields(self) if not is_absent(type(self), field.name)]
+        values = {name: getattr(self, name) for name in names if name != "device"}
         secret = {} if self.hub_token is None else {"hub_token": "<HUB_TOKEN>"}
         return {**values, "device": self.device_name, **secret}
 

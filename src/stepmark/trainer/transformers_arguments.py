@@ -8,9 +8,8 @@ from typing import Any
 
 import transformers
 
-from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import TrainingFields
-from stepmark.config.transformers_defaults import ALIASES, SWITCHES, is_done
+from stepmark.config.transformers_defaults import ALIASES, SWITCHES, is_done, known_fields
 from stepmark.config.unknown_field_message import unknown_field
 from stepmark.errors import UsageError
 from stepmark.trainer.seq2seq_arguments import Seq2SeqTrainingArguments
@@ -32,7 +31,7 @@ def converted(args: Any) -> Any:
         return args
     seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
     kind = Seq2SeqTrainingArguments if seq2seq else TrainingArguments
-    own = [name for name in field_names(kind) if name != "local_rank"]  # that is the launcher's
+    own = [name for name in (*known_fields(kind), "dtype") if name != "local_rank"]  # that is the launcher's
     values = {name: _plain(value) for name, value in _fields(args).items()}
     defaults = {name: _plain(value) for name, value in _fields(_default(args)).items()}
     switched = {name: values.pop(name) for name in SWITCHES if name in values}
