@@ -37,7 +37,7 @@ def test_default_values_of_other_fields_are_accepted(tmp_path: Path, kind: type[
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("fp16_full_eval", True), ("torch_compile", True), ("fsdp", "full_shard"), ("learningrate", 1.0)],
+    [("fp16_full_eval", True), ("auto_find_batch_size", True), ("fsdp", "full_shard"), ("learningrate", 1.0)],
 )
 @pytest.mark.parametrize("kind", [TrainingArguments, ScriptArguments])
 def test_other_values_are_refused_by_name(name: str, value: Any, kind: type[TrainingArguments]) -> None:
@@ -120,17 +120,17 @@ def test_arguments_that_are_lacking_can_be_read_and_keep_their_defaults() -> Non
         True,
         False,
     )
-    made.torch_compile = False
-    with pytest.raises(UsageError, match="^torch_compile: .*pass torch.compile"):
-        made.torch_compile = True
-    assert made.torch_compile is False
+    made.auto_find_batch_size = False
+    with pytest.raises(UsageError, match="^auto_find_batch_size: .*stepmark plan"):
+        made.auto_find_batch_size = True
+    assert made.auto_find_batch_size is False
     with pytest.raises(AttributeError, match="no attribute 'torch_compiled'"):
         made.torch_compiled  # noqa: B018
 
 
 def test_all_arguments_that_are_refused_are_named_at_once() -> None:
-    with pytest.raises(UsageError, match="^evaluation_strategy: .*use eval_strategy; torch_compile: .*; no_cuda: "):
-        TrainingArguments(evaluation_strategy="no", torch_compile=True, seed=3, no_cuda=True)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="^evaluation_strategy: .*use eval_strategy; tf32: .*; no_cuda: "):
+        TrainingArguments(evaluation_strategy="no", tf32=True, seed=3, no_cuda=True)  # type: ignore[call-arg]
 
 
 def test_what_is_done_anyway_may_be_asked_for() -> None:

@@ -30,9 +30,7 @@ DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 LATE = "_late"  # the attribute with fields that HfArgumentParser leaves alone, for `__post_init__`
-_ABSENT: dict[
-    str, dataclasses.Field[Any]
-] = {}  # fields for what Stepmark lacks, as `options_of_transformers` made them
+_ABSENT: dict[str, dataclasses.Field[Any]] = {}  # fields that `options_of_transformers` has made
 
 # Switches of transformers that are a value of another field here.
 SWITCHES: dict[str, tuple[str, Any]] = {"use_cpu": ("device", "cpu"), "enable_jit_checkpoint": ("save_on_signal", True)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 from collections.abc import Collection
@@ -31,12 +30,9 @@ def unknown_field(name: str, known: Collection[str], path: str | None = None) ->
     return f"{name}: is not a field{where}; {listed}"
 
 
-def _transformers_fields() -> set[str]:
+def _transformers_fields() -> Collection[str]:
     """Read from the installed transformers, only for an error message: importing it takes seconds."""
-    from stepmark.config.quiet_libraries import quiet_libraries
-
-    quiet_libraries()
     os.environ.setdefault("PJRT_DEVICE", "CPU")  # torch_xla would log that it chooses a device
-    from transformers import TrainingArguments
+    from stepmark.config.transformers_defaults import transformers_defaults
 
-    return {field.name for field in dataclasses.fields(TrainingArguments)}
+    return transformers_defaults()

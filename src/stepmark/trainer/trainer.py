@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import EvalPrediction
+from transformers.trainer_utils import EvalPrediction, TrainerMemoryTracker
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.config.old_names import explains_keywords
@@ -52,6 +52,7 @@ from stepmark.trainer.setup import (
     RunParts,
     check_packed,
     check_start,
+    compile_as_asked,
     count_steps,
     make_checkpointer,
     make_schedule,
@@ -74,6 +75,12 @@ from stepmark.training.noisy_embeddings import noisy_embeddings
 from stepmark.training.step import TrainStep
 
 NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods that call it where they are replaced
+
+
+NO_ACCELERATE = (
+    "Stepmark does not use accelerate; return a loader as it is instead of accelerator.prepare(loader), and use "
+    "trainer.model, trainer.is_world_process_zero() and args.device"
+)
 
 
 @explains_keywords
@@ -141,6 +148,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     ) -> None:
         check_overrides(type(self), _OWN_HOOKS)
         self.args: TrainingArguments = converted(args)
+        self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
+        self._memory_tracker.start()
         set_log_level(self.args)
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
@@ -150,6 +159,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
         self.mesh = prepare_model(model, self.args, self.context)
+        compile_as_asked(model, self.args, self.mesh)
         self.model = model
         self._saved = adapter_of(model) or model
         for name in NEED_COMPLETE_MODEL:
@@ -182,6 +192,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         if self.args.push_to_hub and not extracting_graphs():
             self._upload_checkpoints()
         self._callbacks.event("on_init_end")
+        self._memory_tracker.stop_and_update_metrics()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, which the next call of `train` or `evaluate` uses, as in transformers.
@@ -197,6 +208,12 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = f": {NO_ACCELERATE}" if name == "accelerator" else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _upload_checkpoints(self) -> None:
         """Creates the repository, and uploads checkpoints as `hub_strategy` says."""
@@ -518,6 +535,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             StepmarkError: The final model cannot be written, for example because the disk is full.
             RunInterrupted: A signal stopped the run, which can be resumed (a SystemExit with code 75).
         """
+        self._memory_tracker.start()
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         folder = Path(self.args.output_dir)
         prepare_output_folder(folder, self.context.host)
@@ -553,6 +571,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                             folder, self.context.host, resumes=bool(resume), repeats=loop.record_resumption
                         )
                     output = self._train(loop, parts, checkpointer, restored)
+                self._memory_tracker.stop_and_update_metrics(output.metrics)
                 if save_model:
                     self.save_model()
                     if self.args.eval_strategy != "no":

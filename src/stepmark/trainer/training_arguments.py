@@ -53,6 +53,14 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
         hub_private_repo: Whether a new repository is private; default: as the hub's organization says.
         hub_always_push: Upload a checkpoint although the one before is still on its way. Default: false.
         hub_revision: The branch; default: the main one.
+        torch_compile: Compile the model in place; a lazy device compiles in any case. Default: false, but true with one
+            of the next two.
+        torch_compile_backend: Default: `inductor`.
+        torch_compile_mode: Default: that of torch.compile.
+        debug: `underflow_overflow`: transformers' DebugUnderflowOverflow watches the model, on eager devices. Default:
+            nothing.
+        skip_memory_metrics: Otherwise results have the memory that each stage allocated, as in transformers. Default:
+            true.
         log_on_each_node: Whether the first rank of each machine logs, as `should_log` says, or rank 0 alone. Default:
             true.
         save_on_each_node: Accepted where all ranks are on one machine, on which it means nothing. Default: false.
@@ -79,6 +87,11 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
     hub_private_repo: bool | None = None
     hub_always_push: bool = False
     hub_revision: str | None = None
+    torch_compile: bool = False
+    torch_compile_backend: str | None = None
+    torch_compile_mode: str | None = None
+    debug: str | list[str] = ""
+    skip_memory_metrics: bool = True
     log_on_each_node: bool = True
     save_on_each_node: bool = False
 
@@ -89,12 +102,24 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        from transformers import integrations
+        from transformers.debug_utils import DebugOption
+
         self._take_dtype()
         if self.output_dir is None:
             self.output_dir = TrainingFields.output_dir
         self._take_variables()
         super().__post_init__()
+        self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
+        if self.torch_compile:
+            self.torch_compile_backend = self.torch_compile_backend or "inductor"
+        names, known = self.debug.split() if isinstance(self.debug, str) else self.debug or [], "underflow_overflow"
+        if set(names) - {known}:
+            raise UsageError(f"debug: {names} is not supported; choose {known}, or leave it out")
+        self.debug = [DebugOption(name) for name in names]
         self.lr_scheduler_kwargs, self.report_to = self.scheduler_options or None, self.reporters
+        if getattr(integrations, "is_kubeflow_available", bool)() and "kubeflow" not in self.report_to:
+            self.report_to.append("kubeflow")
         self.gradient_checkpointing_kwargs = self.checkpointing_options or None
         self.include_for_metrics = list(self.include_for_metrics or [])
         unknown = sorted(set(self.include_for_metrics) - {"inputs", "loss"})
