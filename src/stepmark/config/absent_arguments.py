@@ -1,9 +1,13 @@
-"""Arguments of transformers' TrainingArguments that Stepmark refuses: what to use instead of each.
+"""Arguments of transformers' TrainingArguments: their defaults, and of those that Stepmark refuses what to use instead.
 
 docs/transformers.md has the same as a table, and a test compares them.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
 
 _PRECISION = "use bf16 or fp16 (autocast) or dtype: bfloat16 (with fp32 master weights)"
 _SHARDING = "use zero_1, tensor_parallel_size and sequence_parallel"
@@ -65,3 +69,26 @@ INSTEAD = {
     "include_for_metrics": _IN_PYTHON,
     "prediction_loss_only": _IN_PYTHON,
 }
+
+
+@functools.cache
+def transformers_defaults() -> dict[str, Any]:
+    """The defaults of transformers' TrainingArguments by name. Imports transformers, which takes seconds."""
+    return {field.name: _default(field) for field in dataclasses.fields(transformers_class()) if field.init}
+
+
+@functools.cache
+def transformers_class() -> Any:
+    """transformers' TrainingArguments, also where a program puts another class in its place later."""
+    from stepmark.config.quiet_libraries import quiet_libraries
+
+    quiet_libraries()
+    from transformers import TrainingArguments
+
+    return TrainingArguments
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default

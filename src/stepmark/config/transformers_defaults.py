@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from stepmark.config.absent_arguments import INSTEAD
+from stepmark.config.absent_arguments import INSTEAD, transformers_class, transformers_defaults
 from stepmark.config.coercion import field_names
 from stepmark.config.unknown_field_message import unknown_field
 from stepmark.errors import UsageError
@@ -66,7 +65,7 @@ def options_of_transformers(base: type) -> type:
     """A dataclass with the arguments of transformers that `base` lacks, as a second base of a class that redeclares
     those that it has. So `HfArgumentParser` makes an option of each, whose value is accepted or refused as in a call.
     """
-    hints = typing.get_type_hints(_their_class())
+    hints = typing.get_type_hints(transformers_class())
     fields = [
         (name, hints[name], dataclasses.field(default=value, metadata={"help": INSTEAD.get(name, "")}))
         for name, value in transformers_defaults().items()
@@ -143,28 +142,6 @@ def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict
         if refused:
             raise UsageError("; ".join(unknown_field(name, known) for name in refused))
     return {name: value for name, value in options.items() if name in known}
-
-
-@functools.cache
-def transformers_defaults() -> dict[str, Any]:
-    """The defaults of transformers' TrainingArguments by name. Imports transformers, which takes seconds."""
-    return {field.name: _default(field) for field in dataclasses.fields(_their_class()) if field.init}
-
-
-@functools.cache
-def _their_class() -> Any:
-    from stepmark.config.quiet_libraries import quiet_libraries
-
-    quiet_libraries()
-    from transformers import TrainingArguments
-
-    return TrainingArguments
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
 
 
 def _is_count(value: Any) -> bool:

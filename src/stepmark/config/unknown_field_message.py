@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Collection
 
-from stepmark.config.absent_arguments import INSTEAD
+from stepmark.config.absent_arguments import INSTEAD, transformers_defaults
 from stepmark.config.old_names import FIELDS
 
 # Fields of run_clm, which no installed package declares.
@@ -33,6 +33,4 @@ def unknown_field(name: str, known: Collection[str], path: str | None = None) ->
 def _transformers_fields() -> Collection[str]:
     """Read from the installed transformers, only for an error message: importing it takes seconds."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")  # torch_xla would log that it chooses a device
-    from stepmark.config.transformers_defaults import transformers_defaults
-
     return transformers_defaults()
