@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from stepmark.cli.recipe_fields import add_recipe_arguments, recipe_of
 from stepmark.config.old_names import FIELDS
 from stepmark.config.recipe import PARTS, Recipe, all_fields, read_recipe
 from stepmark.config.unknown_field_message import unknown_field
@@ -178,3 +180,39 @@ def test_shared_fields_have_the_defaults_of_transformers() -> None:
             default = getattr(field.default, "value", field.default)
             mine = ours[field.name][1]
             assert mine == default or (not mine and not default), (field.name, mine, default)
+
+
+@pytest.mark.parametrize("flag", ["--bf16", "--zero_1", "--resume_from_checkpoint", "--do_train"])
+def test_a_recipe_may_follow_a_flag_without_a_value(tmp_path: Path, flag: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\nseed: 7\n")
+    parser = argparse.ArgumentParser()
+    add_recipe_arguments(parser)
+    for text in ([flag, str(path)], [str(path), flag], [f"{flag}=true", str(path)]):
+        made = recipe_of(parser.parse_args(text)).training
+        assert made.seed == 7
+        assert flag == "--do_train" or getattr(made, flag[2:]) is True
+
+
+def test_a_path_after_a_flag_stays_its_value(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\n")
+    parser = argparse.ArgumentParser()
+    add_recipe_arguments(parser)
+    made = recipe_of(parser.parse_args(["--resume_from_checkpoint", "runs/checkpoint-5", str(path)]))
+    assert made.training.resume_from_checkpoint == "runs/checkpoint-5"
+    with pytest.raises(UsageError, match="bf16: should be true or false"):
+        recipe_of(parser.parse_args(["--bf16", "maybe", str(path)]))
+    with pytest.raises(UsageError, match="bf16: should be true or false"):
+        recipe_of(parser.parse_args([str(path), "--bf16", str(path)]))
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_do_train_may_only_ask_for_what_is_done(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\ndo_train: {value}\n")
+    if value == "true":
+        assert read_recipe(str(path), {}).model.config_name == "gpt2"
+        return
+    with pytest.raises(UsageError, match="^do_train: "):
+        read_recipe(str(path), {})

@@ -37,7 +37,7 @@ def test_default_values_of_other_fields_are_accepted(tmp_path: Path, kind: type[
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("fp16_full_eval", True), ("torch_compile", True), ("fsdp", "full_shard"), ("learningrate", 1.0)],
+    [("fp16_full_eval", True), ("auto_find_batch_size", True), ("fsdp", "full_shard"), ("learningrate", 1.0)],
 )
 @pytest.mark.parametrize("kind", [TrainingArguments, ScriptArguments])
 def test_other_values_are_refused_by_name(name: str, value: Any, kind: type[TrainingArguments]) -> None:
@@ -120,17 +120,17 @@ def test_arguments_that_are_lacking_can_be_read_and_keep_their_defaults() -> Non
         True,
         False,
     )
-    made.torch_compile = False
-    with pytest.raises(UsageError, match="^torch_compile: .*pass torch.compile"):
-        made.torch_compile = True
-    assert made.torch_compile is False
+    made.auto_find_batch_size = False
+    with pytest.raises(UsageError, match="^auto_find_batch_size: .*stepmark plan"):
+        made.auto_find_batch_size = True
+    assert made.auto_find_batch_size is False
     with pytest.raises(AttributeError, match="no attribute 'torch_compiled'"):
         made.torch_compiled  # noqa: B018
 
 
 def test_all_arguments_that_are_refused_are_named_at_once() -> None:
-    with pytest.raises(UsageError, match="^evaluation_strategy: .*use eval_strategy; torch_compile: .*; no_cuda: "):
-        TrainingArguments(evaluation_strategy="no", torch_compile=True, seed=3, no_cuda=True)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="^evaluation_strategy: .*use eval_strategy; tf32: .*; no_cuda: "):
+        TrainingArguments(evaluation_strategy="no", tf32=True, seed=3, no_cuda=True)  # type: ignore[call-arg]
 
 
 def test_what_is_done_anyway_may_be_asked_for() -> None:
@@ -138,3 +138,81 @@ def test_what_is_done_anyway_may_be_asked_for() -> None:
     assert (made.eval_accumulation_steps, made.ddp_find_unused_parameters) == (2, False)
     with pytest.raises(UsageError, match="^ddp_backend: "):
         TrainingArguments(ddp_backend="mpi")  # type: ignore[call-arg]
+
+
+def parsed(*text: str, kind: Any = ScriptArguments) -> Any:
+    parser = transformers.HfArgumentParser(kind)
+    return parser.parse_args_into_dataclasses(["--rank", "2", *text], look_for_args_file=False)[0]
+
+
+def test_the_parser_has_an_option_for_every_argument_of_transformers() -> None:
+    theirs, ours = (
+        {name for action in transformers.HfArgumentParser(kind)._actions for name in action.option_strings}
+        for kind in (transformers.TrainingArguments, TrainingArguments)
+    )
+    assert theirs - ours == set()
+    made = parsed()
+    assert {name: getattr(made, name) for name in ("ddp_timeout", "torch_empty_cache_steps", "use_cpu", "fsdp")} == {
+        "ddp_timeout": 1800, "torch_empty_cache_steps": None, "use_cpu": False, "fsdp": None,
+    }  # fmt: skip
+
+
+def test_options_that_mean_nothing_here_are_accepted_and_can_be_read() -> None:
+    made = parsed(
+        *("--use_cpu", "--ddp_find_unused_parameters", "false", "--no_logging_nan_inf_filter", "--ddp_backend", "gloo"),
+        *("--no_dataloader_pin_memory", "--dataloader_num_workers", "1", "--dataloader_prefetch_factor", "2"),
+        *("--dataloader_persistent_workers", "--torch_empty_cache_steps", "3", "--eval_accumulation_steps", "4"),
+        *("--activation_checkpointing", "true", "--enable_jit_checkpoint"),
+    )
+    assert (made.device_name, made.gradient_checkpointing, made.save_on_signal) == ("cpu", True, True)
+    read = (made.use_cpu, made.ddp_find_unused_parameters, made.logging_nan_inf_filter, made.ddp_backend)
+    assert read == (True, False, False, "gloo")
+    assert (made.dataloader_pin_memory, made.dataloader_prefetch_factor, made.torch_empty_cache_steps) == (False, 2, 3)
+    assert (made.activation_checkpointing, made.enable_jit_checkpoint, made.eval_accumulation_steps) == (True, True, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tf32", "--tf32 true"),
+        ("average_tokens_across_devices", "--no_average_tokens_across_devices"),
+        ("ddp_timeout", "--ddp_timeout 5"),
+        ("fsdp", "--fsdp full_shard"),
+        ("auto_find_batch_size", "--no_logging_nan_inf_filter --auto_find_batch_size"),
+        ("torch_empty_cache_steps", "--torch_empty_cache_steps 0"),
+        ("dataloader_prefetch_factor", "--dataloader_prefetch_factor 2"),
+        ("include_num_input_tokens_seen", "--include_num_input_tokens_seen"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=f"^{name}: "):
+        parsed(*text.split())
+
+
+def test_no_option_undoes_another() -> None:
+    assert parsed("--gradient_checkpointing").gradient_checkpointing
+    assert parsed("--device", "xla").device_name == "xla"
+    with pytest.raises(UsageError, match=r"^use_cpu, device"):
+        parsed("--use_cpu", "--device", "xla")
+
+
+def test_arguments_are_copied_with_what_they_accepted() -> None:
+    made = parsed("--use_cpu", "--ddp_backend", "gloo", "--activation_checkpointing", "true")
+    other = dataclasses.replace(made, learning_rate=1.0)
+    assert (other.learning_rate, other.use_cpu, other.ddp_backend, other.gradient_checkpointing) == (
+        1.0, True, "gloo", True,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="^use_cpu: .*device"):
+        other.use_cpu = False
+    other.activation_checkpointing = False
+    assert (made.gradient_checkpointing, other.gradient_checkpointing) == (True, False)
+
+
+def test_a_constructor_of_a_script_hides_nothing() -> None:
+    class Own(TrainingArguments):
+        def __init__(self, folder: str, **options: Any) -> None:
+            super().__init__(output_dir=folder, **options)
+
+    assert Own("a", ddp_backend="gloo").ddp_backend == "gloo"
+    with pytest.raises(UsageError, match=r"^tf32: "):
+        Own("a", tf32=True)

@@ -111,3 +111,33 @@ def test_an_error_in_fetching_reaches_the_consumer_at_its_step() -> None:
     with pytest.raises(DataError, match="sample 4 has length 3"):
         taken.extend(feed)
     assert feed.loader.state_dict()["samples"] == 4
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_batches_of_another_loader_arrive_placed_and_in_order(device: str, lookahead: int) -> None:
+    class Runtime(FakeRuntime):
+        def place(self, batch: Any) -> Any:
+            self.threads.add(threading.current_thread())
+            return {**batch, "placed": True}
+
+    runtime = Runtime(device)
+    loader: Any = torch.utils.data.DataLoader(ROWS, batch_size=4)
+    feed = DevicePrefetcher(loader, runtime, lookahead)  # type: ignore[arg-type]
+    for _ in range(2):
+        found = list(feed)
+        assert [batch["input_ids"][:, 0].tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert all(batch["placed"] for batch in found)
+    assert len(feed) == 3
+    assert (threading.current_thread() in runtime.threads) == (device == "cpu" or not lookahead)
+
+
+def test_an_error_of_another_loader_is_raised_where_it_happens() -> None:
+    def batches() -> Any:
+        yield [{"input_ids": torch.zeros(1, 1)}]
+        raise DataError("no more")
+
+    feed = iter(DevicePrefetcher(batches(), FakeRuntime()))  # type: ignore[arg-type]
+    next(feed)
+    with pytest.raises(DataError, match="no more"):
+        next(feed)

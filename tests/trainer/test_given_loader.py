@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
+from stepmark.data.labels import LabelRule
 from stepmark.errors import UsageError
 from stepmark.trainer.given_loader import GivenLoader
 from stepmark.training.model_labels import label_rule
@@ -23,3 +25,16 @@ def test_a_sampler_must_divide_the_data_among_the_data_parallel_ranks() -> None:
     for parts, part, rank, world_size in ((2, 1, 0, 1), (4, 1, 1, 2), (2, 1, 0, 2)):
         with pytest.raises(UsageError, match=f"num_replicas={world_size} and rank={rank}"):
             GivenLoader(loader(parts, part), rank=rank, world_size=world_size, labels=labels)
+
+
+def test_a_loader_that_accelerate_has_prepared_is_not_divided_again() -> None:
+    samples = [{"input_ids": torch.tensor([index])} for index in range(16)]
+
+    def taken(rank: int) -> list[int]:
+        batches = BatchSampler(SequentialSampler(samples), batch_size=2, drop_last=False)
+        shard = BatchSamplerShard(batches, num_processes=2, process_index=rank)
+        prepared = DataLoaderShard(samples, batch_sampler=shard)
+        given = GivenLoader(prepared, rank=rank, world_size=2, labels=LabelRule())
+        return [int(value) for step in given.ahead() for batch in step for value in batch.inputs["input_ids"]]
+
+    assert sorted(taken(0) + taken(1)) == list(range(16))

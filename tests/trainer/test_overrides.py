@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import TrainerCallback
@@ -22,6 +23,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.overrides import CALLED, INSTEAD
+from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 from tests.trainer.test_strategies import steps
 from tests.trainer.test_training_loop import StopsAt
@@ -760,3 +762,41 @@ def test_a_patch_that_would_never_be_called_is_rejected(
     for kind in (Trainer, WeightedMean):
         with pytest.raises(UsageError, match=f"^{kind.__name__}: {name} is never called by stepmark's Trainer"):
             make(kind, tmp_path / kind.__name__)
+
+
+class WithCriterion(Trainer):
+    """A loss with weights of its own, which are part of the model or of the optimizer alone."""
+
+    def __init__(self, model: nn.Module, *args: Any, part: bool, **options: Any) -> None:
+        self.criterion = nn.Linear(1, 1)
+        if part:
+            model.criterion = self.criterion
+        super().__init__(model, *args, **options)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = self.criterion(outputs.loss[None]).square().sum()
+        return (loss, outputs) if return_outputs else loss
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer()
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        others = [each for each in self.criterion.parameters() if id(each) not in held]
+        if others:
+            self.optimizer = torch.optim.AdamW([*self.model.parameters(), *others])
+        return self.optimizer  # type: ignore[return-value]
+
+
+def test_parameters_of_a_loss_are_trained_and_saved_as_a_part_of_the_model(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, save_steps=1, disable_tqdm=True, device="cpu", learning_rate=1e-2
+    )
+    trainer = WithCriterion(tiny_model(), args, train_dataset=Blocks(8), part=True)
+    before = trainer.criterion.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(before, trainer.criterion.weight)
+    with safe_open(tmp_path / "checkpoint-1" / "model.safetensors", "pt") as saved:
+        assert torch.equal(saved.get_tensor("criterion.weight"), trainer.criterion.weight)
+    other = WithCriterion(tiny_model(), args, train_dataset=Blocks(8), part=False)
+    with pytest.raises(UsageError, match=r"^optimizers: .*model\.criterion"):
+        other.train()

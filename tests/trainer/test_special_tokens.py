@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    DataCollatorForLanguageModeling,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    default_data_collator,
+)
 
-from stepmark import Trainer, TrainingArguments
+from stepmark import PadTo, Trainer, TrainingArguments
 from stepmark.trainer.special_tokens import align_special_tokens
-from tests.support.programs import Blocks
+from tests.support.programs import LENGTH, Blocks, tiny_model
 
 SMALL: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 300, "n_positions": 64}
 
@@ -49,3 +57,44 @@ def test_without_tokens_nothing_changes(processing_class: Any) -> None:
     before = model.config.to_dict()
     align_special_tokens(model, processing_class)
     assert model.config.to_dict() == before
+
+
+@dataclass
+class Collator:
+    """What a script wrote, with what it reads the samples by."""
+
+    tokenizer: Any = None
+    processor: Any = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return default_data_collator(samples)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "processor", "transformers", "padded"])
+def test_the_tokenizer_of_a_collator_is_saved_with_the_model(tmp_path: Path, kind: str) -> None:
+    own = tokenizer(pad_token="<pad>")
+    own.add_tokens(["<new>"])
+    collator: Any = {
+        "tokenizer": Collator(tokenizer=own),
+        "processor": Collator(processor=own),
+        "transformers": DataCollatorForLanguageModeling(own, mlm=False),
+        "padded": PadTo(LENGTH, Collator(own)),
+    }[kind]
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, save_steps=1, device="cpu", disable_tqdm=True,
+        per_device_train_batch_size=1,
+    )  # fmt: skip
+    trainer = Trainer(tiny_model(), args, train_dataset=Blocks(2, ragged=False), data_collator=collator)
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-1"):
+        assert "<new>" in PreTrainedTokenizerFast.from_pretrained(folder).get_vocab()
+
+
+def test_the_processing_class_goes_before_the_tokenizer_of_a_collator(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu")
+    other = tokenizer(pad_token="<pad>")
+    other.add_tokens(["<new>"])
+    trainer = Trainer(tiny_model(), args, data_collator=Collator(other), processing_class=tokenizer())
+    trainer.save_model()
+    assert "<new>" not in PreTrainedTokenizerFast.from_pretrained(tmp_path).get_vocab()

@@ -328,3 +328,57 @@ def test_a_buffer_that_grows_is_restored_by_a_model_that_loads_its_state(tmp_pat
     resumed = train(tmp_path / "parts")
     assert torch.equal(resumed.seen, whole.seen)
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo, as it traces
+@pytest.mark.parametrize("options", [{"torch_compile": True}, {"torch_compile_backend": "aot_eager"}])
+def test_a_model_is_compiled_in_place_as_the_arguments_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    asked: list[tuple[str, Any]] = []
+    original = nn.Module.compile
+
+    def compile_module(module: nn.Module, backend: str, mode: Any) -> None:
+        asked.append((backend, mode))
+        original(module, backend="aot_eager")  # inductor takes half a minute
+
+    monkeypatch.setattr(nn.Module, "compile", compile_module)
+    losses, names = [], []
+    for folder, given in (("plain", {}), ("compiled", options)):
+        made, _ = trainer(tmp_path / folder, logging_steps=1, max_steps=2, save_strategy="no", **given)
+        names.append(list(made.model.state_dict()))
+        made.train()
+        losses.append([log["loss"] for log in made.state.log_history if "loss" in log])
+        losses.append([made.evaluate()["eval_loss"]])
+    assert asked == [(options.get("torch_compile_backend", "inductor"), None)]
+    assert made.model._compiled_call_impl is not None
+    assert losses[:2] == [pytest.approx(each, rel=1e-5) for each in losses[2:]]
+    assert names[0] == names[1]
+
+
+def test_the_first_activation_that_overflows_is_reported(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path, debug="underflow_overflow", max_steps=1, save_strategy="no")
+    with torch.no_grad():
+        made.model.transformer.h[0].mlp.c_fc.weight[0, 0] = float("inf")
+    with pytest.raises(ValueError, match="inf/nan detected"):
+        made.train()
+
+
+def test_memory_is_in_the_results_where_it_is_asked_for(tmp_path: Path) -> None:
+    for skips in (False, True):
+        made, _ = trainer(tmp_path / str(skips), skip_memory_metrics=skips, save_strategy="no", **steps("eval", 2))
+        found = made.train().metrics
+        evaluated, predicted = made.evaluate(), made.predict(Blocks(2)).metrics
+        names = ("init_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta")
+        assert all((name in found) != skips for name in names)
+        assert ("eval_mem_cpu_alloc_delta" in evaluated) != skips
+        assert ("test_mem_cpu_alloc_delta" in predicted) != skips
+
+
+def test_what_asks_for_accelerate_says_what_to_use(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path)
+    assert not hasattr(made, "accelerator")
+    with pytest.raises(AttributeError, match=r"accelerator.prepare\(loader\)"):
+        made.accelerator.prepare([])
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'modle'$"):
+        _ = made.modle

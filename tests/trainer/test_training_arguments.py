@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.debug_utils import DebugOption
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.config.training_fields import TrainingFields
@@ -185,3 +186,22 @@ def test_a_script_may_have_a_dtype_of_its_own() -> None:
         TrainingArguments(dtype="bfloat16", parameter_dtype="float32")  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="^dtype: 'float16' is unknown"):
         TrainingArguments(dtype="float16")  # type: ignore[call-arg]
+
+
+def test_compilation_and_debugging_are_read_as_in_transformers() -> None:
+    made = TrainingArguments(torch_compile_mode="reduce-overhead", debug="underflow_overflow")
+    assert (made.torch_compile, made.torch_compile_backend, made.debug) == (
+        True, "inductor", [DebugOption.UNDERFLOW_OVERFLOW],
+    )  # fmt: skip
+    assert (TrainingArguments(debug=None).debug, TrainingArguments().torch_compile_backend) == ([], None)
+    assert TrainingArguments(debug=made.debug).debug == made.debug
+    for name in ("tpu_metrics_debug", "underflow"):
+        with pytest.raises(UsageError, match=f"^debug: .*{name}"):
+            TrainingArguments(debug=name)
+
+
+def test_a_job_of_kubeflow_reports_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TrainingArguments().report_to == []
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://here")
+    assert TrainingArguments(report_to="tensorboard").report_to == ["tensorboard", "kubeflow"]
+    assert TrainingArguments(report_to=["kubeflow"]).report_to == ["kubeflow"]

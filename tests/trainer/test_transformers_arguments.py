@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ def test_a_run_with_transformers_arguments_is_that_with_ours(tmp_path: Path) -> 
 
 
 def test_fields_that_cannot_be_converted_are_all_named(tmp_path: Path) -> None:
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, torch_compile=True, ddp_timeout=5)
-    with pytest.raises(UsageError, match=r"torch_compile: .*ddp_timeout: "):
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, auto_find_batch_size=True, ddp_timeout=5)
+    with pytest.raises(UsageError, match=r"auto_find_batch_size: .*ddp_timeout: "):
         converted(args)
 
 
@@ -41,3 +42,48 @@ def test_enumerations_become_their_values(tmp_path: Path) -> None:
     made = converted(args)
     assert (made.eval_strategy, made.save_strategy, made.device_name) == ("epoch", "epoch", "cpu")
     assert all(type(value) is str for value in (made.eval_strategy, made.optim, made.lr_scheduler_type))
+
+
+@dataclass
+class SFTConfig(transformers.TrainingArguments):
+    """As TRL declares it: fields beside those of transformers, which its own trainer reads."""
+
+    learning_rate: float = 2e-5
+    max_length: int | None = 1024
+    packing: bool = False
+    model_init_kwargs: dict | None = None
+
+
+SFTConfig.__module__ = "trl.trainer.sft_config"
+
+
+@dataclass
+class NeuronArguments(transformers.TrainingArguments):
+    tensor_parallel_size: int = 1
+    kv_size_multiplier: int | None = None
+
+
+NeuronArguments.__module__ = "optimum.neuron.trainers.training_args"
+
+
+@dataclass
+class OfAScript(SFTConfig):
+    alpha: float = 1.0
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, OfAScript])
+def test_what_only_the_trainer_of_another_library_reads_is_refused(tmp_path: Path, kind: type[SFTConfig]) -> None:
+    with pytest.raises(UsageError, match=r"^max_length: only trl's .*; packing: only trl's"):
+        Trainer(tiny_model(), kind(str(tmp_path), use_cpu=True, max_length=8, packing=True), train_dataset=Blocks(2))
+    made = converted(kind(str(tmp_path), use_cpu=True))
+    assert made.learning_rate == 2e-5
+
+
+def test_what_another_library_and_stepmark_have_is_obeyed(tmp_path: Path) -> None:
+    assert converted(NeuronArguments(str(tmp_path), use_cpu=True, tensor_parallel_size=2)).tensor_parallel_size == 2
+    with pytest.raises(UsageError, match=r"^kv_size_multiplier: only optimum's"):
+        converted(NeuronArguments(str(tmp_path), use_cpu=True, kv_size_multiplier=2))
+
+
+def test_fields_of_a_script_are_for_the_script(tmp_path: Path) -> None:
+    assert converted(OfAScript(str(tmp_path), use_cpu=True, alpha=2.0)).learning_rate == 2e-5

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, ResNetConfig, SwinConfig, T5Config
 from transformers import Trainer as TransformersTrainer
-from transformers.optimization import Adafactor
+from transformers.optimization import Adafactor, AdafactorSchedule
 
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
+from stepmark.config.option_text import parse_options
 from stepmark.errors import UsageError
 from stepmark.parallel.parameter_optimizer import MASTER, ParameterOptimizer
 from stepmark.runtime.eager import EagerRuntime
@@ -365,3 +366,70 @@ def test_plain_values_pass_between_optimizers_with_and_without_zero_1(
     train(model, optimizer, 2)
     train(other, resumed, 2)
     assert torch.equal(model.weight, other.weight)  # type: ignore[arg-type]
+
+
+class Rates:
+    """The rates with which Adafactor made its steps, as its update computes them."""
+
+    def __init__(self, optimizer: Adafactor) -> None:
+        self.of_step: dict[int, float] = {}
+        kept = optimizer._get_lr
+
+        def get_lr(group: Any, state: Any) -> Any:
+            self.of_step.setdefault(state["step"], float(kept(group, state)))
+            return kept(group, state)
+
+        optimizer._get_lr = get_lr
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_rates_that_adafactor_chooses_are_logged_and_saved(tmp_path: Path, scaled: bool, dtype: str) -> None:
+    def made(**options: Any) -> tuple[Trainer, Rates]:
+        model = build("gpt2")
+        own = Adafactor(model.parameters(), lr=None, warmup_init=True, relative_step=True, scale_parameter=scaled)
+        rates = Rates(own)
+        args = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, logging_steps=1, save_steps=2, disable_tqdm=True, device="cpu",
+            per_device_train_batch_size=2, dtype=dtype, **options,
+        )  # fmt: skip
+        return Trainer(model, args, train_dataset=Blocks(8), optimizers=(own, AdafactorSchedule(own))), rates
+
+    first, rates = made()
+    first.train()
+    logged = {log["step"]: log["learning_rate"] for log in first.state.log_history if "learning_rate" in log}
+    assert logged == pytest.approx(rates.of_step)
+    assert len(set(logged.values())) == 4
+    assert min(logged.values()) > 0
+    assert float(first.get_learning_rates()[0]) == pytest.approx(logged[4])
+    again, rates = made(ignore_data_skip=False)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = {log["step"]: log["learning_rate"] for log in again.state.log_history if "learning_rate" in log}
+    assert resumed == pytest.approx(logged)
+    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "field"),
+    [
+        ("adamw_torch", "lr=3", "learning_rate"),
+        ("sgd", "momentum=0.9,learning_rate=3", "learning_rate"),
+        ("muon", "weight_decay=0.1", "weight_decay"),
+        ("adafactor", '{"lr": 1}', "learning_rate"),
+        ("adamw_torch_fused", '{"betas": [0.8, 0.9]}', "adam_beta1"),
+        ("adamw_torch", "eps=1e-5", "adam_epsilon"),
+    ],
+)
+def test_an_option_that_is_a_field_is_refused(name: str, option: str, field: str) -> None:
+    with pytest.raises(UsageError, match=f"^optim_args: .*{field}"):
+        TrainingArguments(optim=name, optim_args=option)
+    options = parse_options("optim_args", option)
+    with pytest.raises(UsageError, match=f"^optim_args: .*{field}"):
+        build_optimizer(name, list(nn.Linear(2, 2).named_parameters()), CPU, options=options)
+
+
+def test_adafactor_has_an_eps_of_its_own() -> None:
+    args = TrainingArguments(optim="adafactor", optim_args='{"eps": [1e-30, 1e-2]}')
+    made = build_optimizer("adafactor", list(nn.Linear(2, 2).named_parameters()), CPU, options=args.optimizer_options)
+    assert made.param_groups[0]["eps"] == [1e-30, 1e-2]

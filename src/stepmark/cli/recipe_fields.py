@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stepmark.config.field_help import FIELD_HELP, help_of
-from stepmark.config.recipe import Recipe, all_fields, read_recipe
+from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe
 from stepmark.config.unknown_field_message import unknown_field
 
 
@@ -25,13 +25,14 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     for title, names in groups:
         if names:
             _add_fields(parser.add_argument_group(f"recipe fields: {title}"), names)
+    parser.add_argument(f"--{DO_TRAIN}", nargs="?", const="true", help=argparse.SUPPRESS)
 
 
 def _add_fields(group: argparse._ArgumentGroup, names: Iterable[str]) -> None:
     known = all_fields()
     for name in names:
         kind, default = known[name]
-        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if "bool" in kind.split(" | ") else {}
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(name) else {}
         group.add_argument(f"--{name}", metavar=_metavar(kind), help=_help(name, default), **switch)
 
 
@@ -55,5 +56,10 @@ def explain_unknown_argument(argument: str) -> str:
 
 
 def recipe_of(parsed: argparse.Namespace) -> Recipe:
-    """The recipe, overridden by the flags. Raises UsageError that names the field."""
-    return read_recipe(parsed.recipe, {n: value for n in all_fields() if (value := getattr(parsed, n)) is not None})
+    """The recipe, overridden by the flags; the path may come after a flag without a value. Raises UsageError that names
+    the field."""
+    given = {n: value for n in (*all_fields(), DO_TRAIN) if (value := getattr(parsed, n)) is not None}
+    for name, value in given.items():
+        if parsed.recipe is None and is_switch(name) and value.endswith((".yaml", ".yml")):
+            parsed.recipe, given[name] = value, "true"
+    return read_recipe(parsed.recipe, given)

@@ -1,9 +1,13 @@
-"""Arguments of transformers' TrainingArguments that Stepmark refuses: what to use instead of each.
+"""Arguments of transformers' TrainingArguments: their defaults, and of those that Stepmark refuses what to use instead.
 
 docs/transformers.md has the same as a table, and a test compares them.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
 
 _PRECISION = "use bf16 or fp16 (autocast) or dtype: bfloat16 (with fp32 master weights)"
 _SHARDING = "use zero_1, tensor_parallel_size and sequence_parallel"
@@ -25,9 +29,9 @@ INSTEAD = {
     "trackio_space_id": _REPORT,
     "trackio_bucket_id": _REPORT,
     "trackio_static_space_id": _REPORT,
-    "torch_compile": "pass torch.compile(model); a lazy device compiles in any case",
-    "torch_compile_backend": "pass torch.compile(model, backend=…)",
-    "torch_compile_mode": "pass torch.compile(model, mode=…)",
+    "torch_compile": _IN_PYTHON,
+    "torch_compile_backend": _IN_PYTHON,
+    "torch_compile_mode": _IN_PYTHON,
     "activation_checkpointing": "use gradient_checkpointing: true",
     "activation_checkpointing_kwargs": "use gradient_checkpointing_kwargs",
     "use_liger_kernel": "use a model that has the kernels",
@@ -48,9 +52,9 @@ INSTEAD = {
     "logging_nan_inf_filter": "leave it out: losses are logged as they are, so a nan is seen",
     "log_on_each_node": _IN_PYTHON,
     "log_level_replica": "use log_level",
-    "debug": "leave it out: signs of trouble are in events.jsonl",
+    "debug": _IN_PYTHON,
     "include_num_input_tokens_seen": "leave it out: every log has tokens_per_second",
-    "skip_memory_metrics": "leave it out: every log has the memory in use",
+    "skip_memory_metrics": _IN_PYTHON,
     "save_on_each_node": _IN_PYTHON,
     "full_determinism": "leave it out: a run is repeatable on a device whose operations are",
     "push_to_hub": _IN_PYTHON,
@@ -65,3 +69,26 @@ INSTEAD = {
     "include_for_metrics": _IN_PYTHON,
     "prediction_loss_only": _IN_PYTHON,
 }
+
+
+@functools.cache
+def transformers_defaults() -> dict[str, Any]:
+    """The defaults of transformers' TrainingArguments by name. Imports transformers, which takes seconds."""
+    return {field.name: _default(field) for field in dataclasses.fields(transformers_class()) if field.init}
+
+
+@functools.cache
+def transformers_class() -> Any:
+    """transformers' TrainingArguments, also where a program puts another class in its place later."""
+    from stepmark.config.quiet_libraries import quiet_libraries
+
+    quiet_libraries()
+    from transformers import TrainingArguments
+
+    return TrainingArguments
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default

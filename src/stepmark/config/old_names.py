@@ -95,6 +95,7 @@ EXPORTS = {
     "MpDeviceLoader": "DevicePrefetcher",
     "ParallelLoader": "DevicePrefetcher",
     "NeuronZero1Optimizer": "ZeroRedundancyOptimizer",
+    "make_optimizer_constructor_lazy": "Trainer.create_optimizer, or the optimizer's own class after parallelize",
     "mark_step": "TrainStep or ZeroRedundancyOptimizer, which end the step, else mesh.runtime.step_boundary()",
     "optimizer_step": "TrainStep, or the step of ZeroRedundancyOptimizer",
     "xla_device": 'Mesh.create(device="xla").runtime.device',

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from typing import Any
 
 from stepmark.errors import UsageError
 
@@ -24,6 +26,23 @@ INSTEAD = {
     "adamw_torch_xla": "adamw_torch",
     "adamw_torch_npu_fused": "adamw_torch",
 }
+
+
+# Options of optimizers that have a field of their own.
+FIELDS = {
+    "lr": "learning_rate",
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "adam_beta1 and adam_beta2",
+    "eps": "adam_epsilon",
+}
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for an option in `optim_args` that a field of its own sets. Adafactor's `eps` has none."""
+    for option in options:
+        if option in FIELDS and (name, option) != (ADAFACTOR, "eps"):
+            raise UsageError(f"optim_args: {option} is set by a field of its own; use {FIELDS[option]}")
 
 
 def check_optimizer(name: str) -> None:

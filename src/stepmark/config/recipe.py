@@ -86,6 +86,7 @@ class Recipe:
     evaluation: EvaluationArguments = EvaluationArguments()
 
 
+DO_TRAIN = "do_train"  # of transformers' scripts; true is accepted
 PARTS: tuple[type, ...] = (TrainingFields, ModelArguments, DataArguments, EvaluationArguments)
 
 
@@ -102,12 +103,19 @@ def _kind(part: type, name: str) -> str:
     return f"bool | {kind}" if name in BOOL_TOO else str(kind)
 
 
+def is_switch(name: str) -> bool:
+    """Whether a flag may stand without a value, for true."""
+    return name == DO_TRAIN or "bool" in all_fields()[name][0].split(" | ")
+
+
 def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
     """The recipe in the file at `path`, if one is given, overridden by the flags.
 
     Raises UsageError that names all unknown fields, or the one that has the wrong type or contradicts another.
     """
     values = {**(_read_file(path) if path else {}), **_read_flags(flags)}
+    if values.get(DO_TRAIN) is True:  # what the command does
+        del values[DO_TRAIN]
     known = all_fields()
     unknown = [unknown_field(name, known, path) for name in values if name not in known]
     if unknown:
@@ -138,7 +146,8 @@ def _read_flags(flags: Mapping[str, str]) -> dict[str, Any]:
     hints = {name: hint for part in PARTS for name, hint in typing.get_type_hints(part).items()}
     values: dict[str, Any] = {}
     for name, text in flags.items():
-        accepted = typing.get_args(hints[name]) or (hints[name],)
+        hint = hints.get(name, bool)  # DO_TRAIN
+        accepted = typing.get_args(hint) or (hint,)
         try:
             value = parse_yaml(text)
         except ValueError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from stepmark.config.activation_checkpointing import check_checkpointing, checkpointing_options
 from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
+from stepmark.config.optimizers import check_options
 from stepmark.config.option_text import parse_options
 from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.config.transformers_defaults import AcceptingDefaults
@@ -337,6 +338,7 @@ def _check_agreement(args: TrainingFields) -> None:
             f"fp16 and {'bf16' if args.bf16 else 'dtype'}: matrix products are in float16 or in bfloat16; set one of "
             "them"
         )
+    check_options(args.optim, args.optimizer_options)
     check_reduce_dtype(args.reduce_dtype, lazy="xla" if args.device_name == "xla" else None)
     check_checkpointing(args.checkpointing_options, args.pipeline_parallel_size)
     if args.save_on_signal and args.save_only_model:

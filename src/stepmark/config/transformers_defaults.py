@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from stepmark.config.absent_arguments import INSTEAD, transformers_class, transformers_defaults
+from stepmark.config.coercion import field_names
 from stepmark.config.unknown_field_message import unknown_field
 from stepmark.errors import UsageError
 
@@ -18,14 +20,16 @@ DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ddp_backend": (lambda value: value in ("gloo", "nccl", "xla"), "the backend is that of the device"),
     "logging_nan_inf_filter": (lambda value: value is False, "losses are logged as they are"),
     "dataloader_pin_memory": (lambda value: value is False, "memory is not pinned"),
-    "dataloader_prefetch_factor": (lambda value: value is None, "batches are prefetched"),
-    "torch_empty_cache_steps": (lambda value: value is None, "the cache is left alone"),
+    "dataloader_persistent_workers": (lambda value: value is True, "workers live for an epoch"),
+    "dataloader_prefetch_factor": (lambda value: _is_count(value), "batches are prefetched"),
+    "torch_empty_cache_steps": (lambda value: _is_count(value), "the cache is left alone"),
+    "include_num_input_tokens_seen": (lambda value: value in ("no", False), "as HfArgumentParser reads `no`"),
     "eval_use_gather_object": (lambda value: True, "predictions are gathered as objects"),
 }
 
 
 LATE = "_late"  # the attribute with fields that HfArgumentParser leaves alone, for `__post_init__`
-IGNORED = "_ignored"  # the attribute with arguments that were accepted and ignored
+_ABSENT: dict[str, dataclasses.Field[Any]] = {}  # fields that `options_of_transformers` has made
 
 # Switches of transformers that are a value of another field here.
 SWITCHES: dict[str, tuple[str, Any]] = {"use_cpu": ("device", "cpu"), "enable_jit_checkpoint": ("save_on_signal", True)}
@@ -40,46 +44,62 @@ ALIASES = {
 class AcceptingDefaults(type):
     """Makes dataclasses, subclasses of them included, whose constructor ignores arguments that it lacks, if they have
     the value that they have in transformers by default, or ask for what is done anyway (`DONE_ANYWAY`). Any other value
-    is a UsageError that names the argument. `SWITCHES` and `ALIASES` set other fields. What was ignored can be read as
-    an attribute, as any argument of transformers can: one that was not given has its default value. The constructor
-    also takes fields that are declared with `init=False`, so that `HfArgumentParser` makes no options of them."""
+    is a UsageError that names the argument. `SWITCHES` and `ALIASES` set other fields. What was ignored can be read
+    where the class has the fields of `options_of_transformers`. The constructor also takes fields that are declared
+    with `init=False`, so that `HfArgumentParser` makes no options of them."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         late = {field.name: options.pop(field.name) for field in fields if not field.init and field.name in options}
-        known = [field.name for field in fields if field.init]
+        known = known_fields(cls)
         made: Any = cls.__new__(cls, *args, **options)  # type: ignore[arg-type]
         vars(made)[LATE] = late
         named = _without_aliases(_without_switches(options, known))
-        made.__init__(*args, **without_defaults(named, known))
-        vars(made)[IGNORED] = {name: value for name, value in options.items() if name not in known}
+        used = without_defaults(named, known)
+        vars(made).update({name: value for name, value in options.items() if is_absent(cls, name)})
+        made.__init__(*args, **used)
         return made
 
 
-def ignored_argument(args: Any, name: str) -> Any:
-    """The value of an argument of transformers that is not a field of `args`: the one that was given, or its default.
-
-    Raises:
-        AttributeError: It is not an argument of transformers.
+def options_of_transformers(base: type) -> type:
+    """A dataclass with the arguments of transformers that `base` lacks, as a second base of a class that redeclares
+    those that it has. So `HfArgumentParser` makes an option of each, whose value is accepted or refused as in a call.
     """
-    given = vars(args).get(IGNORED, {})
+    hints = typing.get_type_hints(transformers_class())
+    fields = [
+        (name, hints[name], dataclasses.field(default=value, metadata={"help": INSTEAD.get(name, "")}))
+        for name, value in transformers_defaults().items()
+        if name not in field_names(base) and not isinstance(value, (list, dict))
+    ]
+    made = dataclasses.make_dataclass("TransformersOptions", fields)
+    _ABSENT.update({field.name: field for field in dataclasses.fields(made)})
+    return made
+
+
+def known_fields(kind: Any) -> list[str]:
+    """The arguments of the constructor of `kind` that have an effect."""
+    return [field.name for field in dataclasses.fields(kind) if field.init and not is_absent(kind, field.name)]
+
+
+def is_absent(kind: Any, name: str) -> bool:
+    """Whether `kind` has a field for an argument of transformers that Stepmark lacks."""
+    return name in _ABSENT and kind.__dataclass_fields__.get(name) is _ABSENT[name]
+
+
+def set_absent(args: Any, name: str, value: Any) -> None:
+    """Sets such a field. Raises UsageError unless `value` is its default, or asks for what is done anyway."""
+    if LATE in vars(args) and _equal(value, transformers_defaults()[name]):
+        return  # the constructor's default, after what it was given
     if name in ALIASES:
-        return getattr(args, ALIASES[name])
-    if name in given:
-        return given[name]
-    if name.startswith("_") or name not in transformers_defaults():
-        raise AttributeError(f"{type(args).__name__!r} object has no attribute {name!r}")
-    return transformers_defaults()[name]
-
-
-def check_ignored(args: Any, name: str, value: Any) -> bool:
-    """Whether `name` is an argument of transformers that `args` lacks. Raises UsageError unless `value` is its default,
-    or asks for what is done anyway."""
-    known = [field.name for field in dataclasses.fields(args)]
-    if name.startswith("_") or name in known or hasattr(type(args), name) or name not in transformers_defaults():
-        return False
-    without_defaults({name: value}, known)
-    return True
+        setattr(args, ALIASES[name], value)
+        return
+    if name in SWITCHES and value != getattr(args, name):
+        if not value:
+            raise UsageError(f"{name}: is set as {SWITCHES[name][0]}; set that")
+        setattr(args, *SWITCHES[name])
+    elif name not in SWITCHES:
+        without_defaults({name: value}, ())
+    vars(args)[name] = value
 
 
 def _without_switches(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -89,7 +109,7 @@ def _without_switches(options: Mapping[str, Any], known: Collection[str]) -> dic
         if switch in known or not result.get(switch):
             continue
         del result[switch]
-        if result.get(name) not in (None, "auto", value):
+        if getattr(result.get(name), "type", result.get(name)) not in (None, "auto", value):
             raise UsageError(f"{switch}, {name}: {switch} means {name}: {value}, not {result[name]}; leave one out")
         result[name] = value
     return result
@@ -100,9 +120,9 @@ def _without_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
     result = {name: value for name, value in options.items() if name not in ALIASES}
     for name, own in ALIASES.items():
         value = options.get(name)
-        if value is None:
+        if not value:
             continue
-        if own in result and result[own] not in (None, value):
+        if result.get(own) not in (None, False, value):
             raise UsageError(f"{name}, {own}: they are the same, and are {value} and {result[own]}; leave one out")
         result[own] = value
     return result
@@ -124,23 +144,9 @@ def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict
     return {name: value for name, value in options.items() if name in known}
 
 
-@functools.cache
-def transformers_defaults() -> dict[str, Any]:
-    """The defaults of transformers' TrainingArguments by name. Imports transformers, which takes seconds."""
-    from stepmark.config.quiet_libraries import quiet_libraries
-
-    quiet_libraries()
-    from transformers import Seq2SeqTrainingArguments
-
-    # Of their own class, also where a program has put another one in its place.
-    kind = next(each for each in Seq2SeqTrainingArguments.__mro__ if each.__name__ == "TrainingArguments")
-    return {field.name: _default(field) for field in dataclasses.fields(kind) if field.init}
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
+def _is_count(value: Any) -> bool:
+    """Whether a value is None or a positive whole number."""
+    return value is None or (type(value) is int and value > 0)
 
 
 def is_done(name: str, value: Any) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 from collections.abc import Collection
 
-from stepmark.config.absent_arguments import INSTEAD
+from stepmark.config.absent_arguments import INSTEAD, transformers_defaults
 from stepmark.config.old_names import FIELDS
 
 # Fields of run_clm, which no installed package declares.
@@ -31,12 +30,7 @@ def unknown_field(name: str, known: Collection[str], path: str | None = None) ->
     return f"{name}: is not a field{where}; {listed}"
 
 
-def _transformers_fields() -> set[str]:
+def _transformers_fields() -> Collection[str]:
     """Read from the installed transformers, only for an error message: importing it takes seconds."""
-    from stepmark.config.quiet_libraries import quiet_libraries
-
-    quiet_libraries()
     os.environ.setdefault("PJRT_DEVICE", "CPU")  # torch_xla would log that it chooses a device
-    from transformers import TrainingArguments
-
-    return {field.name for field in dataclasses.fields(TrainingArguments)}
+    return transformers_defaults()

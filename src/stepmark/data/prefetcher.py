@@ -8,40 +8,49 @@ move it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from stepmark.data.batch import StepBatch, StepLoader
 from stepmark.runtime.base import Runtime
 
 
 class DevicePrefetcher:
-    """The steps of a loader from its position to the end of the epoch, their inputs on the runtime's device.
+    """The steps of a loader from its position to the end of the epoch, their inputs on the runtime's device; of any
+    other iterable, such as PyTorch's DataLoader, its batches.
 
     Up to `lookahead` steps are held on the device in addition to the current one. On a CPU nothing is prefetched. An
     error in fetching or moving a step is raised when the consumer reaches that step.
     """
 
-    def __init__(self, loader: StepLoader, runtime: Runtime, lookahead: int = 2) -> None:
-        self.loader = loader
+    def __init__(self, loader: StepLoader | Iterable[Any], runtime: Runtime, lookahead: int = 2) -> None:
+        self.loader: Any = loader
         self.runtime = runtime
         self.lookahead = lookahead
 
-    def __iter__(self) -> Generator[StepBatch, None, None]:
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        steps = hasattr(self.loader, "ahead")
+        source = self.loader.ahead() if steps else iter(self.loader)
         ahead = self.lookahead > 0 and self.runtime.device.type != "cpu"
-        for step in self._moved_ahead() if ahead else map(self._move, self.loader.ahead()):
-            self.loader.load_state_dict(step.state)
+        for step in self._moved_ahead(source) if ahead else map(self._move, source):
+            if steps:
+                self.loader.load_state_dict(step.state)
             yield step
 
-    def _move(self, step: StepBatch) -> StepBatch:
+    def _move(self, step: Any) -> Any:
+        if not isinstance(step, StepBatch):
+            return self.runtime.place(step)
         placed = self.runtime.place([micro_batch.inputs for micro_batch in step])
         moved = [replace(micro_batch, inputs=inputs) for micro_batch, inputs in zip(step, placed, strict=True)]
         return replace(step, micro_batches=moved)
 
-    def _moved_ahead(self) -> Iterator[StepBatch]:
-        source = self.loader.ahead()
-        ready: deque[Future[StepBatch]] = deque()
+    def _moved_ahead(self, source: Iterator[Any]) -> Iterator[Any]:
+        ready: deque[Future[Any]] = deque()
         mover = ThreadPoolExecutor(1, thread_name_prefix="stepmark-prefetcher")
         try:
             exhausted = False

@@ -88,8 +88,8 @@ class ParameterOptimizer:
         for group in optimizer.param_groups:
             if any(parameter not in names for parameter in group["params"]):
                 raise UsageError(
-                    "optimizers: the optimizer holds a parameter that is not in the model; create it from "
-                    "model.parameters()"
+                    "optimizers: the optimizer holds a parameter that is not in the model, so that no checkpoint would "
+                    "have it; make its module part of the model (model.criterion = …), or leave it out"
                 )
             groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
         made = cls(

@@ -45,6 +45,7 @@ class EvaluationMethods:
     _overridden: Callable[[str], bool]
     _pausable: PausableEvaluation | None
     processing_class: Any
+    _memory_tracker: Any
 
     @property
     def evaluator(self) -> Evaluator:
@@ -92,6 +93,7 @@ class EvaluationMethods:
             UsageError: There is no evaluation data.
             DataError: A dataset is empty.
         """
+        self._memory_tracker.start()
         if not isinstance(eval_dataset, str):
             self._eval_sets(eval_dataset)  # raises where there is no data
         own = eval_dataset is None
@@ -106,6 +108,7 @@ class EvaluationMethods:
                 )
         else:
             metrics = self._evaluate_set(eval_dataset, ignore_keys, metric_key_prefix)
+        self._memory_tracker.stop_and_update_metrics(metrics)
         if own and metric_key_prefix == "eval":
             self._callbacks.last_evaluation = (self._callbacks.model_position()[0], metrics)
         return metrics
@@ -202,8 +205,10 @@ class EvaluationMethods:
         """
         if hasattr(test_dataset, "__len__") and not len(test_dataset):
             raise DataError("test_dataset: it is empty; pass one with samples")
+        self._memory_tracker.start()
         evaluation = self.run_evaluation(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
         metrics = self._metrics(evaluation, metric_key_prefix)
+        self._memory_tracker.stop_and_update_metrics(metrics)
         self._callbacks.event("on_predict", metrics)
         return PredictionOutput(evaluation.predictions, evaluation.labels, metrics)
 

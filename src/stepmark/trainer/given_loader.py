@@ -213,8 +213,8 @@ class GivenLoader:
         }
 
     def _loader_state(self) -> Any:
-        given = self.given
-        return given.state_dict() if hasattr(given, "state_dict") and hasattr(given, "load_state_dict") else None
+        inner = getattr(self.given, "base_dataloader", self.given)  # accelerate's lack a state where theirs has none
+        return self.given.state_dict() if hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict") else None
 
     def _generators(self) -> list[torch.Generator]:
         """The generators that the user gave the loader or its samplers; in an epoch they draw its order."""
@@ -264,7 +264,9 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _is_sharded(loader: Any) -> bool:
-    """Whether each rank's loader has its own batches, as with DistributedSampler."""
+    """Whether each rank's loader has its own batches, as with DistributedSampler, or after accelerate's `prepare`."""
+    if getattr(getattr(loader, "batch_sampler", None), "num_processes", 1) > 1:
+        return True
     return any((getattr(sampler, "num_replicas", None) or 1) > 1 for sampler in _samplers(loader))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.debug_utils import DebugUnderflowOverflow
 from transformers.trainer_callback import TrainerCallback
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
@@ -35,6 +36,7 @@ from stepmark.runtime.module_placement import (
 from stepmark.trainer.existing_run import check_no_earlier_run
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
+from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
 from stepmark.training.optimizer import build_optimizer, wrap_optimizer
@@ -112,6 +114,19 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
         parallelize(model, mesh, **sharding_options(args))
     place_module(model, runtime)
     return mesh
+
+
+def compile_as_asked(model: nn.Module, args: TrainingArguments, mesh: Mesh) -> None:
+    """Compiles the model in place, and lets it be watched for overflows, as the arguments say; on eager devices."""
+    if args.torch_compile and not mesh.runtime.lazy:
+        for name, axis in (("tensor", mesh.tensor_parallel), ("pipeline", mesh.pipeline)):
+            if axis.size > 1:
+                raise UsageError(f"torch_compile and {name}_parallel_size: leave one of them out")
+        model.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
+    if args.debug and mesh.runtime.lazy:
+        raise UsageError(f"debug: would read every activation of a step on {mesh.runtime.name}; leave it out")
+    if args.debug:
+        DebugUnderflowOverflow(model)
 
 
 def check_packed(model: nn.Module, *given: Any, may_call: bool = True) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import EvalPrediction
+from transformers.trainer_utils import EvalPrediction, TrainerMemoryTracker
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.config.old_names import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
+from stepmark.data.collate import PadTo
 from stepmark.data.loader import DataLoader
 from stepmark.errors import UsageError
 from stepmark.evaluation.metrics import check_by_batch
@@ -51,6 +52,7 @@ from stepmark.trainer.setup import (
     RunParts,
     check_packed,
     check_start,
+    compile_as_asked,
     count_steps,
     make_checkpointer,
     make_schedule,
@@ -75,6 +77,12 @@ from stepmark.training.step import TrainStep
 NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods that call it where they are replaced
 
 
+NO_ACCELERATE = (
+    "Stepmark does not use accelerate; return a loader as it is instead of accelerator.prepare(loader), and use "
+    "trainer.model, trainer.is_world_process_zero() and args.device"
+)
+
+
 @explains_keywords
 class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
@@ -96,7 +104,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         train_dataset: Has a length and returns sample i, or can only be iterated, which needs `max_steps`; needed by
             `train`. The ranks take the batches of the latter in turn; a resumed run skips those that were taken.
         eval_dataset: The same for `evaluate`, or several by name.
-        processing_class: The tokenizer; it is saved with the model.
+        processing_class: The tokenizer; it is saved with the model. Default for that: `data_collator.tokenizer`.
         model_init: Makes the model, instead of `model`, with `seed`: once here, and again for every further `train()`.
         compute_loss_func: `(outputs, labels, num_items_in_batch)` to a loss, instead of the model's own: a mean over
             the targets of the micro-batch, or a sum divided by `num_items_in_batch`, which is the number of targets of
@@ -146,6 +154,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     ) -> None:
         check_overrides(type(self), _OWN_HOOKS)
         self.args: TrainingArguments = converted(args)
+        self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
+        self._memory_tracker.start()
         set_log_level(self.args)
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
@@ -155,6 +165,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self.context: Context = start(self.args.device_name, self.args.join_timeout)
         open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
         self.mesh = prepare_model(model, self.args, self.context)
+        compile_as_asked(model, self.args, self.mesh)
         self.model = model
         self._saved = adapter_of(model) or model
         for name in NEED_COMPLETE_MODEL:
@@ -188,6 +199,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         if self.args.push_to_hub and not extracting_graphs():
             self._upload_checkpoints()
         self._callbacks.event("on_init_end")
+        self._memory_tracker.stop_and_update_metrics()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, which the next call of `train` or `evaluate` uses, as in transformers.
@@ -205,6 +217,12 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self.loss.override = self._overridden_loss
         elif name == "loss_averages_over" and "loss" in vars(self):
             self._set_loss()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = f": {NO_ACCELERATE}" if name == "accelerator" else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _upload_checkpoints(self) -> None:
         """Creates the repository, and uploads checkpoints as `hub_strategy` says."""
@@ -530,6 +548,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             StepmarkError: The final model cannot be written, for example because the disk is full.
             RunInterrupted: A signal stopped the run, which can be resumed (a SystemExit with code 75).
         """
+        self._memory_tracker.start()
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         folder = Path(self.args.output_dir)
         prepare_output_folder(folder, self.context.host)
@@ -565,6 +584,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                             folder, self.context.host, resumes=bool(resume), repeats=loop.record_resumption
                         )
                     output = self._train(loop, parts, checkpointer, restored)
+                self._memory_tracker.stop_and_update_metrics(output.metrics)
                 if save_model:
                     self.save_model()
                     if self.args.eval_strategy != "no":
@@ -654,6 +674,15 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     def _results(self) -> RunResults:
         return RunResults(Path(self.args.output_dir), self._callbacks.run_log, self.context.host)
 
+    @property
+    def _saved_processing(self) -> Any:
+        """What is saved beside the model: `processing_class`, or else that of the collator, as in transformers."""
+        collator = self.data_collator
+        if isinstance(collator, PadTo):
+            collator = collator.collate_fn
+        found = (self.processing_class, *(getattr(collator, name, None) for name in ("processor", "tokenizer")))
+        return next((each for each in found if each is not None), None)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective.
 
@@ -670,12 +699,12 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         folder = Path(output_dir or self.args.output_dir).absolute()
         if self._saved_files.collects(folder):
             if self.is_world_process_zero():
-                write_model_files(folder, self._saved, self.processing_class)
+                write_model_files(folder, self._saved, self._saved_processing)
             return
         if extracting_graphs():
             warn_not_saved(f"the model in {folder}")
             return
-        write_model(folder, self._saved, self.mesh, self.processing_class, self.args.save_timeout)
+        write_model(folder, self._saved, self.mesh, self._saved_processing, self.args.save_timeout)
 
     def _collect_model_files(self) -> None:
         """Before a checkpoint: lets an overridden `save_model` write the files that the checkpoint gets. Collective."""
@@ -686,7 +715,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         if self._overridden("save_model"):
             self._saved_files.move_to(folder)
         else:
-            write_model_files(folder, self._saved, self.processing_class)
+            write_model_files(folder, self._saved, self._saved_processing)
         for write in self.checkpoint_files:
             write(folder)
         self._write_state(folder)

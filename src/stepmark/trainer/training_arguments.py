@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
-from stepmark.config.transformers_defaults import ALIASES, IGNORED, LATE, check_ignored, ignored_argument
+from stepmark.config.transformers_defaults import LATE, is_absent, options_of_transformers, set_absent
 from stepmark.errors import UsageError
 from stepmark.launch.accelerate_variables import asked_by_accelerate
 from stepmark.launch.world import World
@@ -22,7 +22,7 @@ ALONE = -1  # `local_rank` of a run of one rank
 
 
 @dataclass(repr=False)
-class TrainingArguments(TrainingFields):
+class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields):  # type: ignore[misc]
     """The training fields of a recipe (`TrainingFields`), and what scripts for transformers read besides.
 
     Args:
@@ -53,6 +53,14 @@ class TrainingArguments(TrainingFields):
         hub_private_repo: Whether a new repository is private; default: as the hub's organization says.
         hub_always_push: Upload a checkpoint although the one before is still on its way. Default: false.
         hub_revision: The branch; default: the main one.
+        torch_compile: Compile the model in place; a lazy device compiles in any case. Default: false, but true with one
+            of the next two.
+        torch_compile_backend: Default: `inductor`.
+        torch_compile_mode: Default: that of torch.compile.
+        debug: `underflow_overflow`: transformers' DebugUnderflowOverflow watches the model, on eager devices. Default:
+            nothing.
+        skip_memory_metrics: Otherwise results have the memory that each stage allocated, as in transformers. Default:
+            true.
         log_on_each_node: Whether the first rank of each machine logs, as `should_log` says, or rank 0 alone. Default:
             true.
         save_on_each_node: Accepted where all ranks are on one machine, on which it means nothing. Default: false.
@@ -79,6 +87,11 @@ class TrainingArguments(TrainingFields):
     hub_private_repo: bool | None = None
     hub_always_push: bool = False
     hub_revision: str | None = None
+    torch_compile: bool = False
+    torch_compile_backend: str | None = None
+    torch_compile_mode: str | None = None
+    debug: str | list[str] = ""
+    skip_memory_metrics: bool = True
     log_on_each_node: bool = True
     save_on_each_node: bool = False
 
@@ -89,12 +102,24 @@ class TrainingArguments(TrainingFields):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        from transformers import integrations
+        from transformers.debug_utils import DebugOption
+
         self._take_dtype()
         if self.output_dir is None:
             self.output_dir = TrainingFields.output_dir
         self._take_variables()
         super().__post_init__()
+        self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
+        if self.torch_compile:
+            self.torch_compile_backend = self.torch_compile_backend or "inductor"
+        names, known = self.debug.split() if isinstance(self.debug, str) else self.debug or [], "underflow_overflow"
+        if set(names) - {known}:
+            raise UsageError(f"debug: {names} is not supported; choose {known}, or leave it out")
+        self.debug = [DebugOption(name) for name in names]
         self.lr_scheduler_kwargs, self.report_to = self.scheduler_options or None, self.reporters
+        if getattr(integrations, "is_kubeflow_available", bool)() and "kubeflow" not in self.report_to:
+            self.report_to.append("kubeflow")
         self.gradient_checkpointing_kwargs = self.checkpointing_options or None
         self.include_for_metrics = list(self.include_for_metrics or [])
         unknown = sorted(set(self.include_for_metrics) - {"inputs", "loss"})
@@ -108,6 +133,10 @@ class TrainingArguments(TrainingFields):
             raise UsageError(f"local_rank: is {self.local_rank}, but the launcher says {launched}; leave it out")
         self.local_rank = launched
         self.parameter_dtype = self.dtype
+        if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
+            raise UsageError("dataloader_prefetch_factor: needs workers; set dataloader_num_workers, or leave it out")
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
 
     def _take_variables(self) -> None:
         """What `accelerate launch` asks for, where the arguments do not say otherwise."""
@@ -119,7 +148,7 @@ class TrainingArguments(TrainingFields):
 
     def _take_dtype(self) -> None:
         """`dtype` as it was given to the constructor, under either name; that of torch becomes its name."""
-        given = vars(self).pop(LATE, {}).get("dtype")
+        given = self.__dict__.pop(LATE, {}).get("dtype")
         given = self.dtype if given is None else given
         if type(given).__module__ == "torch":
             given = str(given).removeprefix("torch.")
@@ -128,16 +157,12 @@ class TrainingArguments(TrainingFields):
             raise UsageError(f"dtype, parameter_dtype: they are the same, and are {given} and {other}; leave one out")
         self.dtype = given if other is None else other
 
-    def __getattr__(self, name: str) -> Any:  # of what is not found otherwise
-        return ignored_argument(self, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises UsageError for an argument of transformers that would have no effect."""
-        name = ALIASES.get(name, name)
         if name == "save_on_each_node" and value:
             _check_one_node()
-        if check_ignored(self, name, value):
-            vars(self).setdefault(IGNORED, {})[name] = value
+        if is_absent(type(self), name):
+            set_absent(self, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -145,6 +170,16 @@ class TrainingArguments(TrainingFields):
     def use_cpu(self) -> bool:
         """Whether `device` is `cpu`."""
         return self.device_name == "cpu"
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """`gradient_checkpointing`."""
+        return self.gradient_checkpointing
+
+    @property
+    def activation_checkpointing_kwargs(self) -> Any:
+        """`gradient_checkpointing_kwargs`."""
+        return self.gradient_checkpointing_kwargs
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
@@ -279,7 +314,8 @@ class TrainingArguments(TrainingFields):
         return int(getattr(logging, self.log_level.upper()))
 
     def _values(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "device"}
+        names = [field.name for field in dataclasses.fields(self) if not is_absent(type(self), field.name)]
+        values = {name: getattr(self, name) for name in names if name != "device"}
         secret = {} if self.hub_token is None else {"hub_token": "<HUB_TOKEN>"}
         return {**values, "device": self.device_name, **secret}
 

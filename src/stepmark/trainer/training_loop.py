@@ -30,7 +30,13 @@ from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
 from stepmark.trainer.telemetry.total_flos import TotalFlos
 from stepmark.training.evaluation_paused import EvaluationPaused
-from stepmark.training.learning_rate_schedule import advance, follows_metric, restore_schedule, schedule_state
+from stepmark.training.learning_rate_schedule import (
+    advance,
+    follows_metric,
+    restore_schedule,
+    schedule_state,
+    shows_rates,
+)
 from stepmark.training.model_options import set_training
 from stepmark.training.step import StepHooks
 
@@ -223,6 +229,7 @@ class TrainingLoop:
             after_micro_step=lambda: callbacks.event("on_substep_end"),
             before_update=lambda: callbacks.event("on_pre_optimizer_step"),
             after_update=lambda: callbacks.event("on_optimizer_step"),
+            updated=lambda: advance(parts.schedule),
             look_at_gradients=callbacks.hears("on_pre_optimizer_step") or callbacks.hears("on_optimizer_step"),
         )
         show_step(StepPlace.of(self._step + 1, batch.samples, batch.state))
@@ -234,8 +241,8 @@ class TrainingLoop:
         with self._monitor.within_step():
             statistics = parts.step(self._step, batch, hooks)
             self._losses.add(statistics)
-        if statistics.updated:
-            advance(parts.schedule)
+        if shows_rates(parts.schedule):
+            self._learning_rate = float(parts.schedule.get_last_lr()[0])
         if self._preemption is not None:
             self._preemption.step_ended()
         callbacks.state.global_step += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from enum import Enum
 from typing import Any
 
@@ -10,11 +11,13 @@ import transformers
 
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import TrainingFields
-from stepmark.config.transformers_defaults import ALIASES, SWITCHES, is_done
-from stepmark.config.unknown_field_message import unknown_field
+from stepmark.config.transformers_defaults import known_fields
 from stepmark.errors import UsageError
 from stepmark.trainer.seq2seq_arguments import Seq2SeqTrainingArguments
 from stepmark.trainer.training_arguments import TrainingArguments
+
+_TRAINERS = ("trl", "optimum", "sentence_transformers", "setfit")  # libraries with trainers of their own
+_INSTEAD = "leave it out, and prepare train_dataset so; for chats use Conversations, or a recipe"
 
 
 def converted(args: Any) -> Any:
@@ -30,28 +33,38 @@ def converted(args: Any) -> Any:
         return TrainingArguments.of(args)
     if not isinstance(args, transformers.TrainingArguments):
         return args
+    others = _of_other_trainers(args)
+    if others:
+        raise UsageError("; ".join(f"{name}: only {whose}'s trainers read it; {_INSTEAD}" for name, whose in others))
     seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
     kind = Seq2SeqTrainingArguments if seq2seq else TrainingArguments
-    own = [name for name in field_names(kind) if name != "local_rank"]  # that is the launcher's
-    values = {name: _plain(value) for name, value in _fields(args).items()}
+    values = {name: _plain(value) for name, value in _fields(args).items() if name != "local_rank"}  # the launcher's
     defaults = {name: _plain(value) for name, value in _fields(_default(args)).items()}
-    switched = {name: values.pop(name) for name in SWITCHES if name in values}
-    lacking = [
+    own = known_fields(kind)
+    set_here = [
         name
         for name, value in values.items()
-        if name in defaults
-        and name not in (*own, *ALIASES, "local_rank")
-        and value != defaults[name]
-        and not is_done(name, value)
+        if (name in own and (value, defaults.get(name)) != (None, None))  # what is unset keeps our default
+        or (name in defaults and value != defaults[name])
     ]
-    if lacking:
-        raise UsageError("; ".join(unknown_field(name, own) for name in lacking))
-    unset = {name for name, value in values.items() if value is None and defaults.get(name) is None}
-    return kind(**{name: value for name, value in values.items() if name in own and name not in unset}, **switched)
+    return kind(**{name: values[name] for name in (*set_here, "use_cpu")})
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+
+
+def _of_other_trainers(args: transformers.TrainingArguments) -> list[tuple[str, str]]:
+    """What was set of the fields that another library adds to transformers' for its own trainers, and whose it is."""
+    known = (*field_names(transformers.Seq2SeqTrainingArguments), *known_fields(TrainingArguments))
+    found = []
+    for field in dataclasses.fields(args):
+        kinds = [kind for kind in type(args).__mro__ if field.name in inspect.get_annotations(kind)]
+        whose = kinds[-1].__module__.partition(".")[0] if kinds else ""
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if whose in _TRAINERS and field.name not in known and getattr(args, field.name, default) != default:
+            found.append((field.name, whose))
+    return found
 
 
 def _default(args: transformers.TrainingArguments) -> transformers.TrainingArguments:

@@ -104,5 +104,12 @@ def follows_metric(schedule: LRScheduler) -> bool:
     return "metrics" in inspect.signature(schedule.step).parameters
 
 
+def shows_rates(schedule: LRScheduler) -> bool:
+    """Whether a schedule sets no rates, but shows those of the last step, which its optimizer sets itself."""
+    from transformers.optimization import AdafactorSchedule
+
+    return isinstance(schedule, AdafactorSchedule)
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, list, tuple, dict, type(None)))

@@ -47,11 +47,13 @@ def _nothing() -> None:
 @dataclass
 class StepHooks:
     """Functions that a step calls on the host: after each micro-batch but the last, before and after the update.
+    `updated` is called once parameters have been updated, while their gradients are there; not after an overflow.
     `look_at_gradients`: those around the update may use `parameter.grad`, which is completed for them."""
 
     after_micro_step: Callable[[], Any] = field(default=_nothing)
     before_update: Callable[[], Any] = field(default=_nothing)
     after_update: Callable[[], Any] = field(default=_nothing)
+    updated: Callable[[], Any] = field(default=_nothing)
     look_at_gradients: bool = False
 
 
@@ -188,6 +190,8 @@ class TrainStep:
         if updates:
             self.optimizer.step()
         hooks.after_update()
+        if updates:
+            hooks.updated()
         self.optimizer.set_gradients([None] * len(reduced.gradients))
         self._gradients.reset()
 
