@@ -627,6 +627,52 @@ def test_a_model_trains_in_training_mode_whatever_it_was_left_in(tmp_path: Path)
     assert model.modes == [True, True, True]
 
 
+class FrozenNorm(Classifier):
+    """Keeps the statistics of its normalization, as detection models and fine-tuned backbones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(CLASSES)
+        self.norm.running_mean.fill_(0.5)  # type: ignore[union-attr]
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
+        outputs = super().forward(*args, **inputs)
+        self.norm(outputs["logits"])
+        return outputs
+
+
+@pytest.mark.parametrize("inside", ["model", "submodule", "attribute"])
+def test_a_train_of_the_models_own_is_called_on_a_fresh_model(tmp_path: Path, inside: str) -> None:
+    """PyTorch makes modules in training mode, with everything in them."""
+    model = FrozenNorm()
+    model.norm.train()
+    whole: torch.nn.Module = Inside(model) if inside == "submodule" else model
+    if inside == "attribute":
+        model.train = model.train  # type: ignore[method-assign]
+        model.__class__ = type("Plain", (FrozenNorm,), {"train": nn.Module.train})
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", disable_tqdm=True, max_steps=2, save_strategy="no")
+    norm: Any = next(each for each in whole.modules() if isinstance(each, torch.nn.BatchNorm1d))
+    assert norm.training
+    Trainer(whole, args, train_dataset=Points(8)).train()
+    assert not norm.training
+    assert norm.running_mean.tolist() == [0.5] * CLASSES
+
+
+class Inside(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = self.model(features, labels)
+        return outputs
+
+
 def test_what_is_set_on_a_trainer_is_used(tmp_path: Path) -> None:
     seen: list[Any] = []
     trainer = make(Trainer, tmp_path, max_steps=1, compute_metrics=lambda found: seen.append(found) or {})
