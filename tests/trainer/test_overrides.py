@@ -806,3 +806,98 @@ def test_a_patch_that_would_never_be_called_is_rejected(
     for kind in (Trainer, WeightedMean):
         with pytest.raises(UsageError, match=f"^{kind.__name__}: {name} is never called by stepmark's Trainer"):
             make(kind, tmp_path / kind.__name__)
+
+
+class Counting(nn.Module):
+    """A language model of one's own, with what user code does in a forward pass."""
+
+    def __init__(self, shifted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11)
+        self.shifted = shifted
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        self.seen += 1
+        print("called", self.calls)
+        hidden = self.norm(self.embedding(input_ids).transpose(1, 2)).transpose(1, 2) + 0.1 * torch.randn(())
+        outputs = {"logits": self.head(hidden)}
+        if labels is not None:
+            logits, kept = (outputs["logits"][:, :-1], labels[:, 1:]) if self.shifted else (outputs["logits"], labels)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), kept.flatten())
+            outputs["loss"] = loss * (1.0 + 1.0 / self.calls)  # as a warm-up of the loss
+        return outputs
+
+
+class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(11, (5,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+@pytest.mark.parametrize("kind", ["model", "function", "method", "smoothed"])
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_user_code_is_called_once_for_each_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, evaluates: bool, shifted: bool
+) -> None:
+    """Also where only a call shows which labels are targets, in training and in an evaluation before it."""
+    model, calls = Counting(shifted), []
+
+    def compute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        calls.append(labels.shape)
+        logits, kept = (outputs["logits"][:, :-1], labels[:, 1:]) if shifted else (outputs["logits"], labels)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), kept.flatten(), reduction="sum") / num_items_in_batch
+
+    class Computes(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            calls.append(inputs["labels"].shape)
+            return super().compute_loss(model, inputs, return_outputs=return_outputs)
+
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        device="cpu",
+        disable_tqdm=True,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        per_device_eval_batch_size=4,
+        label_smoothing_factor=0.1 if kind == "smoothed" else 0.0,
+        eval_strategy="epoch" if evaluates else "no",
+        eval_on_start=evaluates,
+        save_strategy="no",
+    )
+    trainer = (Computes if kind == "method" else Trainer)(
+        model,
+        args,
+        train_dataset=Words(),
+        eval_dataset=Words(),
+        compute_loss_func=compute if kind == "function" else None,
+    )
+    trainer.train()
+    expected = 6 + 3 * 2 * evaluates
+    assert (model.calls, int(model.seen)) == (expected, expected)
+    assert int(model.norm.num_batches_tracked) == 6  # type: ignore[arg-type]
+    assert capsys.readouterr().out.count("called") == expected
+    assert len(calls) == (expected if kind in ("function", "method") else 0)
+    assert trainer.loss.causal_shift is shifted
+
+
+def shift_on(folder: str, device: str) -> list[Any]:
+    options = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "per_device_train_batch_size": 4}
+    trainer = Trainer(Counting(True), TrainingArguments(folder, device=device, **options), train_dataset=Words())
+    trainer.train()
+    return [trainer.loss.causal_shift, trainer.model.calls]
+
+
+@pytest.mark.xla
+def test_one_call_shows_the_targets_on_a_lazy_device_too(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks.run("tests.trainer.test_overrides:shift_on", str(tmp_path), "xla").check()[0] == [True, 2]

@@ -94,6 +94,7 @@ class TrainingLoop:
             "learning_rate": self._learning_rate,
             "schedule": schedule_state(self._parts.schedule),
             "rates": [float(group["lr"]) for group in self._parts.optimizer.inner.param_groups],
+            "causal_shift": self._parts.step.loss.causal_shift,
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
 
@@ -111,6 +112,7 @@ class TrainingLoop:
         self._losses.load_state_dict(state["means"])
         restore_schedule(self._parts.schedule, state["schedule"], rates)
         self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
+        self._parts.step.loss.guess = state.get("causal_shift", self._parts.step.loss.guess)
         if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
             self._parts.step.scaler.load_state_dict(state["loss_scaler"])
 
