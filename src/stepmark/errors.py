@@ -4,6 +4,7 @@ StepmarkError                     exit 1: failed, or a check found errors
 ├── UsageError                    exit 2: wrong usage, such as a path that does not exist; nothing was started
 ├── DataError                     training or evaluation data is empty or unusable
 ├── MetricsError                  a custom metrics or evaluation function failed, or did not return numbers
+├── TrainingDiverged              losses or gradients were not finite, step after step (stop_on_nan)
 ├── DeviceError                   the device is missing, or does not support the request
 ├── LaunchError                   ranks cannot be started or connected, or have lost each other
 │   └── PeerFailed                another rank failed first; its error is the one to read
@@ -40,6 +41,10 @@ class DataError(StepmarkError):
 
 class MetricsError(StepmarkError):
     """A custom metrics or evaluation function failed, or did not return numbers."""
+
+
+class TrainingDiverged(StepmarkError):
+    """Losses or gradients were not finite, for as many steps in a row as `stop_on_nan` says."""
 
 
 class DeviceError(StepmarkError):

@@ -46,10 +46,21 @@ def test_policies_keep_what_they_say() -> None:
     assert run(steps, [KeepLast(2), KeepEvery(40)]) == [40, 80, 110, 120]
     assert run(steps, [KeepEachInterval(4 / 60)]) == [10, 50, 90, 120]
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 5.0, 60: float("nan")}
-    assert run(steps[:6], [KeepBest("loss")], losses) == [20, 60]  # of equal ones the first, as for the Trainer
+    assert run(steps[:6], [KeepBest("loss")], losses) == [20, 50, 60]  # of equal ones the first, as for the Trainer
     assert run(steps[:6], [KeepBest("loss", greater_is_better=True, count=2)], losses) == [10, 50, 60]
-    assert run(steps[:6], [KeepLast(1), KeepBest("loss")], losses) == [20, 60]
-    assert run(steps[:6], [KeepBest("other")], losses) == [60]
+    assert run(steps[:6], [KeepLast(1), KeepBest("loss")], losses) == [20, 50, 60]
+    assert run(steps[:6], [KeepBest("other")], losses) == [50, 60]
+
+
+def test_a_checkpoint_that_is_not_finite_is_never_the_best_and_does_not_push_out_the_last_that_is() -> None:
+    nan = float("nan")
+    assert run([10, 20, 30, 40], [KeepLast(1)], {20: 2.0, 30: nan, 40: nan}) == [20, 40]
+    assert run([10, 20, 30, 40, 50], [KeepLast(2)], {30: nan, 40: float("inf"), 50: nan}) == [20, 40, 50]
+    assert run([10, 20, 30], [KeepLast(1)], {10: nan, 20: nan}) == [30]
+    infinite = [Saved(10, 0.0, {"accuracy": 0.5}), Saved(20, 60.0, {"accuracy": 0.9, "loss": nan})]
+    assert KeepBest("accuracy", greater_is_better=True).keeps(infinite) == {10}
+    model_only = [Saved(10, 0.0, {}), Saved(20, 60.0, {}, resumable=False), Saved(30, 120.0, {"loss": nan})]
+    assert steps_to_delete(model_only, [KeepLast(1)], 30) == [20]
 
 
 def test_a_save_of_an_earlier_step_stays() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.errors import DataError, PeerFailed, UsageError
+from stepmark.errors import DataError, PeerFailed, TrainingDiverged, UsageError
 from stepmark.launch.failure_report import REPORTS, FailureReport, read_failure_reports
 from stepmark.launch.supervisor import _describe, _Ranks
 
@@ -29,6 +29,10 @@ def raised(error: BaseException) -> BaseException:
         raise error
     except BaseException as caught:
         return caught
+
+
+def test_a_run_that_diverges_would_do_so_again() -> None:
+    assert FailureReport.of(raised(TrainingDiverged("step 3")), rank=0).permanent
 
 
 @pytest.mark.parametrize(

@@ -629,6 +629,52 @@ def test_a_model_trains_in_training_mode_whatever_it_was_left_in(tmp_path: Path)
     assert model.modes == [True, True, True]
 
 
+class FrozenNorm(Classifier):
+    """Keeps the statistics of its normalization, as detection models and fine-tuned backbones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(CLASSES)
+        self.norm.running_mean.fill_(0.5)  # type: ignore[union-attr]
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
+        outputs = super().forward(*args, **inputs)
+        self.norm(outputs["logits"])
+        return outputs
+
+
+@pytest.mark.parametrize("inside", ["model", "submodule", "attribute"])
+def test_a_train_of_the_models_own_is_called_on_a_fresh_model(tmp_path: Path, inside: str) -> None:
+    """PyTorch makes modules in training mode, with everything in them."""
+    model = FrozenNorm()
+    model.norm.train()
+    whole: torch.nn.Module = Inside(model) if inside == "submodule" else model
+    if inside == "attribute":
+        model.train = model.train  # type: ignore[method-assign]
+        model.__class__ = type("Plain", (FrozenNorm,), {"train": nn.Module.train})
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", disable_tqdm=True, max_steps=2, save_strategy="no")
+    norm: Any = next(each for each in whole.modules() if isinstance(each, torch.nn.BatchNorm1d))
+    assert norm.training
+    Trainer(whole, args, train_dataset=Points(8)).train()
+    assert not norm.training
+    assert norm.running_mean.tolist() == [0.5] * CLASSES
+
+
+class Inside(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = self.model(features, labels)
+        return outputs
+
+
 def test_what_is_set_on_a_trainer_is_used(tmp_path: Path) -> None:
     seen: list[Any] = []
     trainer = make(Trainer, tmp_path, max_steps=1, compute_metrics=lambda found: seen.append(found) or {})
@@ -800,3 +846,98 @@ def test_parameters_of_a_loss_are_trained_and_saved_as_a_part_of_the_model(tmp_p
     other = WithCriterion(tiny_model(), args, train_dataset=Blocks(8), part=False)
     with pytest.raises(UsageError, match=r"^optimizers: .*model\.criterion"):
         other.train()
+
+
+class Counting(nn.Module):
+    """A language model of one's own, with what user code does in a forward pass."""
+
+    def __init__(self, shifted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11)
+        self.shifted = shifted
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        self.seen += 1
+        print("called", self.calls)
+        hidden = self.norm(self.embedding(input_ids).transpose(1, 2)).transpose(1, 2) + 0.1 * torch.randn(())
+        outputs = {"logits": self.head(hidden)}
+        if labels is not None:
+            logits, kept = (outputs["logits"][:, :-1], labels[:, 1:]) if self.shifted else (outputs["logits"], labels)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), kept.flatten())
+            outputs["loss"] = loss * (1.0 + 1.0 / self.calls)  # as a warm-up of the loss
+        return outputs
+
+
+class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(11, (5,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+@pytest.mark.parametrize("kind", ["model", "function", "method", "smoothed"])
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_user_code_is_called_once_for_each_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, evaluates: bool, shifted: bool
+) -> None:
+    """Also where only a call shows which labels are targets, in training and in an evaluation before it."""
+    model, calls = Counting(shifted), []
+
+    def compute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        calls.append(labels.shape)
+        logits, kept = (outputs["logits"][:, :-1], labels[:, 1:]) if shifted else (outputs["logits"], labels)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), kept.flatten(), reduction="sum") / num_items_in_batch
+
+    class Computes(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            calls.append(inputs["labels"].shape)
+            return super().compute_loss(model, inputs, return_outputs=return_outputs)
+
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        device="cpu",
+        disable_tqdm=True,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        per_device_eval_batch_size=4,
+        label_smoothing_factor=0.1 if kind == "smoothed" else 0.0,
+        eval_strategy="epoch" if evaluates else "no",
+        eval_on_start=evaluates,
+        save_strategy="no",
+    )
+    trainer = (Computes if kind == "method" else Trainer)(
+        model,
+        args,
+        train_dataset=Words(),
+        eval_dataset=Words(),
+        compute_loss_func=compute if kind == "function" else None,
+    )
+    trainer.train()
+    expected = 6 + 3 * 2 * evaluates
+    assert (model.calls, int(model.seen)) == (expected, expected)
+    assert int(model.norm.num_batches_tracked) == 6  # type: ignore[arg-type]
+    assert capsys.readouterr().out.count("called") == expected
+    assert len(calls) == (expected if kind in ("function", "method") else 0)
+    assert trainer.loss.causal_shift is shifted
+
+
+def shift_on(folder: str, device: str) -> list[Any]:
+    options = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "per_device_train_batch_size": 4}
+    trainer = Trainer(Counting(True), TrainingArguments(folder, device=device, **options), train_dataset=Words())
+    trainer.train()
+    return [trainer.loss.causal_shift, trainer.model.calls]
+
+
+@pytest.mark.xla
+def test_one_call_shows_the_targets_on_a_lazy_device_too(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks.run("tests.trainer.test_overrides:shift_on", str(tmp_path), "xla").check()[0] == [True, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 from stepmark.cli.main import run as call
+from stepmark.errors import TrainingDiverged
 from tests.trainer.test_strategies import run, steps, trainer
 
 
@@ -55,6 +58,56 @@ def test_epochs_that_end_early_are_not_made_up_for(tmp_path: Path) -> None:
     recorder = run(tmp_path, EndsEpochs(2, 5), **options)
     assert recorder.epochs == [2, 5]
     assert recorder.saves == [4, 5]
+
+
+class Breaks(TrainerCallback):
+    """Makes the weights nan before a step, counted from 1."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == self.step - 1:
+            next(model.parameters()).data.fill_(math.nan)
+
+
+def test_a_run_of_nan_ends_where_it_is_next_read_and_before_it_is_saved(tmp_path: Path) -> None:
+    made, recorder = trainer(tmp_path, Breaks(5), **steps("save", 4), **steps("logging", 2))
+    with pytest.raises(TrainingDiverged, match=r"step 5 .*checkpoint-4"):
+        made.train()
+    assert made.state.global_step == 8  # 5, 6 and 7 are nan; 6 was read too early
+    assert (recorder.logs, recorder.saves) == ([2, 4, 6, 8], [4])
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({}, 12), (steps("save", 8), 8), (steps("eval", 9), 9), ({"stop_on_nan": 1, **steps("logging", 1)}, 5)],
+)
+def test_saves_evaluations_and_the_end_look_too(tmp_path: Path, options: dict[str, Any], last: int) -> None:
+    made, recorder = trainer(tmp_path, Breaks(5), **options)
+    with pytest.raises(TrainingDiverged, match="step 5"):
+        made.train(save_model=True)
+    assert made.state.global_step == last
+    assert recorder.saves == recorder.evaluations == []
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_checkpoint_of_nan_is_not_the_best_and_keeps_the_last_that_is_finite(tmp_path: Path) -> None:
+    """Also by a metric that is better for weights of no use."""
+    best = {"metric_for_best_model": "useless", "greater_is_better": True, "save_total_limit": 1, "stop_on_nan": 0}
+    made, recorder = trainer(tmp_path, Breaks(7), **best, **steps("save", 2), **steps("eval", 2))
+    made.compute_metrics = lambda found: {"useless": made.state.global_step}
+    made.train()
+    assert recorder.saves == [2, 4, 6, 8, 10, 12]
+    assert made.state.best_global_step == 6
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-6"]
+    loop = trainer(tmp_path, **{**best, "max_steps": 14}, **steps("save", 13), **steps("eval", 13))[0]
+    loop.compute_metrics = lambda found: {"useless": 99}
+    loop.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    assert loop.state.best_global_step == 6
+    assert (tmp_path / "checkpoint-6").is_dir()
 
 
 class AddsToCheckpoint(TrainerCallback):

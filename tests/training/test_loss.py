@@ -387,7 +387,9 @@ def test_smoothing_shifts_labels_if_the_models_own_loss_does(shifted: bool) -> N
     tokens = torch.randint(0, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": tokens, "labels": tokens}
     count = torch.tensor(15.0 if shifted else 18.0)
-    found, _ = MicroBatchLoss(model, label_smoothing=0.2)(model, inputs, Weight(count, count))
+    loss = MicroBatchLoss(model, label_smoothing=0.2)
+    loss.call_first(model, inputs)
+    found, _ = loss(model, inputs, Weight(count, count))
     logits = model(tokens)["logits"]
     kept, targets = (logits[:, :-1], tokens[:, 1:]) if shifted else (logits, tokens)
     expected = F.cross_entropy(kept.flatten(0, 1), targets.flatten(), label_smoothing=0.2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from stepmark.data.labels import LabelRule
 from stepmark.data.loader import DataLoader
-from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.model_labels import known_shift, label_names, label_rule, names_num_items
 from tests.support.label_models import make
 from tests.support.programs import VOCABULARY, tiny_model
@@ -48,44 +47,131 @@ def micro_batch(**labels: Any) -> Any:
 
 
 @pytest.mark.parametrize("shifted", [True, False])
-def test_a_custom_model_is_probed_once_for_its_shift(shifted: bool) -> None:
+def test_the_call_of_the_first_batch_shows_the_shift_of_a_custom_model(shifted: bool) -> None:
     model = OwnLoss(shifted).train()
     loss = MicroBatchLoss(model)
     assert loss.labels.causal_shift is None
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    assert loss.count(model, micro_batch()) == (8 if shifted else 10)
+    assert targets(loss, model, micro_batch()) == (8 if shifted else 10)
     assert loss.causal_shift is shifted
+    assert targets(loss, model, micro_batch(_1=-100)) == (7 if shifted else 9)
+    assert len(calls) == 1
+
+
+def targets(loss: MicroBatchLoss, model: nn.Module, batch: Any) -> int:
+    loss.call_first(model, batch.inputs)
+    return loss.count(batch)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("guess", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_what_the_first_call_finds_is_what_every_other_call_finds(shifted: bool, guess: bool, smoothing: float) -> None:
+    """Loss, gradients, statistics and random numbers, to the last bit."""
+    found = []
+    for knows in (True, False):
+        model, batch = OwnLoss(shifted).train(), micro_batch()
+        loss = MicroBatchLoss(model, label_smoothing=smoothing)
+        loss.guess = guess
+        if knows:
+            loss.decide(shifted)
+        torch.manual_seed(7)
+        loss.call_first(model, batch.inputs)
+        count = torch.tensor(float(loss.count(batch)))
+        value, _ = loss(model, batch.inputs, Weight(count, count * 2))
+        value.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        found.append([value, *gradients, *model.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(known, seen) for known, seen in zip(*found, strict=True))
+
+
+def mean(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def divided(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / items
+
+
+def divided_by_a_number(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / items.item()
+
+
+def by_hand(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
+    """In place, by a mask and a gather."""
+    labels = labels.clone()
+    kept = labels != -100
+    labels[~kept] = 0
+    losses = -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    losses.mul_(kept)
+    return losses.sum() / kept.sum()
+
+
+def by_selection(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
+    chosen = labels != -100
+    assert chosen.any()
+    return F.cross_entropy(logits[chosen], labels[chosen])
+
+
+def from_an_empty_tensor(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
+    targets = torch.zeros(labels.shape, dtype=torch.long)
+    targets[:, :] = labels
+    return torch.nn.CrossEntropyLoss()(logits.transpose(1, 2), targets)
+
+
+class Focal(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        context.save_for_backward(logits)
+        return (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") ** 2).mean()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return torch.ones_like(context.saved_tensors[0]) * gradient, None
+
+
+def of_a_function(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
+    return Focal.apply(logits, labels)
+
+
+FUNCTIONS = [mean, divided, divided_by_a_number, by_hand, by_selection, from_an_empty_tensor, of_a_function]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_call_of_a_users_function_shows_its_targets(function: Any, shifted: bool, causal: bool) -> None:
+    """Whatever the class says; the loss is what it is where that is known."""
+    calls = []
+
+    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        calls.append(1)
+        logits = outputs["logits"].contiguous()
+        logits, labels = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+        return function(logits, labels, num_items_in_batch)
+
+    model = tiny_model(dropout=0.0) if causal else OwnLoss(True).eval()
+    batch = micro_batch(_1=-100)
+    losses = []
+    for knows in (False, True):
+        loss = MicroBatchLoss(model, compute_loss_func=compute)
+        if knows:
+            loss.decide(shifted)
+        assert targets(loss, model, batch) == (7 if shifted else 9)
+        count = torch.tensor(float(loss.count(batch)))
+        losses.append(loss(model, batch.inputs, Weight(count, count))[0])
     assert len(calls) == 2
-    assert loss.count(model, micro_batch(_1=-100)) == (7 if shifted else 9)
-    assert len(calls) == 2
+    torch.testing.assert_close(losses[0], losses[1])
 
 
-def test_probing_changes_nothing() -> None:
-    model = OwnLoss(True).train()
-    model.dropout.eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
-    MicroBatchLoss(model).count(model, micro_batch())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_model_is_not_probed_without_need() -> None:
-    model = OwnLoss(True)
-    model.register_forward_hook(lambda *_: pytest.fail("probed"))
-    batch = micro_batch()
-    batch.inputs["labels"][:, 0] = -100
-    unlabelled = replace(batch, targets=8, first_targets=0)
-    assert MicroBatchLoss(model).count(model, unlabelled) == 8
+def test_a_model_whose_class_shows_the_shift_is_not_called_first() -> None:
     causal = tiny_model()
-    causal.register_forward_hook(lambda *_: pytest.fail("probed"))
-    assert MicroBatchLoss(causal).count(causal, micro_batch()) == 8
+    causal.register_forward_hook(lambda *_: pytest.fail("called"))
+    assert targets(MicroBatchLoss(causal), causal, micro_batch()) == 8
 
 
-def test_a_model_whose_loss_fails_without_targets_has_aligned_labels() -> None:
+def test_a_model_that_fails_without_targets_is_never_asked_without() -> None:
     class Fails(OwnLoss):
         def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
             assert labels is not None
@@ -93,7 +179,7 @@ def test_a_model_whose_loss_fails_without_targets_has_aligned_labels() -> None:
             return super().forward(input_ids, labels)
 
     model = Fails(False)
-    assert MicroBatchLoss(model).count(model, micro_batch()) == 10
+    assert targets(MicroBatchLoss(model), model, micro_batch()) == 10
 
 
 @pytest.mark.parametrize(
@@ -117,9 +203,8 @@ def test_a_loss_that_ignores_its_labels_leaves_the_shift_to_the_class() -> None:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         return outputs["logits"].square().mean()
 
-    for model, targets in ((tiny_model(), 8), (make("BertForTokenClassification").model, 10)):
-        batch = micro_batch()
-        assert MicroBatchLoss(model, compute_loss_func=compute).count(model, batch) == targets
+    for model, expected in ((tiny_model(), 8), (make("BertForTokenClassification").model, 10)):
+        assert targets(MicroBatchLoss(model, compute_loss_func=compute), model, micro_batch()) == expected
 
 
 def test_label_names() -> None:

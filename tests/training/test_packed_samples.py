@@ -37,6 +37,29 @@ def test_causal_attention_keeps_them_apart(family: str) -> None:
     assert model.training
 
 
+class Noting(type(build("llama"))):  # type: ignore[misc]
+    """User code in a forward pass."""
+
+    calls = None
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **inputs: Any) -> Any:
+        print("called")
+        self.calls.append(torch.rand(()))  # type: ignore[attr-defined]
+        self.running += 1
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **inputs)
+
+
+def test_the_trial_leaves_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    model = build("llama")
+    model.__class__ = Noting
+    model.calls = []
+    model.register_buffer("running", torch.zeros(()))
+    state = torch.get_rng_state()
+    check_packing(model, [Blocks()], whole=True)
+    assert (model.calls, float(model.running), capsys.readouterr().out) == ([], 0.0, "")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize(
     ("family", "more", "message"),
     [

@@ -79,6 +79,8 @@ def test_the_best_and_how_long_ago() -> None:
     assert (more.step(found), more.since(found)) == (5, 4)
     assert (less.step(lines(None, None)), less.since(lines(None, None))) == (None, 2)
     assert less.step([]) is None
+    useless = [{**line, "eval_loss": None if line["step"] == 10 else 2.0} for line in found]  # as nan is recorded
+    assert (less.step(useless), less.since(useless)) == (20, 1)
 
 
 def test_which_metric_is_meant() -> None:

@@ -5,6 +5,7 @@ The checkpoint committed last is always kept, and nothing is deleted before its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +26,11 @@ class Saved:
     time: float
     metrics: Mapping[str, float]
     resumable: bool = True
+
+    @property
+    def finite(self) -> bool:
+        """Whether all metrics are finite. A run adds a loss or a gradient norm that is not."""
+        return all(map(math.isfinite, self.metrics.values()))
 
 
 class Retention(Protocol):
@@ -92,7 +98,8 @@ class KeepEachInterval:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the best checkpoints by a metric; of equal ones the first. Those without the metric are ignored.
+    """Keeps the best checkpoints by a metric; of equal ones the first. Those without the metric, or with any that
+    is not finite, are ignored.
 
     Args:
         metric: The name of the metric, as passed to `Checkpointer.save`.
@@ -109,7 +116,7 @@ class KeepBest:
         scored = [
             (sign * checkpoint.metrics[self.metric], -checkpoint.step)
             for checkpoint in saved
-            if self.metric in checkpoint.metrics and checkpoint.metrics[self.metric] == checkpoint.metrics[self.metric]
+            if self.metric in checkpoint.metrics and checkpoint.finite
         ]
         return {-step for _, step in sorted(scored)[-self.count :]} if self.count > 0 else set()
 
@@ -117,11 +124,14 @@ class KeepBest:
 def steps_to_delete(saved: Sequence[Saved], policies: Sequence[Retention], newest: int) -> list[int]:
     """The steps that no policy keeps, in order; none where there is no policy.
 
-    `newest` was committed last and is kept, as are the highest step and the highest that a run can be resumed from.
+    `newest` was committed last and is kept, as are the highest step, the highest that a run can be resumed from, and
+    the highest of those whose metrics are finite.
     """
     if not policies or not saved:
         return []
     ordered = sorted(saved, key=lambda checkpoint: checkpoint.step)
-    resumable = [checkpoint.step for checkpoint in ordered if checkpoint.resumable]
-    kept = {newest, ordered[-1].step, *resumable[-1:]}.union(*(policy.keeps(ordered) for policy in policies))
+    resumable = [checkpoint for checkpoint in ordered if checkpoint.resumable]
+    finite = [checkpoint for checkpoint in resumable or ordered if checkpoint.finite]
+    last = {checkpoint.step for checkpoint in (*ordered[-1:], *resumable[-1:], *finite[-1:])}
+    kept = {newest}.union(last, *(policy.keeps(ordered) for policy in policies))
     return [checkpoint.step for checkpoint in ordered if checkpoint.step not in kept]

@@ -80,6 +80,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "adam_beta2": FieldHelp("AdamW's decay of the second moment", "0.95"),
         "adam_epsilon": FieldHelp("AdamW's term against division by zero", "1e-6"),
         "max_grad_norm": FieldHelp("clip gradients to this L2 norm; 0: never", "0.5"),
+        "stop_on_nan": FieldHelp("end the run after this many steps in a row that are not finite; 0: never", "10"),
         "label_smoothing_factor": FieldHelp("share of the target that all other tokens get", "0.1"),
         "neftune_noise_alpha": FieldHelp("noise on the input embeddings in training (NEFTune); unset: none", "5"),
         "seed": FieldHelp("of new weights, dropout and the order of samples", "1"),

@@ -85,6 +85,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
             variable STEPMARK_JOIN_TIMEOUT, or 600.
         max_restarts: Under `--nproc`: ranks that die are started again, from the newest complete checkpoint, until so
             many restarts in a row did not get past the step that failed. Default: 0.
+        stop_on_nan: Ends the run with an error after so many steps in a row whose loss or gradient norm is not finite,
+            at the next log, evaluation or save, before anything is saved. Steps that the loss scale of `fp16` leaves
+            out do not count; 0: never. Default: 3.
         sample_prompts: Texts that the model continues at each evaluation, greedily: events of the run, which the report
             shows. Needs a causal model that every rank holds completely. Default: None.
         sample_tokens: By how many tokens. Default: 64.
@@ -134,6 +137,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     signal_grace: float = 120.0
     join_timeout: float | None = None
     max_restarts: int = 0
+    stop_on_nan: int = 3
     eval_strategy: str = "no"
     eval_steps: float | None = None
     eval_on_start: bool = False
@@ -279,6 +283,7 @@ def _check_ranges(args: TrainingFields) -> None:
         "seed": 0,
         "data_seed": 0,
         "max_restarts": 0,
+        "stop_on_nan": 0,
         "save_total_limit": 1,
         "ddp_bucket_cap_mb": 1,
         "tensor_parallel_size": 1,

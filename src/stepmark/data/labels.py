@@ -29,7 +29,7 @@ class LabelRule:
     Args:
         names: the inputs that are labels, in the order of `label_ids`.
         causal_shift: whether position t predicts label t + 1, so that the first label of each row is not a target.
-            None: unknown until the model is probed (`MicroBatchLoss.count`).
+            None: unknown until a call has shown it (`MicroBatchLoss.call_first`).
         ignored: the label that is not a target.
         by_sample: the loss is a mean over samples, even where a sample has many labels (CTC).
         skips_ignored: a row whose labels are all `ignored` adds nothing to the loss, nor to what else the model learns

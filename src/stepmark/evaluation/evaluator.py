@@ -130,7 +130,7 @@ class Evaluator:
             results = self._results(batches, before_batch, loss_only, ignore_keys)
             for (micro_batch, result), last in with_last(results) if batch_metrics else ((each, 0) for each in results):
                 loss = result[0]
-                sums[1] += self.loss.count(self.model, micro_batch)
+                sums[1] += self.loss.count(micro_batch)
                 sums[2] += micro_batch.rows
                 sums[3] += 1
                 if loss is not None:
@@ -182,6 +182,8 @@ class Evaluator:
         inputs = micro_batch.inputs
         with torch.no_grad(), autocast(self.runtime, self.autocast_dtype), self._on_device(inputs):
             if self.prediction_step is None:
+                if micro_batch.targets:
+                    self.loss.call_first(self.model, inputs)
                 weight = self._weight(micro_batch) if self._has_loss(inputs) else None
                 loss, logits = self._call(inputs, weight, ignore_keys)
                 if weight is None and loss is not None:
@@ -202,7 +204,8 @@ class Evaluator:
     def predict_batch(self, inputs: Any, ignore_keys: Sequence[str] | None = None) -> tuple[Tensor | None, Any, Any]:
         """The mean loss of a batch on the device (None where it has no labels), its predictions and labels."""
         with torch.no_grad(), self._on_device(inputs):
-            items = self.loss.targets(self.model, inputs) if self._has_loss(inputs) else None
+            self.loss.call_first(self.model, inputs)
+            items = self.loss.targets(inputs) if self._has_loss(inputs) else None
             loss, logits = self._call(inputs, None if items is None else Weight(items, items), ignore_keys)
         return loss, logits, self._labels(inputs)
 
@@ -217,7 +220,7 @@ class Evaluator:
 
     def _weight(self, micro_batch: MicroBatch) -> Weight:
         """The weight with which a mean over the batch's targets becomes their sum."""
-        count = float(self.loss.count(self.model, micro_batch))
+        count = float(self.loss.count(micro_batch))
         targets, one = self.runtime.place([torch.tensor([count]), torch.ones(1)])
         return Weight(targets.reshape(()), one.reshape(()))
 
@@ -268,7 +271,7 @@ class Evaluator:
         )
         if loss is None or "loss" not in include:
             return rows
-        mean = self._fetch_losses([loss]) / max(self.loss.count(self.model, micro_batch), 1)
+        mean = self._fetch_losses([loss]) / max(self.loss.count(micro_batch), 1)
         number = rows_of(micro_batch.inputs) if count is None else count
         return rows._replace(losses=np.full(number, mean, dtype=np.float32))
 

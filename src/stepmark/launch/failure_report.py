@@ -72,9 +72,10 @@ class FailureReport:
 
 def is_permanent(error: BaseException) -> bool:
     """Whether the same call would fail in the same way."""
-    from stepmark.errors import CheckpointMismatch, DataError, MetricsError, UsageError
+    from stepmark.errors import CheckpointMismatch, DataError, MetricsError, TrainingDiverged, UsageError
 
-    return isinstance(error, (UsageError, DataError, MetricsError, CheckpointMismatch, KeyboardInterrupt))
+    permanent = (UsageError, DataError, MetricsError, CheckpointMismatch, TrainingDiverged, KeyboardInterrupt)
+    return isinstance(error, permanent)
 
 
 def describe_lost_peer(text: str) -> str:

@@ -12,7 +12,7 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.data.batch import StepBatch
 from stepmark.data.prefetcher import DevicePrefetcher
-from stepmark.errors import DataError, PeerLost, UsageError
+from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
 from stepmark.interchange.consolidate import EVALUATION
 from stepmark.launch.process_exit import say
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
@@ -105,6 +105,7 @@ class TrainingLoop:
             "learning_rate": self._learning_rate,
             "schedule": schedule_state(self._parts.schedule),
             "rates": [float(group["lr"]) for group in self._parts.optimizer.inner.param_groups],
+            "causal_shift": self._parts.step.loss.causal_shift,
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
 
@@ -122,6 +123,7 @@ class TrainingLoop:
         self._losses.load_state_dict(state["means"])
         restore_schedule(self._parts.schedule, state["schedule"], rates)
         self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
+        self._parts.step.loss.guess = state.get("causal_shift", self._parts.step.loss.guess)
         if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
             self._parts.step.scaler.load_state_dict(state["loss_scaler"])
 
@@ -171,6 +173,7 @@ class TrainingLoop:
             self._epoch_open = True
             self._train_epoch()
             self._end_epoch()
+        self._check_finite()
         self._checkpointer.wait()
         self._monitor.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
@@ -308,6 +311,15 @@ class TrainingLoop:
             log |= {"graph_cache_hits": cache.hits, "graph_cache_misses": cache.misses}
         self._callbacks.progress.logged(self._step, log)
         self._callbacks.log(log, machine)
+        self._check_finite()
+
+    def _check_finite(self) -> None:
+        """Raises TrainingDiverged where the run has, on all ranks: they see the same numbers where all read them."""
+        self._losses.settle()
+        if self._monitor.diverged() is not None:
+            self._checkpointer.wait()
+            self._monitor.close()  # the error names the last checkpoint from before
+            raise TrainingDiverged(self._parts.context.host.broadcast(self._monitor.diverged()))
 
     def _check_targets(self) -> None:
         """Where no label was a target since the run began: says so, and raises DataError, on all ranks, at the end of
@@ -330,6 +342,7 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         """Runs an evaluation that the strategy asked for; the best metric and the schedule may follow it. One in which
         an earlier process was stopped continues where it was."""
+        self._check_finite()
         metrics = self._pausable_evaluation()
         self._unfinished = None
         key, state = self._args.best_metric_key, self._callbacks.state
@@ -342,7 +355,7 @@ class TrainingLoop:
             raise UsageError(f"metric_for_best_model: {key} is a {type(metrics[key]).__name__}; name a number")
         if follows_metric(self._parts.schedule):
             self._parts.schedule.step(metrics[key])
-        if is_better(self._args, metrics[key], state.best_metric):
+        if not self._monitor.not_finite and is_better(self._args, metrics[key], state.best_metric):
             state.best_metric, state.best_global_step = metrics[key], state.global_step
             saves_best = self._args.save_strategy == "best" or self._args.load_best_model_at_end
             self._callbacks.control.should_save |= saves_best
@@ -384,6 +397,7 @@ class TrainingLoop:
             warn_not_saved(f"checkpoint-{self._step}")
             self._callbacks.control.should_save = False
             return
+        self._check_finite()
         self._check_targets()
         in_save = contextlib.nullcontext() if self._preemption is None else self._preemption.durations.within_save()
         with self._monitor.within("save", self._step), in_save:
@@ -410,18 +424,18 @@ class TrainingLoop:
                 "samples_per_step": self._parts.loader.layout.global_batch,
             },
             model_only=model_only,
-            metrics=self._best_metric_now(),
+            metrics={**self._best_metric_now(), **self._monitor.not_finite},
         )
         self._saved_step = self._step
         self._monitor.save_begun(handle)
         if self._preemption is not None:
             self._preemption.durations.add_save(handle)
 
-    def _best_metric_now(self) -> dict[str, float] | None:
+    def _best_metric_now(self) -> dict[str, float]:
         """The metric for the best model, where the model was evaluated at this step."""
         key = self._args.best_metric_key
         step, metrics = self._callbacks.last_evaluation or (-1, {})
-        return {key: metrics[key]} if key is not None and step == self._step and key in metrics else None
+        return {key: metrics[key]} if key is not None and step == self._step and key in metrics else {}
 
     # Signals, and requests to stop
 

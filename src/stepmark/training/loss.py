@@ -9,8 +9,8 @@ and where what computes the loss declares it (`averages_samples`), the mean is o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,16 +22,16 @@ from stepmark.data.batch import MicroBatch
 from stepmark.data.labels import LabelRule
 from stepmark.data.packing import IGNORED
 from stepmark.errors import UsageError
+from stepmark.training.alternatives import Alternatives, Others
 from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.model_labels import (
     averages_samples,
     counts_first_label,
-    evaluating,
     has_known_loss,
     label_rule,
     names_num_items,
+    only_first_label,
     sums_samples,
-    takes_labels,
     unwrapped,
 )
 
@@ -53,6 +53,21 @@ class Weight:
         return self.count / self.divisor
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What a call has found: a mean over a micro-batch's targets, or with `is_sum` the sum over them; the outputs."""
+
+    loss: Tensor
+    outputs: Any
+    is_sum: bool = False
+
+    def weighted(self, weight: Weight) -> Tensor:
+        """The share of the step's loss."""
+        if self.is_sum:
+            return self.loss / weight.divisor
+        return torch.where(weight.count > 0, self.loss, torch.zeros_like(self.loss)) * weight.share
+
+
 class MicroBatchLoss:
     """Calls a model and returns its weighted loss and outputs.
 
@@ -61,7 +76,7 @@ class MicroBatchLoss:
 
     `compute_loss_func` may return a mean, or a sum divided by `num_items_in_batch`: it is given the number of targets
     of the micro-batch (transformers: of the step), so that both are equal, and its result is weighted like a model's
-    own loss. A probe on the first batch, of two or three calls, shows which labels it counts.
+    own loss. The call of the first batch shows which labels it counts; no call is made for that alone.
 
     `override(model, inputs, num_items_in_batch)`, where it is set, replaces all of these. It returns a loss on the same
     terms, and the outputs; `mean` is the loss that it replaces.
@@ -87,13 +102,16 @@ class MicroBatchLoss:
     ) -> None:
         rule = label_rule(model)
         rule = rule if label_names is None else replace(rule, names=tuple(label_names))
-        self._class_shift = rule.causal_shift
+        self.guess = bool(rule.causal_shift)  # whether labels are shifted, before a call has shown it
         if compute_loss_func is not None:  # the class of a model does not show which labels it counts, or ignores
             rule = replace(rule, causal_shift=None, skips_ignored=False)
         self._known = has_known_loss(unwrapped(model))
         by_sample = averages_samples(declared_by, compute_loss_func, unwrapped(model))
         self.labels: LabelRule = rule if by_sample is None else replace(rule, by_sample=by_sample)
         self.override: Override | None = None
+        self._watch: Alternatives | None = None  # for the call that shows which labels are targets, until it begins
+        self._deciding = False
+        self._held: tuple[Any, _Result] | None = None  # a batch that was called before it was counted
         self._lazy = lazy
         self._compute = compute_loss_func
         self._smoothing = label_smoothing
@@ -105,9 +123,9 @@ class MicroBatchLoss:
     @property
     def causal_shift(self) -> bool:
         """Whether position t predicts label t + 1, as in causal language models. Where the model's class does not
-        show it, and for a user's function, the first batch that is counted decides it."""
+        show it, and for a user's function, the first call decides it; see `call_first`."""
         known = self.labels.causal_shift
-        return bool(self._class_shift if known is None else known)
+        return self.guess if known is None else known
 
     @property
     def has_perplexity(self) -> bool:
@@ -122,14 +140,11 @@ class MicroBatchLoss:
         hint = "" if known else "; one that averages over samples has to declare it (loss_averages_over)"
         return f"a mean over targets, which are the labels other than {self.labels.ignored}{hint}"
 
-    def count(self, model: nn.Module, micro_batch: MicroBatch) -> int:
+    def count(self, micro_batch: MicroBatch) -> int:
         """The weight of a micro-batch in means: its targets, or its samples if no labels can be counted."""
         if micro_batch.targets is None:
             return micro_batch.rows
-        if not micro_batch.first_targets:
-            return micro_batch.targets
-        shifts = self._shifts_labels(model, micro_batch.inputs)
-        return micro_batch.targets - micro_batch.first_targets if shifts else micro_batch.targets
+        return micro_batch.targets - (micro_batch.first_targets if self.causal_shift else 0)
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
         """The micro-batch's share of the step's loss, a 0-dim tensor, and the model's outputs. The loss of a model that
@@ -137,21 +152,32 @@ class MicroBatchLoss:
 
         Raises UsageError if the model returns no loss.
         """
+        if self._held is not None and self._held[0] is inputs:
+            (_, result), self._held = self._held, None
+        else:
+            result = self._result(model, inputs, weight.count)
+        return result.weighted(weight), result.outputs
+
+    def _result(self, model: nn.Module, inputs: Any, count: Tensor) -> _Result:
         if self.override is None:
-            return self._share(model, inputs, weight)
-        given = with_targets(self.labels, inputs, weight) if isinstance(inputs, Mapping) else inputs
-        with self.recording(inputs):
-            loss, outputs = self.override(model, given, weight.count.clamp(min=1))
-        return self._weighted(loss, weight), outputs
+            return self._own_result(model, inputs, count)
+        with self.recording(inputs), self._watching():
+            given = with_targets(self.labels, inputs, count) if isinstance(inputs, Mapping) else inputs
+            return _Result(*self.override(model, given, count.clamp(min=1)))
 
     def mean(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Tensor | float | None = None) -> Any:
         """The loss of one batch, without `override`, and the outputs: a mean over its targets, or their sum divided by
         `num_items`."""
-        count = self.targets(model, inputs)
+        count = self.targets(inputs)
         items = count if num_items is None else torch.as_tensor(num_items, dtype=torch.float32, device=count.device)
-        return self._share(model, inputs, Weight(items, items))
+        if self.undecided(inputs):
+            result = self._decided(model, inputs, self._own_result, None if num_items is None else items)
+            items = self.targets(inputs) if num_items is None else items
+        else:
+            result = self._own_result(model, inputs, items)
+        return result.weighted(Weight(items, items)), result.outputs
 
-    def targets(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    def targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """The targets of a batch, or its samples where no labels can be counted: a 0-dim float32 tensor, at least 1,
         which is computed on the device."""
         integers = {} if self.labels.by_sample else self.labels.integers(inputs)
@@ -159,87 +185,135 @@ class MicroBatchLoss:
         if labels is None:
             rows = next(each for each in inputs.values() if isinstance(each, Tensor) and each.ndim)
             return torch.full((), float(len(rows)), device=rows.device)
-        if "shift_labels" not in integers and labels.ndim > 1 and self._shifts_labels(model, inputs):
+        if "shift_labels" not in integers and labels.ndim > 1 and self.causal_shift:
             labels = labels[..., 1:]
         return (labels != self.labels.ignored).sum().float().clamp(min=1)
 
-    def _share(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
+    def _own_result(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
         with self.recording(inputs):
-            if "labels" in inputs and (self._compute is not None or self._smoothing):
-                return self._from_logits(model, inputs, weight)
+            if "labels" in inputs and self._compute is not None:
+                return self._computed(model, inputs, count)
+            if "labels" in inputs and self._smoothing:
+                return self._smoothed(model, inputs, count)
             if self._compute is not None:
                 outputs = model(**inputs, **self._options)
-                return self._weighted(self._computed(outputs, None, weight), weight), outputs
-            loss, outputs = self._own_loss(model, with_targets(self.labels, inputs, weight), weight)
-            mean = loss / weight.count.clamp(min=1) if self._sums_samples else loss
-            return self._weighted(mean, weight), outputs
+                return _Result(self._compute(outputs, None, num_items_in_batch=count.clamp(min=1)), outputs)
+            with self._watching():
+                given = with_targets(self.labels, inputs, count)
+                loss, outputs = split_loss(self._call_with_labels(model, given, count))
+            return _Result(loss / count.clamp(min=1) if self._sums_samples else loss, outputs)
 
     def recording(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Around a call of the model, on a lazy device; nothing elsewhere."""
         return lazy_forward(inputs) if self._lazy else nullcontext()
 
-    def _own_loss(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        items = {"num_items_in_batch": weight.count.clamp(min=1)} if self._names_items else {}
-        return split_loss(model(**inputs, **self._options, **items))
+    def _call_with_labels(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> Any:
+        items = {"num_items_in_batch": count.clamp(min=1)} if self._names_items else {}
+        return model(**inputs, **self._options, **items)
 
-    def _from_logits(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        """The user's loss, or the label-smoothed one. The model is called without labels, so that it computes no
-        loss."""
-        shifts = self._compute is None and self._shifts_labels(model, inputs)
-        given = with_targets(self.labels, inputs, weight) if self._compute is not None else inputs
+    def _call_without_labels(self, model: nn.Module, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+        """The outputs for `given`: without labels the model computes no loss."""
         rest = {name: value for name, value in given.items() if name != "labels"}
-        outputs = model(**rest, **_decoder_inputs(model, inputs), **self._options)
-        if self._compute is not None:
-            return self._weighted(self._computed(outputs, given["labels"], weight), weight), outputs
+        return model(**rest, **_decoder_inputs(model, inputs), **self._options)
+
+    def _computed(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
+        """The user's loss."""
+        assert self._compute is not None
+        given = with_targets(self.labels, inputs, count)
+        outputs = self._call_without_labels(model, inputs, given)
+        labels = given["labels"] if self._watch is None else inputs["labels"]
+        with self._watching():
+            return _Result(self._compute(outputs, labels, num_items_in_batch=count.clamp(min=1)), outputs)
+
+    def _smoothed(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
+        """The label-smoothed loss. A call with labels shows whether the model shifts them, where that is not known."""
         if self.labels.by_sample:
             raise UsageError("label_smoothing_factor: the smoothed loss is no mean over samples; set it to 0")
-        loss_sum = smoothed_cross_entropy(logits_of(outputs), inputs["labels"], self._smoothing, shifts)
-        return loss_sum / weight.divisor, outputs
+        watch = self._watch
+        if watch is None:
+            outputs = self._call_without_labels(model, inputs, inputs)
+        else:
+            with self._watching():
+                outputs = self._call_with_labels(model, inputs, count)
+            with suppress(UsageError):  # it has no loss
+                loss, outputs = split_loss(outputs)
+                self._conclude(watch.of(loss), loss)
+        shifts = self.causal_shift
+        loss = smoothed_cross_entropy(logits_of(outputs), inputs["labels"], self._smoothing, shifts)
+        return _Result(loss, outputs, is_sum=True)
 
-    def _computed(self, outputs: Any, labels: Any, weight: Weight) -> Tensor:
-        assert self._compute is not None
-        return self._compute(outputs, labels, num_items_in_batch=weight.count.clamp(min=1))
-
-    @staticmethod
-    def _weighted(mean: Tensor, weight: Weight) -> Tensor:
-        return torch.where(weight.count > 0, mean, torch.zeros_like(mean)) * weight.share
+    # Which labels are targets
 
     def undecided(self, inputs: Any) -> bool:
-        """Whether nothing but a probe on this batch shows which labels are targets; see `probe`."""
+        """Whether nothing but a call with this batch shows which labels are targets."""
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        known = self.labels.causal_shift is not None
+        known = self._deciding or self.labels.causal_shift is not None
         return not known and isinstance(labels, Tensor) and labels.ndim > 1 and labels.shape[1] > 1
 
     def decide(self, causal_shift: bool) -> None:
-        """Records what a probe has shown."""
+        """Records whether position t predicts label t + 1."""
         self.labels = replace(self.labels, causal_shift=causal_shift)
 
-    def _shifts_labels(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-        """Probes the loss once, where nothing else shows it."""
+    def call_first(self, model: nn.Module, inputs: Any) -> None:
+        """Where only a call shows which labels are targets: makes the call of this batch before it is counted. The next
+        call with the batch returns what this one has found, so that a user's code is called once for each batch."""
         if self.undecided(inputs):
-            self.decide(self.probe(model, inputs))
+            self._held = inputs, self._decided(model, inputs, self._result)
+
+    def shown_by(self, model: nn.Module, inputs: Any) -> bool:
+        """Whether a call with this batch, of which nothing else is kept, shows that labels are shifted."""
+        self.call_first(model, inputs)
+        self._held = None
         return self.causal_shift
 
-    def probe(self, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-        """Whether position t predicts label t + 1, by calling the model two or three times."""
-        if self._compute is None and not takes_labels(unwrapped(model)):
-            return False
-        one = torch.ones((), device=inputs["labels"].device)
+    def _decided(
+        self, model: nn.Module, inputs: Mapping[str, Any], call: Callable[..., _Result], given: Tensor | None = None
+    ) -> _Result:
+        """The result of `call`, which decides which labels are targets. `given`: the items it divides by; default: the
+        targets."""
+        labels = inputs["labels"].clone()  # it may be the tensor of input_ids as well
+        inputs, guess = {**inputs, "labels": labels}, self.causal_shift
+        items = other = self.targets(inputs) if given is None else given
+        if given is None:
+            self.decide(not guess)
+            other = self.targets(inputs)
+            self.labels = replace(self.labels, causal_shift=None)
+        first, none = only_first_label(labels, self.labels.ignored)
+        self._watch = watch = Alternatives([(labels, [first, none, labels]), (items, [items, items, other])])
+        self._deciding = True
+        try:
+            result = call(model, inputs, items)
+        finally:
+            self._watch, self._deciding = None, False
+        if result.is_sum:
+            self.decide(self.causal_shift)
+            return result
+        values = watch.of(result.loss)
+        self._conclude(values, result.loss)
+        if self.causal_shift == guess or values is None or values[2] is None:
+            return result
+        as_number = any(each[2] is not None and each[2].equal(other) for each in watch.read)
+        reads = as_number and values[2].equal(result.loss)  # and then divides by it
+        ratio = items / other if reads else (values[2] / result.loss).detach()
+        return replace(result, loss=result.loss * ratio.nan_to_num(1.0))
 
-        def call(given: Mapping[str, Any]) -> Tensor:
-            loss = self._own_loss if self._compute is None else self._from_logits
-            return loss(model, given, Weight(one, one))[0]
+    def _conclude(self, values: Others | None, loss: Tensor) -> None:
+        """Decides by what the loss would have been with the first labels alone, and with none."""
+        counted = None if values is None else counts_first_label(values[0], values[1], loss.detach())
+        self.decide(self.guess if counted is None else not counted)
 
-        with torch.no_grad(), _same_random_numbers(one.device), evaluating(model), self.recording(inputs):
-            counted = counts_first_label(call, inputs, self.labels.ignored)
-        return bool(self._class_shift) if counted is None else not counted
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        watch, self._watch = self._watch, None
+        with nullcontext() if watch is None else watch:
+            yield
 
 
-def with_targets(rule: LabelRule, inputs: Mapping[str, Any], weight: Weight) -> Mapping[str, Any]:
+def with_targets(rule: LabelRule, inputs: Mapping[str, Any], count: Tensor) -> Mapping[str, Any]:
     """The inputs; in a micro-batch without targets every label becomes a target. Its weight is 0, but the mean of no
     losses would be nan, and so would its gradient."""
     integers = rule.integers(inputs)
-    some = {name: torch.where(weight.count > 0, each, _any_target(each)) for name, each in integers.items()}
+    some = {name: torch.where(count > 0, each, _any_target(each)) for name, each in integers.items()}
     return {**inputs, **some}
 
 
@@ -308,8 +382,3 @@ def _decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Te
     if prepare is None or "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs:
         return {}
     return {"decoder_input_ids": prepare(inputs["labels"])}
-
-
-def _same_random_numbers(device: torch.device) -> AbstractContextManager[Any]:
-    """Restores the random generators of the CPU and of `device` afterwards."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

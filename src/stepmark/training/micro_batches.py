@@ -95,7 +95,12 @@ class SequentialSchedule:
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""
-        targets = [self._loss.count(self._model, micro_batch) for micro_batch in batch.micro_batches]
+        for index, micro_batch in enumerate(batch.micro_batches):
+            if micro_batch.targets and self._loss.undecided(micro_batch.inputs):
+                self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
+                with self._arrivals.first_use(), autocast(self._runtime, self._autocast):
+                    self._loss.call_first(self._model, micro_batch.inputs)
+        targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._runtime)
         self._gradients.begin(counts.total.reshape(()))
         total, last = counts.zero, len(batch.micro_batches) - 1

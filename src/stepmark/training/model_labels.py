@@ -1,11 +1,11 @@
-"""How a model uses its labels: known from its class, or found by probing its loss once."""
+"""How a model uses its labels: known from its class, or found by what other labels do to its loss."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from types import CodeType, NoneType
 from typing import Any
 
@@ -16,8 +16,6 @@ from stepmark.data.labels import POSITIONS, LabelRule
 from stepmark.data.packing import IGNORED
 from stepmark.errors import UsageError
 from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
-
-Call = Callable[[Mapping[str, Any]], Tensor]
 
 
 def label_rule(model: nn.Module) -> LabelRule:
@@ -163,30 +161,31 @@ def _is_ctc(model: nn.Module) -> bool:
     return type(model).__name__.endswith("ForCTC")
 
 
-def counts_first_label(call: Call, inputs: Mapping[str, Any], ignored: int) -> bool | None:
+def only_first_label(labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Labels [rows, length, …] of which only the first of each row is a target, and none."""
+    candidates = torch.where(labels[:, :1] == ignored, labels.max(), labels[:, :1]).clamp(min=0)
+    none = torch.full_like(labels, ignored)
+    return torch.cat([candidates, none[:, 1:]], dim=1), none
+
+
+def counts_first_label(with_first: Tensor | None, without: Tensor | None, actual: Tensor) -> bool | None:
     """Whether the first label of a row is a target: whether it changes the loss when all other labels are ignored.
 
     Args:
-        call: Computes the loss of a batch, on the model's device. It is called two or three times.
-        inputs: A batch with `labels` [rows, length, …].
-        ignored: The label that is not a target.
+        with_first, without: The losses for the labels of `only_first_label`; None where there is none.
+        actual: The loss for all labels.
 
     Returns:
-        None where the loss cannot show it: it fails without targets, or does not depend on the labels.
+        None where the losses cannot show it: they do not depend on the labels.
     """
-    labels = inputs["labels"]
-    candidates = torch.where(labels[:, :1] == ignored, labels.amax(), labels[:, :1]).clamp(min=0)
-    none = torch.full_like(labels, ignored)
-    only_first = torch.cat([candidates, none[:, 1:]], dim=1)
-    try:
-        with_first, without = (float(call({**inputs, "labels": each})) for each in (only_first, none))
-        if not math.isfinite(with_first):  # a mean over no targets
-            return False
-        if with_first != without:
-            return True
-        return False if float(call(inputs)) != without else None
-    except Exception:  # models and users' functions raise any kind
+    if with_first is None or without is None:
         return None
+    first, none = float(with_first), float(without)
+    if not math.isfinite(first):  # a mean over no targets
+        return False
+    if first != none:
+        return True
+    return False if float(actual) != none else None
 
 
 @contextlib.contextmanager

@@ -77,10 +77,15 @@ def check_fp16(runtime: Runtime) -> None:
 def set_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Puts a model, and an optimizer that has two modes as schedule-free ones have, into training mode.
 
-    `from_pretrained` returns models in evaluation mode, and a callback may have left one there.
+    `from_pretrained` returns models in evaluation mode, and a callback may have left one there. A `train` of its own,
+    which may keep layers in evaluation mode, is called before every step.
     """
-    if not all(module.training for module in model.modules()):  # to ask is quicker
+    if not all(module.training and _trains_as_torch(module) for module in model.modules()):  # to ask is quicker
         model.train()
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
+
+
+def _trains_as_torch(module: nn.Module) -> bool:
+    return getattr(module.train, "__func__", None) is nn.Module.train

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
+import io
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.training.model_labels import evaluating, unwrapped
+from stepmark.training.model_labels import unwrapped
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _TOKENS = (5, 6)  # of the two conversations of the trial
@@ -69,7 +72,9 @@ def _try(model: nn.Module, name: str) -> None:
     owner = torch.tensor([0] * _TOKENS[0] + [1] * _TOKENS[1], device=device)
     sees = (owner[:, None] == owner) & torch.ones(len(ids), len(ids), dtype=torch.bool, device=device).tril()
     positions = torch.cat([torch.arange(each, device=device) for each in _TOKENS])
-    with evaluating(model), torch.no_grad():
+    # A copy with the same weights: what user code counts or keeps in its forward pass stays as it is.
+    model = copy.deepcopy(model, {id(each): each for each in model.parameters()}).eval()
+    with torch.no_grad(), torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()):
         together = _logits(model, ids, positions, sees[None, None])
         parts = zip((first, second), positions.split(_TOKENS), strict=True)
         alone = torch.cat([_logits(model, part, place, None) for part, place in parts])

@@ -95,13 +95,13 @@ class PipelinedForward:
             raise
 
     def decide_labels(self, batch: MicroBatch) -> None:
-        """Finds out which labels are targets, where only a probe of the loss shows it: the last stage probes, and tells
-        the others. Collective among the ranks of a pipeline, before the loss counts the batch."""
-        if not self._loss.undecided(batch.inputs):
+        """Finds out which labels are targets, where only a call of the loss shows it: an additional one of the last
+        stage, which tells the others. Collective among the ranks of a pipeline, before the loss counts the batch."""
+        if not batch.targets or not self._loss.undecided(batch.inputs):
             return
         model = self._stages.model
-        with evaluating(model):
-            ((_, found),) = self._run([batch], lambda each: self._loss.probe(model, each.inputs))
+        with evaluating(model), torch.random.fork_rng():
+            ((_, found),) = self._run([batch], lambda each: self._loss.shown_by(model, each.inputs))
         self._transfers.settle()
         self._loss.decide(bool(self._from_last(None if found is None else torch.tensor([int(found)]))))
 

@@ -69,7 +69,7 @@ class PipelinedSchedule:
         """See `MicroBatchSchedule`; the loss of all ranks but those of the last stage is 0."""
         for micro_batch in batch.micro_batches:
             self._forward.decide_labels(micro_batch)
-        targets = [self.loss.count(self.stages.model, micro_batch) for micro_batch in batch.micro_batches]
+        targets = [self.loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self.mesh.runtime)
         schedule = make_schedule(self.kind, self.mesh.pipeline.size, len(batch), len(self.stages.own))
         running = _Step(self, schedule, batch.micro_batches, counts, after_micro_batch)

@@ -41,8 +41,8 @@ class BestTracker:
 
     def step(self, evaluated: Sequence[Mapping[str, Any]]) -> int | None:
         """The step of the best evaluation, the earliest of equal ones; None where all of them lack the metric or it is
-        not finite."""
-        scored = [line for line in evaluated if line.get(self.metric) is not None]
+        not finite. A checkpoint whose loss is not finite is never the best, whatever its other metrics are."""
+        scored = [line for line in evaluated if None not in (line.get(self.metric), line.get("eval_loss", 0.0))]
         sign = -1.0 if self.greater_is_better else 1.0
         best = min(scored, key=lambda line: (sign * line[self.metric], line["step"]), default=None)
         return None if best is None else int(best["step"])

@@ -55,6 +55,38 @@ def test_without_a_checkpoint_it_says_so() -> None:
     assert "there is no checkpoint from before it" in sign.message
 
 
+def diverged(steps: Iterable[tuple[float, float]], limit: int, left_out: tuple[int, ...] = ()) -> str | None:
+    """What a detector says that is asked once, after all steps."""
+    watching = AnomalyDetector(lambda _: None, stop_on_nan=limit)
+    watching.saved(2)
+    for step, (loss, norm) in enumerate(steps, 1):
+        watching.look(step, loss, 64.0, norm, updated=step not in left_out)
+    return watching.diverged()
+
+
+def test_steps_in_a_row_that_are_not_finite_are_counted() -> None:
+    bad = (NAN, NAN)
+    assert diverged([*healthy(3), bad, bad, *healthy(1), bad, bad], 3) is None
+    assert diverged([*healthy(3), bad, bad, bad], 0) is None
+    found = diverged([*healthy(3), (1.0, INFINITY), bad, (INFINITY, 1.0), *healthy(2)], 3)
+    assert found is not None  # whenever it is asked
+    assert "since step 4 " in found
+    assert "checkpoint-2" in found
+
+
+def test_steps_that_a_loss_scaler_leaves_out_are_not_counted() -> None:
+    bad = (NAN, NAN)
+    assert diverged([*healthy(2), bad, bad, bad, bad], 3, left_out=(3, 4, 5, 6)) is None
+    assert diverged([*healthy(2), bad, bad, bad, bad], 3, left_out=(5,)) is not None
+    watching = AnomalyDetector(lambda _: None)
+    watching.look(1, 2.0, 64.0, INFINITY, updated=False)
+    assert watching.not_finite == {}  # the weights are what they were
+    watching.look(2, 2.0, 0.0, NAN)  # a step without a target
+    assert watching.not_finite == {}
+    watching.look(3, 2.0, 64.0, NAN)
+    assert list(watching.not_finite) == ["grad_norm"]
+
+
 def test_a_gradient_that_is_no_number_under_a_loss_that_is() -> None:
     (sign,) = watch([*healthy(3), (1.0, NAN), (1.0, INFINITY)])
     assert (sign.kind, sign.step) == ("grad_norm_not_finite", 4)

@@ -6,7 +6,7 @@ repeated       loss and gradient norm stay the same to the last bit, step after 
 weights stuck  a checkpoint holds the same weights as the one before, bit for bit, though steps were trained in between
 
 Steps without a target token, and steps whose learning rate is 0 (the first of a warm-up, the last of a schedule), do
-not count: they are not meant to change anything.
+not count: they are not meant to change anything. Nor do steps that a loss scaler has left out.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ class Anomaly:
 class AnomalyDetector:
     """Checks every step's numbers when they reach the host, and calls `report` once for each kind of anomaly.
 
-    `may_overflow`: gradients are scaled for float16, and a step in which one is not finite is left out."""
+    `stop_on_nan`: steps in a row that are not finite after which the run has diverged; 0: never. `not_finite` has the
+    numbers of the last step that are not finite, by name: the weights after it are of no use."""
 
-    def __init__(self, report: Callable[[Anomaly], None], *, may_overflow: bool = False) -> None:
+    def __init__(self, report: Callable[[Anomaly], None], *, stop_on_nan: int = 0) -> None:
+        self.not_finite: dict[str, float] = {}
         self._report = report
-        self._may_overflow = may_overflow
+        self._limit = stop_on_nan
+        self._streak, self._first = 0, 0
+        self._diverged: tuple[int, str] | None = None
         self._reported: set[str] = set()
         self._rates: dict[int, float] = {}
         self._saved: list[int] = []
@@ -48,20 +52,42 @@ class AnomalyDetector:
         """Step number `step`, from 1, begins with this learning rate."""
         self._rates[step] = rate
 
-    def look(self, step: int, loss: float, tokens: float, norm: float) -> None:
-        """The numbers of a step, in order, some time after it began."""
+    def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True) -> None:
+        """The numbers of a step, in order, some time after it began, and whether it has updated the weights."""
         rate = self._rates.pop(step, 0.0)
         if not tokens:
             return
         if not math.isfinite(loss):
             self._found("loss_not_finite", step, f"the loss of step {step} is {loss}; {self._remedy(step)}")
-        elif not math.isfinite(norm) and not self._may_overflow:
+        elif not math.isfinite(norm) and updated:
             self._found("grad_norm_not_finite", step, f"grad_norm of step {step} is {norm}; {self._remedy(step)}")
         elif norm == 0.0 and loss != 0.0:
             message = f"grad_norm of step {step} is exactly 0{self._since(step)}: no gradient reaches the parameters"
             self._found("grad_norm_zero", step, message)
+        if updated:
+            self._count(step, {"loss": loss, "grad_norm": norm})
         self._look_for_repeats(step, loss, norm, rate)
         self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0
+
+    def _count(self, step: int, numbers: dict[str, float]) -> None:
+        """Counts the steps in a row that are not finite."""
+        self.not_finite = {name: value for name, value in numbers.items() if not math.isfinite(value)}
+        if not self.not_finite:
+            self._streak = 0
+            return
+        self._first = self._first if self._streak else step
+        self._streak += 1
+        if self._streak == self._limit and self._diverged is None:
+            found = ", ".join(f"{name} {value}" for name, value in numbers.items())
+            self._diverged = self._first, f"training has diverged: since step {self._first} nothing is finite ({found})"
+
+    def diverged(self) -> str | None:
+        """The error of a run that has diverged; None as long as it has not."""
+        if self._diverged is None:
+            return None
+        first, message = self._diverged
+        remedy = f"lower learning_rate, or look at the samples of step {first} (stop_on_nan: {self._limit})"
+        return f"{message}; {self._remedy(first)}; {remedy}"
 
     def _look_for_repeats(self, step: int, loss: float, norm: float, rate: float) -> None:
         usable = rate > 0.0 and norm > 0.0 and math.isfinite(loss) and math.isfinite(norm)

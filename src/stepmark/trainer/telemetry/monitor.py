@@ -49,10 +49,10 @@ class Monitor:
         throughput: Throughput,
         *,
         system: SystemSampler | None = None,
-        may_overflow: bool = False,
+        stop_on_nan: int = 0,
     ) -> None:
         self.timers = RunTimers()
-        self._anomalies = AnomalyDetector(self._report_anomaly, may_overflow=may_overflow)
+        self._anomalies = AnomalyDetector(self._report_anomaly, stop_on_nan=stop_on_nan)
         self._run_log = run_log
         self._runtime = runtime
         self._throughput = throughput
@@ -71,7 +71,8 @@ class Monitor:
         throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)
         folder = Path(args.output_dir)
         system = SystemSampler(folder, context.world.rank, context.runtime, writes=not extracting_graphs())
-        return cls(run_log, folder, context.runtime, throughput, system=system, may_overflow=args.fp16)
+        limit = 0 if extracting_graphs() else args.stop_on_nan
+        return cls(run_log, folder, context.runtime, throughput, system=system, stop_on_nan=limit)
 
     # The loop
 
@@ -105,8 +106,7 @@ class Monitor:
 
     def step_begins(self, step: int, batch: StepBatch, rate: float) -> None:
         """Step number `step`, from 1, begins with this learning rate."""
-        if self._run_log.writes:
-            self._anomalies.begin(step, rate)
+        self._anomalies.begin(step, rate)
         if self._recompilations is not None:
             self._recompilations.begin(batch)
 
@@ -114,10 +114,18 @@ class Monitor:
         """The block is the step itself."""
         return nullcontext() if self._device_reads is None else self._device_reads.within_step()
 
-    def look(self, step: int, loss: float, tokens: float, norm: float) -> None:
+    def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool) -> None:
         """The numbers of step number `step` have reached the host."""
-        if self._run_log.writes:
-            self._anomalies.look(step, loss, tokens, norm)
+        self._anomalies.look(step, loss, tokens, norm, updated)
+
+    @property
+    def not_finite(self) -> dict[str, float]:
+        """The numbers of the last step that has reached the host that are not finite, by name; equal on all ranks."""
+        return self._anomalies.not_finite
+
+    def diverged(self) -> str | None:
+        """The error where as many steps in a row as `stop_on_nan` says were not finite; None where they were not."""
+        return self._anomalies.diverged()
 
     def step_ended(self, step: int, batch: StepBatch) -> None:
         self._throughput.add(batch)
@@ -172,6 +180,8 @@ class Monitor:
     # Findings
 
     def _report_anomaly(self, found: Anomaly) -> None:
+        if not self._run_log.writes:
+            return
         logger.warning("%s", found.message)
         self._run_log.event("trouble", found.step, kind=found.kind, message=found.message)
 
