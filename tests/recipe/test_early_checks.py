@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import pytest
 
 from stepmark.config.recipe import read_recipe
 from stepmark.errors import UsageError
-from stepmark.recipe.early_checks import check_early
+from stepmark.recipe.early_checks import check_early, check_model_folder
 from stepmark.recipe.hub import work_offline_without_hub
+from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
 REFUSED = """
@@ -166,3 +168,17 @@ class TestHub:
         kind = "datasets" if field == "dataset_name" else "models"
         (tmp_path / "hub" / f"{kind}--owner--mistyped").mkdir(parents=True)
         check_early(recipe)
+
+
+def test_a_checkpoint_of_tensor_parallel_ranks_is_refused_with_what_makes_a_model_of_it(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """One without tensor parallelism is a model folder as it is."""
+    for tp, nproc in ((1, 1), (2, 2)):
+        options = {"model": {"kind": "llama"}, "tp": tp}
+        ranks.run("tests.support.mesh_checkpoints:save", str(tmp_path / f"{tp}"), options, nproc=nproc).check()
+        (folder,) = (tmp_path / f"{tp}").glob("checkpoint-*")
+        if tp == 1:
+            check_model_folder(str(folder))
+    with pytest.raises(UsageError, match=f"model_name_or_path: .*stepmark consolidate {re.escape(str(folder))}"):
+        check_model_folder(str(folder))

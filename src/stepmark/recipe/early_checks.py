@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, read_manifest
 from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import Recipe
 from stepmark.data.source_files import find_files
@@ -65,7 +66,15 @@ def check_model_folder(name: str) -> None:
 
 
 def _check_format(folder: Path) -> None:
-    """Names the command that converts it, where the folder is another tool's checkpoint."""
+    """Names the command that converts it, where the folder is another tool's checkpoint, or one of tensor parallel
+    ranks, each of which has written its shards."""
+    if (folder / MANIFEST).is_file():
+        weights = read_manifest(folder).tensors.get(MODEL, {})
+        if any(len(weight.slices) > 1 for weight in weights.values()):
+            raise UsageError(
+                f"model_name_or_path: {folder} holds the shards of tensor parallel ranks; run `stepmark consolidate "
+                f"{folder} {folder.name}-model`, and name what that writes"
+            )
     from stepmark.interchange.hints import import_hint
     from stepmark.interchange.state_dict_files import has_weights
 

@@ -24,9 +24,16 @@ from transformers import (
     Qwen3Config,
 )
 
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError
+from stepmark import Mesh
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError, UsageError
 from stepmark.parallel.loading.deferred_init import DeferredInit, replace
-from stepmark.parallel.loading.load import ModelFactory, load_model, new_model, patched_constructors
+from stepmark.parallel.loading.load import (
+    ModelFactory,
+    load_for_parallelism,
+    load_model,
+    new_model,
+    patched_constructors,
+)
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Box, Layout, annotate, layout_of
 from tests.support.counted_reads import counted_reads
@@ -323,3 +330,17 @@ def test_errors_name_file_and_tensor_before_anything_is_read(
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
     assert reads.count == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size .*Mesh\.create\(tensor_parallel_size=2\)"),
+        ({}, r"mesh .*Mesh\.create\(\)"),
+        ({"mesh": Mesh.create(device="cpu"), "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ],
+    ids=["size", "nothing", "size-of-mesh"],
+)
+def test_sizes_are_a_meshs(named: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=f"load_for_parallelism: {words}"), load_for_parallelism(**named):
+        pass

@@ -111,13 +111,14 @@ def _source(names: list[str], layout: Layout, sources: Mapping[str, TensorSource
 
 @contextmanager
 def load_for_parallelism(
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
     sequence_parallel: bool = False,
     parallelize_embedding: bool = True,
     plan: Any = None,
     pipeline_layers: Sequence[int] | None = None,
     pipeline_chunks: int = 1,
+    **of_a_mesh: Any,
 ) -> Iterator[None]:
     """Context in which transformers models are created for this rank of the mesh: parallelized and on its device.
 
@@ -131,13 +132,20 @@ def load_for_parallelism(
         plan: A tensor parallel plan in place of the model's own. Default: None.
         pipeline_layers: As for `parallelize`. Default: None.
         pipeline_chunks: As for `parallelize`. Default: 1.
+        of_a_mesh: Refused: `tensor_parallel_size` and the like are arguments of `Mesh.create`.
 
     Raises:
         CheckpointNotFound: The folder has no safetensors files.
         CheckpointDamaged: A file is missing, truncated or malformed. The error names the file and the tensor.
         CheckpointMismatch: The folder's tensors and the model's differ in names or shapes.
-        UsageError: The model cannot be created or loaded in shards.
+        UsageError: The model cannot be created or loaded in shards, or there is no mesh.
     """
+    if mesh is None or of_a_mesh:
+        sizes = ", ".join(f"{name}={value!r}" for name, value in of_a_mesh.items())
+        raise UsageError(
+            f"load_for_parallelism: {next(iter(of_a_mesh), 'mesh')} is not given here but to the mesh, as the first "
+            f"argument; write load_for_parallelism(Mesh.create({sizes}))"
+        )
     factory = model_factory(
         mesh, sequence_parallel, parallelize_embedding, plan, pipeline_layers=pipeline_layers,
         pipeline_chunks=pipeline_chunks,
