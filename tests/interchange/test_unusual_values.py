@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.interchange.foreign import ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener
+from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
 from stepmark.interchange.model_folder import write_model_folder
 from stepmark.interchange.optimizer_names import numbered_names
 from stepmark.interchange.recognition import open_foreign
@@ -174,3 +174,45 @@ def test_a_step_that_is_none(step: float, tmp_path: Path) -> None:
     (tmp_path / "source" / "trainer_state.json").unlink()  # as accelerate saves it: the optimizer counts
     with pytest.raises(CheckpointDamaged, match="not a step"):
         open_foreign(tmp_path / "source", ImportOptions())
+
+
+def tiny(kind: str) -> Any:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    torch.manual_seed(0)
+    if kind == "gpt_neox":
+        return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=32, **sizes))
+    images: Any = {"image_size": 8, "patch_size": 4, "num_labels": 3, **sizes}
+    if kind == "deit":
+        return transformers.DeiTForImageClassification(transformers.DeiTConfig(**images))
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**images))
+
+
+@pytest.mark.parametrize("kind", ["vit", "deit", "gpt_neox"])
+def test_names_that_transformers_changes_when_it_saves(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    parameters = dict(model.named_parameters())
+    wd = transformers.Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    order = [[name for name in parameters if name in wd], [name for name in parameters if name not in wd]]
+    optimizer = torch.optim.AdamW([{"params": [parameters[name] for name in group]} for group in order])
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    torch.save(optimizer.state_dict(), source / "optimizer.pt")
+    (source / "trainer_state.json").write_text('{"global_step": 1}')
+    saved = load_file(source / "model.safetensors").keys()
+    assert saved != parameters.keys()
+    write_checkpoint(open_foreign(source, ImportOptions()), tmp_path / "out", SILENT)
+    weights, states = (
+        load_file(tmp_path / "out" / n) for n in ("model.safetensors", "optimizer/optimizer.safetensors")
+    )
+    assert all(torch.equal(weights[name], parameter) for name, parameter in parameters.items())
+    assert all(torch.equal(states[f"{name}/exp_avg"], optimizer.state[p]["exp_avg"]) for name, p in parameters.items())
+    path = source / "config.json"
+    path.write_text(path.read_text().replace(transformers.__version__, "4.57.6"))
+    with pytest.raises(CheckpointMismatch, match=r"optimizer\.pt.*4\.57\.6.*--model-only"):
+        open_foreign(source, ImportOptions())
+    write_model_folder(open_foreign(source, ImportOptions(model_only=True)), tmp_path / "model", SILENT)
+    again = type(model).from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())

@@ -133,6 +133,7 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
     Raises CheckpointMismatch, naming file and tensor, where the model is another.
     """
     config = found.files.get(CONFIG, "config.json")
+    take_own_names(found, outline)
     found.architecture, found.tied = outline.architecture, dict(outline.tied)
     for name in [name for name in found.model if name not in outline.state]:
         tensor = found.model[name]
@@ -156,6 +157,19 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
                 f"{other.where} is {list(other.shape)}, and {list(shape)} in the {outline.architecture} of {config}"
             )
     found.model = {name: found.model[name] for name in outline.state if name in found.model}
+
+
+def take_own_names(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:
+    """Gives tensors and states the names that parameters have in the model, where files have others."""
+    saved = outline.saved if outline is not None else {}
+    again = next((name for name, own in saved.items() if name in found.model and own in found.model), None)
+    if again is not None:
+        raise CheckpointMismatch(f"{found.model[again].where} is there as {saved[again]!r} as well")
+    found.model = {saved.get(name, name): tensor for name, tensor in found.model.items()}
+    if found.optimizer is not None and saved:
+        found.optimizer.states = {saved.get(name, name): state for name, state in found.optimizer.states.items()}
+        for group in found.optimizer.groups:
+            group["params"] = [saved.get(name, name) for name in group["params"]]
 
 
 def _drop_tied(found: ForeignCheckpoint, name: str, kept: str) -> None:

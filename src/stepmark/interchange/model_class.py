@@ -111,6 +111,7 @@ def _few_modules(tensors: int) -> Iterator[None]:
 def _outline(config: dict[str, Any], tensors: int) -> ModelOutline:
     import torch
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
 
     from stepmark.checkpoint.sections import kept_names
 
@@ -132,6 +133,8 @@ def _outline(config: dict[str, Any], tensors: int) -> ModelOutline:
         if isinstance(module, torch.nn.LayerNorm)
         for name, _ in module.named_parameters(recurse=False)
     }
+    own = {id(tensor): kept[name] for name, tensor in state.items()}
+    written = revert_weight_conversion(model, dict(state))  # where it changes values too, tensors are new ones
     return ModelOutline(
         config=config,
         architecture=type(model).__name__,
@@ -140,6 +143,7 @@ def _outline(config: dict[str, Any], tensors: int) -> ModelOutline:
         tied={name: other for name, other in kept.items() if name != other},
         layer_norms=frozenset(norms),
         frozen=frozenset(kept.get(name, name) for name, p in model.named_parameters() if not p.requires_grad),
+        saved={name: own[id(tensor)] for name, tensor in written.items() if name not in state and id(tensor) in own},
         optional=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
     )
 

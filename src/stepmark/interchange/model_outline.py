@@ -24,6 +24,7 @@ class ModelOutline:
         layer_norms: Parameters of torch's LayerNorm.
         frozen: Parameters that the class makes without a gradient.
         optional: Patterns of names that old versions of the model stored, and that it does not need.
+        saved: Names in the files that transformers writes to those in the model, where it changes only the name.
     """
 
     config: dict[str, Any]
@@ -34,6 +35,7 @@ class ModelOutline:
     layer_norms: frozenset[str] = frozenset()
     optional: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
+    saved: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As text, for another process."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.finish import CONFIG, files_beside, finish, outline_for
+from stepmark.interchange.finish import CONFIG, files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor, ImportOptions
 from stepmark.interchange.formats import torchtitan
 from stepmark.interchange.formats.dcp_store import METADATA, DcpStore, is_store, read_store
@@ -45,6 +45,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     changed = new_names(tensors, options.names)
     model = {changed[name]: tensor for name, tensor in tensors.items() if name in changed}
     found = ForeignCheckpoint("torch.distributed.checkpoint", folder, model, files=files, lost=lost)
+    take_own_names(found, outline)
     found.records = store.records
     found.mesh = {"ranks": len({piece.array.path for tensor in store.tensors.values() for piece in tensor.pieces})}
     found.step = _step_of(store)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.finish import CONFIG, files_beside, finish, outline_for
+from stepmark.interchange.finish import CONFIG, files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor, ImportOptions
 from stepmark.interchange.model_outline import ModelOutline
 from stepmark.interchange.name_map import new_names, renamed
@@ -54,6 +54,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     tensors = without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
     found.model = renamed(tensors, options.names)
     outline = outline_for(found.files, options, len(found.model))
+    take_own_names(found, outline)
     optimizers = _optimizers_in(value)
     if not optimizers:
         found.lost.append("optimizer: the file has none")

@@ -7,6 +7,7 @@ optimizer in optimizer.pt or .bin, whose numbers get names from the model's conf
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,25 @@ def _names(
             "folder; give it with --config, or import the model alone with --model-only"
         )
     shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
+    _check_version(found, outline, path)
     tool = TRAINER if found.kind.startswith(TRAINER) else None
     names, rule = numbered_names(
         groups, shapes, outline.parameters, str(path), outline.layer_norms, outline.frozen, tool=tool
     )
     found.assumed.append(f"the optimizer numbers its parameters; their names follow from {CONFIG} ({rule})")
     return dict(names)
+
+
+def _check_version(found: ForeignCheckpoint, outline: ModelOutline, path: Path) -> None:
+    """Raises CheckpointMismatch where a class that got other names, and perhaps another order, has numbered."""
+    said, here = str(outline.config.get("transformers_version")), version("transformers")
+    if outline.saved and said != here:
+        if said.split(".")[0] != here.split(".")[0]:
+            raise CheckpointMismatch(
+                f"{path} numbers the parameters of transformers {said}, whose {outline.architecture} is another than "
+                f"that of {here}; import with that version installed, or the model alone with --model-only"
+            )
+        found.assumed.append(f"the order of parameters in transformers {said} is that in {here}")
 
 
 def _schedule(folder: Path) -> dict[str, Any] | None:
