@@ -380,5 +380,5 @@ def test_what_asks_for_accelerate_says_what_to_use(tmp_path: Path) -> None:
     assert not hasattr(made, "accelerator")
     with pytest.raises(AttributeError, match=r"accelerator.prepare\(loader\)"):
         made.accelerator.prepare([])
-    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'modle'$"):
-        _ = made.modle
+    made.accelerator = "of the script"
+    assert made.accelerator == "of the script"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,10 +77,14 @@ from stepmark.training.step import TrainStep
 NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods that call it where they are replaced
 
 
-NO_ACCELERATE = (
-    "Stepmark does not use accelerate; return a loader as it is instead of accelerator.prepare(loader), and use "
-    "trainer.model, trainer.is_world_process_zero() and args.device"
-)
+class _NoAccelerate:
+    """Says what to use instead where it is read; a script may set the attribute."""
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        raise AttributeError(
+            f"{kind.__name__!r} object has no attribute 'accelerator': Stepmark does not use accelerate; return a "
+            "loader as it is instead of accelerator.prepare(loader); for more, see args.device and is_world_process_zero()"
+        )
 
 
 @explains_keywords
@@ -131,6 +135,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     """
 
     loss_averages_over: str | None = None
+    accelerator = _NoAccelerate()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
@@ -217,12 +222,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self.loss.override = self._overridden_loss
         elif name == "loss_averages_over" and "loss" in vars(self):
             self._set_loss()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            hint = f": {NO_ACCELERATE}" if name == "accelerator" else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _upload_checkpoints(self) -> None:
         """Creates the repository, and uploads checkpoints as `hub_strategy` says."""
