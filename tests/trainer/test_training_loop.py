@@ -60,6 +60,13 @@ def test_epochs_that_end_early_are_not_made_up_for(tmp_path: Path) -> None:
     assert recorder.saves == [4, 5]
 
 
+def test_the_epochs_of_max_steps_are_not_made_up_for_either(tmp_path: Path) -> None:
+    """Ten steps are two epochs, as in transformers."""
+    recorder = run(tmp_path, EndsEpochs(2, 5), max_steps=10, **steps("save", 4))
+    assert recorder.epochs == [2, 5]
+    assert recorder.saves == [4, 5]
+
+
 class Breaks(TrainerCallback):
     """Makes the weights nan before a step, counted from 1."""
 

@@ -15,7 +15,7 @@ class StrategyCallback(DefaultFlowCallback):
 
     `epoch` fires at the end of every epoch, also where `max_steps` or a callback ends it early. `steps` evaluates and
     saves at the end of the run too, so that no training is lost. There are no evaluations before `eval_delay`. A
-    callback that ends the last epoch of `num_train_epochs` early ends the run.
+    callback that ends the last epoch early ends the run, also where `max_steps` says how many epochs there are.
     """
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
@@ -35,7 +35,7 @@ class StrategyCallback(DefaultFlowCallback):
         control.should_evaluate |= due and args.eval_strategy == "epoch"
         control.should_save |= args.save_strategy == "epoch"
         in_last_epoch = state.epoch is not None and state.epoch > state.num_train_epochs - 1
-        if control.should_epoch_stop and in_last_epoch and args.max_steps < 1 and not control.should_training_stop:
+        if control.should_epoch_stop and in_last_epoch and not control.should_training_stop:
             self._end_run(args, control)
         return control
 
