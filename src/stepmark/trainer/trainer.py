@@ -92,8 +92,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             Stepmark lacks must have their default values.
         data_collator: Makes a batch of a list of samples; a `PadTo` also states the lengths to pad to. Default:
             PyTorch's collation.
-        train_dataset: Has a length and returns sample i, or can only be iterated, which needs `max_steps`; needed by
-            `train`. The ranks take the batches of the latter in turn; a resumed run skips those that were taken.
+        train_dataset: Returns sample i, or can only be iterated, which without a length needs `max_steps`; needed by
+            `train`. The ranks take the batches of the latter in turn; a resumed run goes on after the samples taken.
         eval_dataset: The same for `evaluate`, or several by name.
         processing_class: The tokenizer; it is saved with the model.
         model_init: Makes the model, instead of `model`, with `seed`: once here, and again for every further `train()`.
