@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, interleave_datasets
+from datasets import IterableDataset as HuggingFaceStream
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
@@ -108,8 +114,143 @@ def test_a_resumed_run_takes_the_batches_that_were_left(tmp_path: Path, stop: in
     assert len(losses(resumed)) == 6
 
 
+class Seen(TrainerCallback):
+    """The samples of each step, by what the collator has been given."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        self.numbers += [int(sample["number"]) for sample in samples]
+        return {
+            name: torch.stack([torch.as_tensor(each[name]) for each in samples]) for name in ("input_ids", "labels")
+        }
+
+
+def numbered(kind: str, samples: int = 24) -> Any:
+    """A stream of `datasets`, in three shards."""
+    rows = Blocks(samples)
+    columns = {name: [rows[index][name].tolist() for index in range(samples)] for name in ("input_ids", "labels")}
+    found: Any = Dataset.from_dict({"number": list(range(samples)), **columns}).to_iterable_dataset(num_shards=3)
+    if kind == "mapped":
+        return found.filter(lambda row: row["number"] % 5 != 4).map(lambda row: {"twice": 2 * row["number"]})
+    if kind == "batched":
+        return found.map(lambda rows: {"twice": rows["number"]}, batched=True, batch_size=5)
+    if kind == "shuffled":
+        return found.shuffle(seed=3, buffer_size=8)
+    if kind == "drawing":  # keeps two in three, by the global generator
+        return found.filter(lambda row: random.random() < 0.67)
+    if kind == "interleaved":
+        return interleave_datasets([found, found.filter(lambda row: row["number"] % 2 == 0)], [0.5, 0.5], seed=1)
+    return Numbers(samples) if kind == "torch" else found
+
+
+class Numbers(IterableDataset[dict[str, Any]]):
+    def __init__(self, samples: int) -> None:
+        self.samples, self.read = Blocks(samples), 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in range(len(self.samples)):
+            self.read += 1
+            yield {**self.samples[index], "number": index}
+
+
+KINDS = ["plain", "mapped", "batched", "shuffled", "drawing", "interleaved", "torch"]
+
+
+def samples_of(folder: Path, data: Any, *callbacks: TrainerCallback, **options: Any) -> list[int]:
+    torch.manual_seed(0)
+    seen = Seen()
+    args = TrainingArguments(str(folder), **{**FIELDS, "remove_unused_columns": False, **options})
+    Trainer(tiny_model(), args, data_collator=seen, train_dataset=data, callbacks=list(callbacks)).train()
+    return seen.numbers
+
+
+class Reads(TrainerCallback):
+    """Reads the same stream, in the middle of the run."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        next(iter(train_dataloader))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_resumed_with_another_batch_size_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
+    """Every sample once, in the order of a run that nothing stopped, and on into the second epoch."""
+    whole = samples_of(tmp_path / "whole", numbered(kind), per_device_train_batch_size=1, max_steps=40)
+    folder, options, before, after = tmp_path / "cut", {"max_steps": 12, "save_steps": 2}, 3, 2
+    first = samples_of(folder, numbered(kind), StopsAfter(2), Reads(), per_device_train_batch_size=before, **options)
+    data = numbered(kind)
+    rest = samples_of(folder, data, resume_from_checkpoint=True, per_device_train_batch_size=after, **options)
+    found = first[: 2 * before] + rest
+    assert len(found) > (16 if kind == "drawing" else 24)
+    assert found[:40] == whole[: len(found[:40])]
+
+
+@pytest.mark.parametrize(("kind", "from_state"), [*((each, True) for each in KINDS[:3]), ("shuffled", False)])
+def test_a_stream_goes_on_from_its_own_state_where_that_is_exact(
+    tmp_path: Path, kind: str, from_state: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Any] = []
+    original = HuggingFaceStream.load_state_dict
+    monkeypatch.setattr(
+        HuggingFaceStream, "load_state_dict", lambda self, state: (loaded.append(state), original(self, state))[1]
+    )
+    samples_of(tmp_path, numbered(kind), StopsAfter(2))
+    samples_of(tmp_path, numbered(kind), resume_from_checkpoint=True)
+    assert len(loaded) == from_state
+
+
 def losses_of_a_rank(folder: str) -> list[float]:
     return losses(run(Path(folder), Stream(24)))
+
+
+def split_losses(folder: str, kind: str, shards: int) -> list[Any]:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    data: Any = numbered("plain", 24) if shards == 3 else numbered("plain", 24).reshard(shards)
+    data = split_dataset_by_node(data, rank=rank, world_size=size)
+    if kind == "taken":
+        data = data.take(6)
+    args = TrainingArguments(folder, **FIELDS)
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(data.with_format("torch"), batch_size=2)
+
+    made = (Own if kind == "loader" else Trainer)(tiny_model(dropout=0.0), args, train_dataset=data)
+    try:
+        made.train()
+    except UsageError as error:
+        return [str(error).partition(":")[0]]
+    return losses(made)
+
+
+@pytest.mark.parametrize("kind", ["plain", "loader", "taken"])
+def test_of_a_split_stream_the_ranks_train_all_samples(tmp_path: Path, ranks: Ranks, kind: str) -> None:
+    """Each once; where the split cannot be undone, it is named."""
+    two = ranks.run("tests.trainer.test_streams:split_losses", str(tmp_path / "two"), kind, 3, nproc=2).check()
+    if kind != "plain":
+        assert two == [["split_dataset_by_node"]] * 2
+        return
+    one = losses(run(tmp_path / "one", numbered("plain", 24), per_device_train_batch_size=4))
+    assert two[0] == pytest.approx(one, rel=1e-5)
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def test_a_stream_with_a_length_has_epochs(tmp_path: Path) -> None:
+    trainer = run(tmp_path / "a", Sized(7), max_steps=-1, num_train_epochs=2)
+    assert (trainer.state.global_step, trainer.state.epoch, trainer.state.num_train_epochs) == (8, 2.0, 2)
+    dropped = run(tmp_path / "b", Sized(7), max_steps=-1, num_train_epochs=2, dataloader_drop_last=True)
+    assert (dropped.state.global_step, dropped.state.epoch) == (6, 2.0)
+    endless = run(tmp_path / "c", Stream(7))
+    assert endless.state.num_train_epochs == sys.maxsize
+    run(tmp_path / "d", Sized(7), StopsAfter(2), max_steps=-1, num_train_epochs=2)
+    options = {"max_steps": -1, "num_train_epochs": 2, "resume_from_checkpoint": True, "logging_steps": 1}
+    resumed = run(tmp_path / "d", Sized(7), per_device_train_batch_size=3, **options)
+    assert (resumed.state.global_step, resumed.state.epoch) == (6, 2.0)
 
 
 def test_two_ranks_take_the_batches_in_turn(tmp_path: Path, ranks: Ranks) -> None:

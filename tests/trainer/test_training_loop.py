@@ -38,18 +38,18 @@ class EndsEpochs(TrainerCallback):
 def test_an_epoch_that_a_callback_ends_is_followed_by_the_next_one(tmp_path: Path) -> None:
     """There are five steps in an epoch."""
     seen = Epochs()
-    recorder = run(tmp_path, EndsEpochs(2), seen, max_steps=9)
-    assert seen.epochs == pytest.approx([0.2, 0.4, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4])
-    assert recorder.epochs == [2, 7, 9]
+    recorder = run(tmp_path, EndsEpochs(2), seen, max_steps=11)
+    assert seen.epochs == pytest.approx([0.2, 0.4, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6, 2.8])
+    assert recorder.epochs == [2, 7, 11]
 
 
 def test_a_run_resumed_where_an_epoch_was_ended_early_is_in_the_next_one(tmp_path: Path) -> None:
     whole, first, second = Epochs(), Epochs(), Epochs()
     saved = steps("save", 2)
-    run(tmp_path / "whole", EndsEpochs(2), whole, max_steps=5, **saved)
+    run(tmp_path / "whole", EndsEpochs(2), whole, max_steps=6, **saved)
     run(tmp_path / "cut", EndsEpochs(2), first, max_steps=2, **saved)
-    run(tmp_path / "cut", second, max_steps=5, resume_from_checkpoint=True, **saved)
-    assert first.epochs + second.epochs == whole.epochs
+    run(tmp_path / "cut", second, max_steps=6, resume_from_checkpoint=True, **saved)
+    assert (first.epochs + second.epochs)[:6] == whole.epochs[:6]
 
 
 def test_epochs_that_end_early_are_not_made_up_for(tmp_path: Path) -> None:
@@ -58,6 +58,15 @@ def test_epochs_that_end_early_are_not_made_up_for(tmp_path: Path) -> None:
     recorder = run(tmp_path, EndsEpochs(2, 5), **options)
     assert recorder.epochs == [2, 5]
     assert recorder.saves == [4, 5]
+
+
+def test_the_epochs_of_max_steps_are_not_made_up_for_either(tmp_path: Path) -> None:
+    """Ten steps are two epochs, as in transformers."""
+    recorder = run(tmp_path, EndsEpochs(2, 5), max_steps=10, **steps("save", 4))
+    assert recorder.epochs == [2, 5]
+    assert recorder.saves == [4, 5]
+    recorder = run(tmp_path / "complete", EndsEpochs(2), max_steps=10, **steps("save", 4))
+    assert recorder.epochs == [2, 7]  # the last one is complete
 
 
 class Breaks(TrainerCallback):

@@ -18,6 +18,7 @@ from stepmark.data.fetcher import seeded_generators
 from stepmark.data.labels import LabelRule
 from stepmark.data.loader import DataLoader
 from stepmark.data.order import BatchLayout
+from stepmark.data.stream_loader import StreamLoader, whole
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 
 ORDER = "loader-1"  # in the position's field `order`: that of a loader that the Trainer did not make
@@ -93,6 +94,7 @@ class GivenLoader:
         self._length = _length(loader)
         self._position: dict[str, Any] = self._state(0, 0, ended=True)
         self._begun = False  # this process has iterated it
+        self._source: Any = None  # the iterator
 
     @property
     def steps_per_epoch(self) -> int:
@@ -103,19 +105,30 @@ class GivenLoader:
             raise UsageError(f"max_steps: {type(self.given).__name__} has no length; set max_steps")
         return self._max_steps
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of batches of an epoch is known."""
+        return self._length is not None
+
     def state_dict(self) -> dict[str, Any]:
         """The position that the consumer has reached, as plain values."""
         return self._position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to a position. Raises CheckpointMismatch where it is one of another loader."""
-        for name in ("order", "batches"):
+        state = dict(state)
+        moves = isinstance(self.given, StreamLoader) and state["loader"] is not None  # its position is in samples
+        if moves and state["samples"]:
+            state["samples"] = -(-state["loader"]["samples"] // self.given.batch_size)
+        for name in ("order",) if isinstance(self.given, StreamLoader) else ("order", "batches", "batch_size"):
+            if name == "batch_size" and (name not in state or not state["samples"]):
+                continue  # an older checkpoint; or the epoch begins
             if state.get(name) != self._position[name]:
                 raise CheckpointMismatch(
                     f"data position: {name} was {state.get(name)!r} when it was saved and is {self._position[name]!r} "
                     "now; resume with the same data loader"
                 )
-        self._position = dict(state)
+        self._position = state
         if self._begun and not state["samples"] and not state["ended"]:  # a callback has ended the epoch early
             self._position = self._state(state["epoch"], 0, ended=False)
 
@@ -164,7 +177,7 @@ class GivenLoader:
             _set_epoch(self.given, epoch)
             if saved is not None:
                 self.given.load_state_dict(saved)
-            source = iter(self.given)
+            self._source = source = iter(self.given)
         if taken and saved is None:
             logger.info("%s has no state_dict: skipping its first %d batches", type(self.given).__name__, taken)
             for _ in range(taken):
@@ -206,6 +219,7 @@ class GivenLoader:
             "epoch": epoch,
             "samples": taken,
             "batches": self._length,
+            "batch_size": getattr(self.given, "batch_size", None),
             "order": ORDER,
             "ended": ended,
             "generators": [bytes(each.get_state().numpy()).hex() for each in self._generators()],
@@ -214,7 +228,8 @@ class GivenLoader:
 
     def _loader_state(self) -> Any:
         inner = getattr(self.given, "base_dataloader", self.given)  # accelerate's lack a state where theirs has none
-        return self.given.state_dict() if hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict") else None
+        owner = self.given if hasattr(inner, "state_dict") else self._source
+        return owner.state_dict() if hasattr(owner, "state_dict") and hasattr(inner, "load_state_dict") else None
 
     def _generators(self) -> list[torch.Generator]:
         """The generators that the user gave the loader or its samplers; in an epoch they draw its order."""
@@ -276,6 +291,11 @@ def _samplers(loader: Any) -> tuple[Any, Any]:
 
 def _check_samplers(loader: Any, rank: int, world_size: int) -> None:
     """Raises UsageError where ranks that need the same batches would get different ones."""
+    if world_size > 1 and whole(getattr(loader, "dataset", None)) is not getattr(loader, "dataset", None):
+        raise UsageError(
+            "split_dataset_by_node: all ranks read a loader's batches and take them in turn, and of this dataset each "
+            "would read another part; leave the split out"
+        )
     for sampler in _samplers(loader):
         parts, part = getattr(sampler, "num_replicas", None) or 1, getattr(sampler, "rank", rank)
         if parts > 1 and (parts, part) != (world_size, rank):

@@ -51,7 +51,8 @@ class LoaderFactory:
                     "train_sampling_strategy: samples that can only be iterated are not known before; choose random, "
                     "or group them in the dataset"
                 )
-            return self._stream(dataset, self.args.per_device_train_batch_size)
+            drop_last = self.args.dataloader_drop_last
+            return self._stream(dataset, self.args.per_device_train_batch_size, drop_last=drop_last)
         return PlainBatches(self.train_loader(dataset))
 
     def sampled_batches(self, dataset: Any, sampler: Any) -> Any:
@@ -115,7 +116,7 @@ class LoaderFactory:
             fixed_shape=self.mesh.runtime.lazy,
         )
 
-    def _stream(self, dataset: Any, batch_size: int) -> StreamLoader:
+    def _stream(self, dataset: Any, batch_size: int, *, drop_last: bool = False) -> StreamLoader:
         if self.args.dataloader_num_workers:
             raise UsageError(
                 "dataloader_num_workers: a dataset that can only be iterated is read by the training process; set it "
@@ -126,6 +127,7 @@ class LoaderFactory:
             batch_size,
             collation=self._collation(dataset),
             prepare=lambda sample: sample if (columns := self._columns) is None else columns.of(sample),
+            drop_last=drop_last,
         )
 
     def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:

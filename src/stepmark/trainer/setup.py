@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from stepmark.runtime.module_placement import (
     place_module,
 )
 from stepmark.trainer.existing_run import check_no_earlier_run
+from stepmark.trainer.given_loader import GivenLoader
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.outputs import check_room
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -76,7 +78,9 @@ def count_steps(args: TrainingFields, loader: TrainLoader) -> int:
 
 
 def count_epochs(args: TrainingFields, loader: TrainLoader) -> int:
-    """Epochs of the complete run, the last of which may be partial."""
+    """Epochs of the complete run, the last of which may be partial; as many as it takes where data have no length."""
+    if isinstance(loader, GivenLoader) and not loader.has_length:
+        return sys.maxsize
     return max(1, -(-count_steps(args, loader) // loader.steps_per_epoch))
 
 

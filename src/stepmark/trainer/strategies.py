@@ -15,8 +15,14 @@ class StrategyCallback(DefaultFlowCallback):
 
     `epoch` fires at the end of every epoch, also where `max_steps` or a callback ends it early. `steps` evaluates and
     saves at the end of the run too, so that no training is lost. There are no evaluations before `eval_delay`. A
-    callback that ends the last epoch of `num_train_epochs` early ends the run.
+    run in which a callback ends epochs early ends after as many epochs as it would have had without that, also where
+    `max_steps` says how many these are.
     """
+
+    _ended_early = False
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._ended_early = False
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
         step = state.global_step
@@ -35,7 +41,8 @@ class StrategyCallback(DefaultFlowCallback):
         control.should_evaluate |= due and args.eval_strategy == "epoch"
         control.should_save |= args.save_strategy == "epoch"
         in_last_epoch = state.epoch is not None and state.epoch > state.num_train_epochs - 1
-        if control.should_epoch_stop and in_last_epoch and args.max_steps < 1 and not control.should_training_stop:
+        self._ended_early |= control.should_epoch_stop
+        if self._ended_early and in_last_epoch and not control.should_training_stop:
             self._end_run(args, control)
         return control
 

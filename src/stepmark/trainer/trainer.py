@@ -105,8 +105,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         data_collator: Makes a batch of a list of samples; a `PadTo` states the lengths to pad to. Default: that of
             transformers' Trainer: a tokenizer or feature extractor as `processing_class` pads samples, which are
             stacked without one; samples of Stepmark's own datasets are padded as these need.
-        train_dataset: Has a length and returns sample i, or can only be iterated, which needs `max_steps`; needed by
-            `train`. The ranks take the batches of the latter in turn; a resumed run skips those that were taken.
+        train_dataset: Returns sample i, or can only be iterated, which without a length needs `max_steps`; needed by
+            `train`. The ranks take the batches of the latter in turn; a resumed run goes on after the samples taken.
         eval_dataset: The same for `evaluate`, or several by name.
         processing_class: The tokenizer; it is saved with the model. Default for that: `data_collator.tokenizer`.
         model_init: Makes the model, instead of `model`, with `seed`: once here, and again for every further `train()`.
