@@ -83,6 +83,8 @@ def test_labels_that_are_not_of_the_tokens(lengths: int | None) -> None:
         only_batch(answers, collate_fn=PadTo(lengths))
     decoded = only_batch(answers, collate_fn=PadTo(lengths), labels=LabelRule(own_sequence=True))
     assert (decoded["labels"] != -100).sum(1).tolist() == [1, 2]
+    collate_fn, rule = PadTo(lengths, side="left"), LabelRule(own_sequence=True)
+    assert only_batch(answers, collate_fn=collate_fn, labels=rule)["labels"][:, 0].tolist() == [2, 3]
 
 
 def test_every_padded_batch_has_a_mask() -> None:

@@ -201,7 +201,8 @@ class Collation:
     def _extend(self, name: str, row: Tensor, length: int) -> Tensor:
         value = {"labels": IGNORED, "input_ids": self.pad_token_id, "special_tokens_mask": 1}.get(name, 0)
         filler = row.new_full((length - len(row), *row.shape[1:]), value)
-        return torch.cat([row, filler] if self.side == "right" else [filler, row]) if len(filler) else row
+        right = self.side == "right" or (name == "labels" and self.own_labels)  # a decoder begins with its first label
+        return torch.cat([row, filler] if right else [filler, row]) if len(filler) else row
 
     def _fitting(self, longest: int, length: int | None, samples: Sequence[Any], indices: Sequence[int]) -> int:
         """The length to pad to: `length` where it was decided before, else the stated one that fits `longest`."""
