@@ -220,7 +220,7 @@ class DataParallelGradients:
         and the loss, which only the last stage of a pipeline has: elsewhere it is 0."""
         present = [gradient for gradient in gradients if gradient is not None]
         if self._mesh.tensor_parallel.size == self._mesh.pipeline.size == 1:
-            return norms([torch.stack(norms(present))])[0] if present else torch.zeros(()), loss
+            return torch.linalg.vector_norm(torch.stack(norms(present))) if present else torch.zeros(()), loss
         pairs = zip(self._replications, gradients, strict=True)
         copies = [replication.copies for replication, gradient in pairs if gradient is not None]
         square = squares(present, copies, self._mesh.runtime.device)

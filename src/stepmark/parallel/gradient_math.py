@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import is_fake
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
 
-ROW = 64  # elements of a host tensor whose squares are added in one go
+LONG = 2**13  # elements of a host tensor whose squares are not added in one go
+ROW = 64
 
 
 def add_partial(
@@ -59,21 +60,23 @@ def squares(gradients: Sequence[Tensor], counts: Sequence[int], device: torch.de
     once."""
     if not gradients:
         return torch.zeros(1, device=device)
-    pairs = zip(norms(gradients), counts, strict=True)
+    pairs = zip(norms(gradients, long=0), counts, strict=True)
     parts = [norm.float().square() / count for norm, count in pairs]
     return torch.stack(parts).sum().reshape(1)
 
 
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each, on a host within 1e-6 of that of a float64 sum. There torch adds the squares of a tensor in a
-    few float32 sums, which stop growing: the norm of 100,000 elements can be 2e-5 too small, that of 260 M 4 %. Tensors
-    are therefore taken row by row, and so are the rows' norms."""
+def norms(tensors: Sequence[Tensor], *, long: int = LONG) -> list[Tensor]:
+    """The 2-norm of each. On a host torch adds the squares of a tensor in a few float32 sums, which stop growing: the
+    norm of 100,000 elements can be 2e-5 too small, that of 260 M 4 %. Tensors of at least `long` elements are therefore
+    taken row by row, and so are the rows' norms, which is within 1e-6 of a sum in float64. Those of shorter ones are
+    torch's, bit for bit."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [_norm_by_rows(tensor.reshape(-1)) for tensor in tensors]
+        return [_norm_by_rows(each) if each.numel() >= long else torch.linalg.vector_norm(each) for each in tensors]
     return list(torch._foreach_norm(list(tensors)))
 
 
-def _norm_by_rows(flat: Tensor) -> Tensor:
+def _norm_by_rows(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
     while len(flat) > ROW:
         cut = len(flat) // ROW * ROW
         flat = torch.cat([torch.linalg.vector_norm(flat[:cut].view(-1, ROW), dim=1), flat[cut:]])
