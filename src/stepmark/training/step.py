@@ -105,7 +105,6 @@ class TrainStep:
         self.optimizer = optimizer
         self.loss = loss
         self.scaler = scaler
-        self.loss = loss
         self._runtime = runtime
         self._gradients = optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
         for parameter in model.parameters():  # what was computed before is not part of the first step
