@@ -545,7 +545,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             own = parts.loader  # callbacks get a second loader, whose position is not that of the run
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             try:
-                with loop.stopping_at_signals(), watch_peers(self.mesh, self._callbacks, self.args.save_timeout):
+                with loop.stopping_at_signals(), watch_peers(self.mesh, self._callbacks):
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
                     if restored is None and not extracting_graphs():
                         part_from_earlier_attempt(
