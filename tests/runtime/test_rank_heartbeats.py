@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from stepmark.errors import PeerLost
+from stepmark.launch import progress
 from stepmark.launch.progress import Progress
 from stepmark.runtime import rank_heartbeats
 from stepmark.runtime.rank_heartbeats import PeerWatch, Silence
@@ -33,7 +34,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(rank_heartbeats, "print_stacks", lambda reason: None)
     yield reasons
     for one in RANKS.values():
-        one._closed.set()
+        one.close()
+    progress._current.progress = None  # several ranks have followed the same thread
     RANKS.clear()
 
 

@@ -116,6 +116,7 @@ class PeerWatch:
         self._suspect: Finding | None = None  # found once: heartbeats are of different moments
         self._named: Finding | None = None
         self._lost = False  # the store
+        self._following = contextlib.ExitStack()
         # A separate connection: a request that waits for an answer blocks all others on the same connection.
         alone = store is None or size == 1
         self._store = None if alone else dist.PrefixStore(f"alive/{_watches}", store.clone())  # type: ignore[union-attr]
@@ -124,33 +125,46 @@ class PeerWatch:
             for target, name in ((self._exchange_all, "alive"), (self._tick, "ticker"))
         ]
 
-    def __enter__(self) -> PeerWatch:
-        self._following = self._at.follow()
-        self._following.__enter__()
-        self._at.enter(progress.START)
+    def start(self) -> None:
+        """Begins to send heartbeats, of a thread that will train."""
         self._send_beat()
-        self._arm()
         for thread in self._threads:
             thread.start()
+
+    def begin(self) -> None:
+        """The calling thread trains from now on, until `close`."""
+        self._following.enter_context(self._at.follow())
+        self._at.enter(progress.START)
+        if not self._count:
+            self.start()
+        self._arm()
+
+    def close(self) -> None:
+        """This rank has ended training, or will not train. It may be called again."""
+        self._following.close()
+        with self._verdict_lock:  # what this rank has begun to end, it ends
+            self._closed.set()
+        for thread in filter(threading.Thread.is_alive, self._threads):
+            thread.join(2 * self._beat)  # a thread blocked by a store that does not answer is abandoned
+
+    def __enter__(self) -> PeerWatch:
+        if self._at.position.phase is progress.BEFORE:
+            self.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._following.__exit__(None, None, None)
         if is_lost_peer(error):  # perhaps since the run is being ended
             with contextlib.suppress(RuntimeError):
                 self._obey(self._reachable)
         ended = self._ended_peers() if is_lost_peer(error) and REPORTS not in os.environ else []
-        with self._verdict_lock:  # what this rank has begun to end, it ends
-            self._closed.set()
+        self.close()
         if ended:
             raise PeerLost(
                 f"{', '.join(ended[:_NAMED])}: is gone: it was killed, or its machine or network has failed; look at "
                 "its output and that machine, then restart the run to resume from its last checkpoint"
             ) from error
-        for thread in self._threads:
-            thread.join(2 * self._beat)  # a thread blocked by a store that does not answer is abandoned
         if error is not None and self._serves_store and REPORTS not in os.environ:
             time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
 
@@ -243,7 +257,8 @@ class PeerWatch:
 
     def _judge(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> None:
         """Names the rank without which the others cannot go on, and ends the run where that lasts for too long."""
-        late = [self._late(rank, seconds) for rank, seconds in silent.items() if seconds > self._quiet]
+        training = any(not beat.outside for beat in beats.values())
+        late = [self._late(rank, seconds) for rank, seconds in silent.items() if training and seconds > self._quiet]
         finding = max(late, key=lambda each: silent[each.rank], default=None)
         if finding is None and self._rank == self._first:
             finding = find_stuck(beats, self._name)
@@ -341,7 +356,8 @@ class PeerWatch:
         self._standby(None, None, "")
 
     def _arm(self) -> None:
-        self._standby(self._quiet, self._latest[self._rank].limit, self._describe(self._rank))
+        own = self._latest[self._rank]
+        self._standby(None if own.outside else self._quiet, own.limit, self._describe(self._rank))
 
     def _server(self) -> str:
         """A description of the store's server."""

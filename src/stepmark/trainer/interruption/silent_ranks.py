@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from stepmark.checkpoint.coordination.watchdog import watchdog
 from stepmark.errors import StepTimeout
 from stepmark.launch.progress import AUTO, Progress
@@ -18,27 +20,32 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
     """Inside the block, a rank that stays in a phase of training for too long is named, and ends the run as a failed
     one after `step_timeout`; so does a rank without a heartbeat for `save_timeout` seconds."""
     context, args, run_log = mesh.context, callbacks.args, callbacks.run_log
+    alive = weakref.ref(callbacks)  # its threads keep no Trainer that is not used any more
+
+    def step() -> int:
+        run = alive()
+        return 0 if run is None else run.state.global_step
+
     final = not may_be_restarted(args.max_restarts, StepTimeout())
 
     def found(finding: Finding | None) -> None:
-        step = callbacks.state.global_step
         if finding is None:
-            run_log.event("unstuck", step)
+            run_log.event("unstuck", step())
             run_log.describe_now(stuck=None)
             return
         beat = finding.beat
         names = () if beat is None else ("step", "phase", "seconds", "where")
         stuck = {"rank": finding.rank, **{name: getattr(beat, name) for name in names}}
-        run_log.event(STUCK, step, message=finding.text, **stuck)
+        run_log.event(STUCK, step(), message=finding.text, **stuck)
         run_log.describe_now(stuck=stuck)
 
     def ending(reason: str, stuck: bool) -> None:
         if stuck:
             run_log.describe(kind=STUCK)
-        run_log.failed(callbacks.state.global_step, reason, final=final)
+        run_log.failed(step(), reason, final=final)
 
     def standby(prints: float | None, ends: float | None, doing: str) -> None:
-        record = None if ends is None else run_log.failure(callbacks.state.global_step, final=final, kind=STUCK)
+        record = None if ends is None else run_log.failure(step(), final=final, kind=STUCK)
         watchdog.stand_by(prints, ends, doing, record)
 
     return PeerWatch(
