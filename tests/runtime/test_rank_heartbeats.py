@@ -75,7 +75,7 @@ def test_a_stopped_rank_ends_all_others_which_name_it(ended: list[str]) -> None:
     assert [reason.partition(":")[0] for reason in reasons] == ["rank 0", "rank 2"]
     for reason in (*reasons, *reported):
         assert "rank 1 on " in reason
-        assert "last seen in step 7, before the first step, in test_a_stopped_rank" in reason
+        assert "last seen before the first step, in test_a_stopped_rank" in reason
         assert f"no heartbeat for {LIMIT} s (limit)" in reason
 
 
@@ -159,7 +159,7 @@ def test_the_rank_that_was_killed_is_named_by_those_that_lost_their_connection(e
         watches[0].__exit__(type(lost), lost, None)
     watches[2].__exit__(None, None, None)
     assert str(caught.value).startswith("rank 1 on ")
-    assert "(last seen in step 7, " in str(caught.value)
+    assert "(last seen " in str(caught.value)
     assert "is gone: it was killed" in str(caught.value)
     assert "rank 2" not in str(caught.value)
     assert "rank 3" not in str(caught.value)

@@ -83,7 +83,7 @@ def _stuck(history: History) -> str:
     if not found:
         return "the run does not go on: its process exists, and none of its threads runs"
     where = f", in {found['where']}" if "where" in found else ""
-    phase = f" in step {found['step']}, {found['phase']}" if "phase" in found else ""
+    phase = f" at step {found['step']}: {found['phase']}" if "phase" in found else ""
     return f"the run does not go on: rank {found.get('rank')} is{phase}{where}"
 
 

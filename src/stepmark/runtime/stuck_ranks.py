@@ -16,6 +16,7 @@ from stepmark.launch.thread_frames import frame_of, innermost, is_waiting, stack
 
 LEFT = "left"  # in place of a heartbeat: the rank has ended by itself
 _NAMED = 8  # ranks that a message names
+_WITHOUT_STEP = (progress.BEFORE.name, progress.START.name, progress.END.name)
 _OWN = ("stepmark/runtime/rank_heartbeats.py", "stepmark/runtime/stuck_ranks.py")
 
 
@@ -71,7 +72,7 @@ class Beat:
 
     @property
     def place(self) -> str:
-        return self.phase if self.outside else f"in step {self.step}, {self.phase}"
+        return self.phase if self.phase in _WITHOUT_STEP else f"in step {self.step}, {self.phase}"
 
     def __str__(self) -> str:
         return f"{self.place}, for {self.seconds:.0f} s, in {self.where}"
