@@ -6,6 +6,7 @@ StepmarkError                     exit 1: failed, or a check found errors
 ├── MetricsError                  a custom metrics or evaluation function failed, or did not return numbers
 ├── TrainingDiverged              losses or gradients were not finite, step after step (stop_on_nan)
 ├── DeviceError                   the device is missing, or does not support the request
+├── StepTimeout                   a step did not end in time (step_timeout)
 ├── LaunchError                   ranks cannot be started or connected, or have lost each other
 │   └── PeerFailed                another rank failed first; its error is the one to read
 │       └── PeerLost              another rank is gone: killed, or its machine or network failed
@@ -49,6 +50,11 @@ class TrainingDiverged(StepmarkError):
 
 class DeviceError(StepmarkError):
     """The device is missing, or does not support the request."""
+
+
+class StepTimeout(StepmarkError):
+    """A step, or what comes between steps, did not end in time (`step_timeout`); the message names the rank that the
+    others waited for, and its line of code."""
 
 
 class LaunchError(StepmarkError):

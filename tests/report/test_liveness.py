@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.coordination.heartbeat import STALE
 from stepmark.report import liveness
 from stepmark.report.liveness import read_liveness
@@ -56,6 +57,29 @@ def test_a_killed_run_is_not_reported_as_running(run: Path) -> None:
     assert 'id="state">not running<' in page
     assert '<li data-kind="killed">the run ended without a status' in page
     assert "No sign of trouble" not in page
+
+
+def test_a_process_whose_threads_do_not_run_is_stuck(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "WATCHED", 0.1)
+    with Checkpointer(run) as checkpointer:
+        checkpointer.claim()
+        (beat,) = (run / ".stepmark").glob("[!.]*/alive.*")
+        os.utime(beat, (beat.stat().st_mtime - STALE,) * 2)
+        page = write_report(run).read_text()
+    assert 'id="state">stuck<' in page
+    assert '<li data-kind="stuck">' in page
+
+
+def test_a_rank_that_the_others_wait_for_is_named(run: Path) -> None:
+    stuck = {"rank": 3, "step": 8, "phase": "waiting for data", "seconds": 31.0, "where": "f (a.py, line 9)"}
+    (run / "status.json").write_text(json.dumps({"state": "running", "step": 7, "eta_seconds": 45.0, "stuck": stuck}))
+    page = write_report(run).read_text()
+    assert 'id="state">stuck<' in page
+    assert "rank 3 is at step 8: waiting for data, in f (a.py, line 9)" in page
+    assert "No sign of trouble" not in page
+    assert "Time left" not in page
+    (run / "status.json").write_text(json.dumps({"state": "running", "step": 7, "stuck": None}))
+    assert 'id="state">running<' in write_report(run).read_text()
 
 
 def test_a_run_without_a_heartbeat_keeps_its_status(run: Path) -> None:

@@ -37,15 +37,25 @@ def run(
     return _started(ranks, "call", folder, arguments, read, timeout, site)
 
 
-def supervise(ranks: Ranks, folder: Path, *script: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Runs a Python file with its arguments as two supervised ranks; otherwise like `run`."""
-    return _started(ranks, "call_supervisor", folder, script, True, timeout)
+def supervise(
+    ranks: Ranks, folder: Path, *script: str, timeout: float = 240, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python file with its arguments as two supervised ranks, with further environment variables; otherwise like
+    `run`."""
+    return _started(ranks, "call_supervisor", folder, script, True, timeout, **variables)
 
 
 def _started(
-    ranks: Ranks, program: str, folder: Path, arguments: Sequence[str], read: bool, timeout: float, *more: str | None
+    ranks: Ranks,
+    program: str,
+    folder: Path,
+    arguments: Sequence[str],
+    read: bool,
+    timeout: float,
+    *more: str | None,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    environment = {"STEPMARK_CACHE": str(folder / "cache")}
+    environment = {"STEPMARK_CACHE": str(folder / "cache"), **variables}
     given = (list(arguments), str(folder), read, *more)
     outcome = ranks.run(f"{__name__}:{program}", *given, timeout=timeout, environment=environment)
     told = [(folder / name).read_text() if read else "" for name in ("stdout", "stderr")]

@@ -76,6 +76,10 @@ class TrainingFields(metaclass=AcceptingDefaults):
             Default: true.
         save_timeout: Seconds that each phase of a save or restore may take, and that a rank may be without a
             heartbeat, before the run ends with an error that names the late rank. Default: 1800.
+        step_timeout: Seconds after which a step, or anything else that training does but a save, ends the run, with an
+            error that names the rank that the others wait for; `auto` (the default): 100 times the usual step, or the
+            longest wait for data, at least 300 seconds, of steps and data alone; `off`: never. A tenth of that is
+            only reported.
         save_on_signal: SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) stops the run after the current step, saves, and ends it
             with exit code 75; a second SIGINT ends it at once. Default (None): true, but false where `save_strategy` is
             `no` or with `save_only_model`, since such a run is not meant to be resumed.
@@ -133,6 +137,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     save_only_model: bool = False
     async_save: bool = True
     save_timeout: float = 1800.0
+    step_timeout: float | str | None = "auto"  # text second: HfArgumentParser reads that
     save_on_signal: bool | None = None
     signal_grace: float = 120.0
     join_timeout: float | None = None
@@ -299,6 +304,9 @@ def _check_ranges(args: TrainingFields) -> None:
     for name in ("save_timeout", "signal_grace", "join_timeout"):
         if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
             raise UsageError(f"{name}: should be a number of seconds above 0, and is {getattr(args, name)}")
+    seconds = args.step_timeout
+    if not (0 < seconds < math.inf if isinstance(seconds, float) else seconds in ("auto", "off")):
+        raise UsageError(f"step_timeout: should be auto, off, or a number of seconds above 0, and is {seconds!r}")
     for name in ("learning_rate", "weight_decay", "warmup_steps", "num_train_epochs"):
         if not math.isfinite(getattr(args, name)):
             raise UsageError(f"{name}: should be a finite number, and is {getattr(args, name)}")

@@ -26,6 +26,7 @@ from stepmark.evaluation.predictions import (
     rows_on_host,
     with_last,
 )
+from stepmark.launch.progress import EVALUATION, entering, staying
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.host_group import HostGroup
 from stepmark.training.lazy.transformers_forward import lazy_forward
@@ -126,7 +127,8 @@ class Evaluator:
         kept: list[SampleRows] = []
         computed: Any = None
         loss_only = not gather and batch_metrics is None
-        with evaluating(self.model), contextlib.closing(iter(DevicePrefetcher(loader, self.runtime))) as batches:
+        prefetcher = DevicePrefetcher(loader, self.runtime)
+        with staying(EVALUATION), evaluating(self.model), contextlib.closing(iter(prefetcher)) as batches:
             results = self._results(batches, before_batch, loss_only, ignore_keys)
             for (micro_batch, result), last in with_last(results) if batch_metrics else ((each, 0) for each in results):
                 loss = result[0]
@@ -166,7 +168,8 @@ class Evaluator:
         """Every batch with what `_forward` returns; nothing on ranks without the last pipeline stage."""
 
         def source() -> Iterator[MicroBatch]:
-            for batch in batches:
+            for number, batch in enumerate(batches, start=1):
+                entering(EVALUATION, number)
                 before()
                 yield batch.micro_batches[0]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepmark.launch.failure_report import REPORTS
+from stepmark.launch.progress import current
 
 _FORMAT = struct.Struct("7q")
 _FILE = "steps"
@@ -65,8 +66,11 @@ class StepBoard:
 
 
 def show_step(place: StepPlace) -> None:
-    """In a rank: this is where it is now. Does nothing in a rank that no supervisor has started."""
+    """In a rank: this is where it is now, for its heartbeats, and for the supervisor if one has started it."""
     global _board
+    progress = current()
+    if progress is not None:
+        progress.at_step(place.step)
     if _board is None:
         _board = _open_board()
     if not isinstance(_board, bool):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from stepmark.report.history import ENDS, KILLED, History, Line, number
+from stepmark.report.history import ENDS, KILLED, RUNNING, STUCK, History, Line, number
 
 RESTARTING = "restarting"
 
@@ -36,7 +36,7 @@ def read_attempts(history: History) -> list[AttemptRow]:
             found.append(current)
             current = None
     if current is not None and current.ended is None:
-        current = replace(current, last=history.last_step, ended=None if history.state == "running" else KILLED)
+        current = replace(current, last=history.last_step, ended=None if history.state in (RUNNING, STUCK) else KILLED)
     return [*found, *([current] if current is not None else [])]
 
 

@@ -12,7 +12,7 @@ from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.errors import CheckpointError
-from stepmark.report.history import RUNNING, History, number
+from stepmark.report.history import RUNNING, STUCK, History, number
 
 _QUARANTINED = re.compile(r"damaged-checkpoint-(\d+)(\.\d+)?\Z")
 _UNFINISHED = re.compile(r"\.checkpoint-(\d+)\..+\Z")
@@ -77,7 +77,9 @@ def _of_folder(path: Path, events: dict[str, dict[int, dict[str, Any]]], history
         return Checkpoint(step, path.name, "quarantined", detail, _size(path), time=event.get("time"))
     unfinished = _UNFINISHED.match(path.name)
     if unfinished is not None:
-        detail = "being written, or left by a killed save" if history.state == RUNNING else "left by a killed save"
+        detail = (
+            "being written, or left by a killed save" if history.state in (RUNNING, STUCK) else "left by a killed save"
+        )
         return Checkpoint(int(unfinished[1]), path.name, "unfinished", detail, _size(path))
     return None
 

@@ -16,7 +16,7 @@ from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS
 
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size
-RUNNING, NOT_RUNNING = "running", "not running"
+RUNNING, NOT_RUNNING, STUCK = "running", "not running", "stuck"
 ENDED = ("done", "failed", "interrupted")
 Line = dict[str, Any]
 
@@ -90,9 +90,18 @@ class History:
 
     @property
     def state(self) -> str:
-        """The run's status, or "not running" if it says "running" and the heartbeat has stopped."""
+        """The run's status; of one that is "running" also "not running" if the heartbeat has stopped, and "stuck" if a
+        rank does not go on."""
         state = str(self.status.get("state") or "unknown")
-        return NOT_RUNNING if state == RUNNING and self.liveness and not self.liveness.alive else state
+        if state == RUNNING and self.liveness and not self.liveness.alive:
+            return NOT_RUNNING
+        return STUCK if state == RUNNING and (self.stuck or (self.liveness and self.liveness.quiet)) else state
+
+    @property
+    def stuck(self) -> Line:
+        """Which rank the others wait for, and where it is; empty if the status names none."""
+        found = self.status.get("stuck")
+        return found if isinstance(found, dict) else {}
 
     @property
     def last_step(self) -> int | None:

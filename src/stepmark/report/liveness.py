@@ -16,11 +16,13 @@ _LOOK_EVERY = 0.5  # seconds
 @dataclass(frozen=True)
 class Liveness:
     """`alive`: whether a run that owns the folder is running. `last_beat`: time of the newest heartbeat, in seconds
-    since 1970 by the file system's clock. `host`: the machine that wrote it, None if unknown."""
+    since 1970 by the file system's clock. `host`: the machine that wrote it, None if unknown. `quiet`: a process exists
+    whose threads do not run."""
 
     alive: bool
     last_beat: float
     host: str | None
+    quiet: bool = False
 
 
 def read_liveness(folder: Path) -> Liveness | None:
@@ -37,7 +39,9 @@ def read_liveness(folder: Path) -> Liveness | None:
     verdicts = {path: lock_verdict(path) for path in beats}
     unknown = [path for path, verdict in verdicts.items() if verdict is None]
     alive = True in verdicts.values() or any(0 <= time.time() - beats[path] < STALE for path in unknown)
-    return Liveness(alive or _beating(unknown), beats[newest], host)
+    held = [path for path, verdict in verdicts.items() if verdict and time.time() - beats[path] > STALE / 2]
+    quiet = bool(held) and not _beating(held)
+    return Liveness(alive or _beating(unknown), beats[newest], host, quiet)
 
 
 def _heartbeats(folder: Path) -> list[Path]:

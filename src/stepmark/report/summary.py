@@ -10,9 +10,9 @@ from typing import Any
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
-from stepmark.report.history import NOT_RUNNING, History
+from stepmark.report.history import NOT_RUNNING, STUCK, History
 
-STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad"}
+STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad", STUCK: "bad"}
 CORRUPTED = {"corrupted": "is corrupted", "quarantined": "was corrupted and is quarantined"}
 RECENT = 20  # logs over which the median of a speed is taken
 
@@ -62,6 +62,8 @@ def _end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tup
     """Why the run failed, or that it was killed."""
     if history.state == "failed":
         return [("failed", f"the run failed: {history.status.get('reason') or 'no reason was recorded'}")]
+    if history.state == STUCK:
+        return [(STUCK, _stuck(history))]
     if history.state != NOT_RUNNING or history.liveness is None:
         return []
     host = f" on {history.liveness.host}" if history.liveness.host else ""
@@ -74,6 +76,15 @@ def _end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tup
             f"{text.moment(history.liveness.last_beat)}{host}{resume}",
         )
     ]
+
+
+def _stuck(history: History) -> str:
+    found = history.stuck
+    if not found:
+        return "the run does not go on: its process exists, and none of its threads runs"
+    where = f", in {found['where']}" if "where" in found else ""
+    phase = f" at step {found['step']}: {found['phase']}" if "phase" in found else ""
+    return f"the run does not go on: rank {found.get('rank')} is{phase}{where}"
 
 
 def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
@@ -161,13 +172,13 @@ def commands(history: History) -> str:
     folder = shlex.quote(str(history.folder))
     recipe, ranks = history.folder / USED_RECIPE, history.started.get("ranks", 1)
     found = []
-    if recipe.is_file() and history.state not in ("running", "done"):
+    if recipe.is_file() and history.state not in ("running", "done", STUCK):
         several = f" --nproc {ranks}" if ranks > 1 else ""
         more = f" --output_dir {folder} --resume_from_checkpoint true{several}"
         found.append(("resume", f"stepmark train {shlex.quote(str(recipe))}{more}"))
     if recipe.is_file() or any(history.folder.glob("checkpoint-*/tokenizer*")):
         data = "" if recipe.is_file() else " --data FILE"
-        watch = " --watch" if history.state == "running" else ""
+        watch = " --watch" if history.state in ("running", STUCK) else ""
         found.append(("evaluate", f"stepmark evaluate {folder}{data}{watch}"))
     if not found:
         return ""

@@ -1,81 +1,88 @@
-"""Heartbeats of the ranks while a run trains.
+"""Heartbeats of the ranks while a run trains: which rank is silent, and which one the others wait for.
 
-A collective of the training step waits for hours for a rank that is stopped, or whose machine is gone, and then reports
-neither the rank nor what it was doing. So, for as long as a run trains:
+A collective of the training step waits for hours for a rank that hangs, is stopped, or whose machine is gone, and then
+reports neither the rank nor what it was doing. So, for as long as a run trains:
 
-heartbeat  A thread of every rank writes a growing number and the position of its training to the ranks' store, about
-           once per second. It needs neither the device nor the main thread: a rank that compiles, reads, or waits in a
+heartbeat  A thread of every rank writes a growing number, and where its training is, to the ranks' store, about once
+           per second. It needs neither the device nor the main thread: a rank that compiles, reads, or waits in a
            collective keeps beating; one that is stopped does not.
-verdict    Rank 0 reads all heartbeats and publishes the ranks whose heartbeat is overdue. The others read the verdict,
-           and watch rank 0's heartbeat.
+verdict    Rank 0 (or the first that has not left) reads all heartbeats. It names the rank that keeps the others
+           waiting for too long (`stuck_ranks.py`), and publishes which one ends the run. The others read that, and
+           watch the first rank's heartbeat.
 ticker     A second thread of every rank watches the first: the store does not answer if rank 0, which serves it, is
-           stopped.
-end        Each rank that learns of an overdue heartbeat prints its stacks and exits, with an error that names the rank.
+           stopped. It also keeps a process from acting that notices where no thread can run (`standby`).
+end        Each rank that learns of the end prints its stacks and exits, with an error that names the rank.
 
-Only time during which the observing process was running counts: a job that is suspended entirely, such as on a laptop
-that sleeps, continues as if no time had passed.
+A single rank has the same threads and no store. Only time during which the observing process was running counts: a job
+that is suspended entirely, such as on a laptop that sleeps, continues as if no time had passed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import FrameType, TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 
 import torch.distributed as dist
 
-from stepmark.errors import LaunchError, PeerLost
+from stepmark.errors import LaunchError, PeerLost, StepTimeout
+from stepmark.launch import progress
 from stepmark.launch.failure_report import REPORTS, is_lost_peer
-from stepmark.launch.process_exit import RECORDING, end_process, print_stacks, within
-from stepmark.launch.thread_frames import frame_of
+from stepmark.launch.process_exit import RECORDING, end_process, print_stacks, say, within
+from stepmark.launch.progress import Progress
+from stepmark.runtime.stuck_ranks import LEFT, Beat, Finding, find_stuck
 
 LONGEST_BEAT = 1.0  # seconds
 BEATS = 8  # per limit, at least
 _OBSERVED = 3  # beats in which a rank that is alive has another one
 _NAMED = 8  # ranks that an error names
-_LEFT = "left"
 _STORE = -1
-_PACKAGE = Path(__file__).resolve().parents[1]
+_CAUSES = "its process is stopped, its machine or network is gone, or something holds the interpreter's lock"
 
 logger = logging.getLogger("stepmark")
 _watches = 0
 
 
-class HeartbeatTimeouts:
-    """Finds heartbeats that have not changed for longer than `limit` seconds.
+class Silence:
+    """Since when heartbeats have not changed.
 
     At most `longest` seconds count between two calls, so that time during which this process was suspended does not.
     """
 
-    def __init__(self, limit: float, longest: float) -> None:
-        self._limit, self._longest = limit, longest
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
         self._beats: dict[int, object] = {}
         self._seconds: dict[int, float] = {}
         self._last: float | None = None
 
-    def overdue(self, beats: Mapping[int, object], now: float) -> list[int]:
-        """The keys of overdue heartbeats, given the latest ones at the time `now` (time.monotonic)."""
+    def seconds(self, beats: Mapping[int, object], now: float) -> dict[int, float]:
+        """For how many seconds each has been as it is, given the latest ones at the time `now` (time.monotonic)."""
         passed = 0.0 if self._last is None else min(now - self._last, self._longest)
         self._last = now
         for key, beat in beats.items():
             same = key in self._beats and self._beats[key] == beat
             self._seconds[key] = self._seconds[key] + passed if same else 0.0
             self._beats[key] = beat
-        return sorted(key for key in beats if self._seconds[key] > self._limit)
+        return {key: self._seconds[key] for key in beats}
 
 
 class PeerWatch:
-    """A context in which all ranks exit, with code 1, when one of them has no heartbeat for `limit` seconds.
+    """A context in which a rank that keeps the others waiting is named, and after a time ends the run.
 
-    `progress` describes how far the run is, and `ending(reason)` is called before the process exits; both are called in
-    another thread. `place` describes what a rank has of the model, or is empty. `setting` is the name of the user's
-    setting for the limit. A single rank is not watched.
+    All ranks exit, with code 1, when one of them has no heartbeat for `limit` seconds, or stays for too long where
+    `at`, which this thread follows inside the block, says it is.
+
+    `setting` is the name of the user's setting for the limit. `found(finding)` is called on the rank that judges when a
+    rank is named, and with None when it goes on; `ending(reason, stuck)` before the process exits; `standby(seconds,
+    last, reason)` with each beat: another process prints this one's stacks where no call follows for so many seconds,
+    and ends it after `last` (None: it does not). All are called in another thread. `place` describes what a rank has of
+    the model, or is empty.
     """
 
     def __init__(
@@ -84,24 +91,32 @@ class PeerWatch:
         rank: int,
         size: int,
         limit: float,
+        at: Progress,
         *,
         setting: str,
-        progress: Callable[[], str],
-        ending: Callable[[str], None],
+        ending: Callable[[str, bool], None],
+        found: Callable[[Finding | None], None] = lambda finding: None,
+        standby: Callable[[float | None, float | None, str], None] = lambda seconds, last, reason: None,
         place: Callable[[int], str] = lambda rank: "",
     ) -> None:
         global _watches
         _watches += 1
-        self._rank, self._size, self._limit = rank, size, limit
-        self._setting, self._progress, self._ending, self._place = setting, progress, ending, place
-        self._beat = min(LONGEST_BEAT, limit / BEATS)
+        self._rank, self._size, self._limit, self._at = rank, size, limit, at
+        self._setting, self._ending, self._place = setting, ending, place
+        self._found, self._standby = found, standby
+        numbers = [at.timeout] if isinstance(at.timeout, float) else []
+        self._quiet = min(progress.FLOOR, limit, *numbers)  # seconds without a heartbeat after which a rank is named
+        self._beat = min(LONGEST_BEAT, self._quiet / BEATS)
         self._closed = threading.Event()
-        self._verdict_lock = threading.Lock()
-        self._training_thread = 0
+        self._verdict_lock = threading.RLock()
         self._count = 0
         self._started: set[int] = set()  # ranks with a first heartbeat
-        self._latest: dict[int, str] = {}  # heartbeats
+        self._latest: dict[int, Beat] = {}  # heartbeats, one's own included
         self._left: set[int] = set()  # ranks that have ended by themselves
+        self._suspect: Finding | None = None  # found once: heartbeats are of different moments
+        self._named: Finding | None = None
+        self._lost = False  # the store
+        self._following = contextlib.ExitStack()
         # A separate connection: a request that waits for an answer blocks all others on the same connection.
         alone = store is None or size == 1
         self._store = None if alone else dist.PrefixStore(f"alive/{_watches}", store.clone())  # type: ignore[union-attr]
@@ -110,29 +125,48 @@ class PeerWatch:
             for target, name in ((self._exchange_all, "alive"), (self._tick, "ticker"))
         ]
 
+    def start(self) -> None:
+        """Begins to send heartbeats, of a thread that will train."""
+        self._send_beat()
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self) -> None:
+        """The calling thread trains from now on, until `close`."""
+        self._following.enter_context(self._at.follow())
+        self._at.enter(progress.START)
+        if not self._count:
+            self.start()
+        self._arm()
+
+    def close(self) -> None:
+        """This rank has ended training, or will not train. It may be called again."""
+        self._following.close()
+        with self._verdict_lock:  # what this rank has begun to end, it ends
+            self._closed.set()
+        for thread in filter(threading.Thread.is_alive, self._threads):
+            thread.join(2 * self._beat)  # a thread blocked by a store that does not answer is abandoned
+
     def __enter__(self) -> PeerWatch:
-        self._training_thread = threading.get_ident()
-        if self._store is not None:
-            self._send_beat()
-            for thread in self._threads:
-                thread.start()
+        if self._at.position.phase is progress.BEFORE:
+            self.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if is_lost_peer(error):  # perhaps since the run is being ended
+            with contextlib.suppress(RuntimeError):
+                self._obey(self._reachable)
         ended = self._ended_peers() if is_lost_peer(error) and REPORTS not in os.environ else []
-        self._closed.set()
+        self.close()
         if ended:
             raise PeerLost(
                 f"{', '.join(ended[:_NAMED])}: is gone: it was killed, or its machine or network has failed; look at "
                 "its output and that machine, then restart the run to resume from its last checkpoint"
             ) from error
-        if self._store is not None:
-            for thread in self._threads:
-                thread.join(2 * self._beat)  # a thread blocked by a store that does not answer is abandoned
-            if error is not None and self._serves_store and REPORTS not in os.environ:
-                time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
+        if error is not None and self._serves_store and REPORTS not in os.environ:
+            time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
 
     def _ended_peers(self) -> list[str]:
         """After a connection was lost: the ranks whose heartbeat has stopped, described. One that fails by itself
@@ -147,123 +181,199 @@ class PeerWatch:
         except RuntimeError:  # the rank that serves the store has ended
             if not self._rank or 0 in self._left:
                 return []
-            return [self._server() if self._latest.get(0) else "rank 0"]
-        stopped = [rank for rank, beat in after.items() if beat != _LEFT and beat == before.get(rank)]
-        self._latest |= after
+            return [self._server() if 0 in self._latest else "rank 0"]
+        stopped = [rank for rank, beat in after.items() if beat != LEFT and beat == before.get(rank)]
+        self._latest |= {rank: Beat.read(after[rank]) for rank in stopped}
         return [self._describe(rank) for rank in stopped if rank != self._rank]
 
     def _all_beats(self) -> dict[int, str]:
         """The latest heartbeats of the ranks that have one."""
-        store = self._store_in_use
+        store = self._store
+        assert store is not None
         ranks = [rank for rank in range(self._size) if store.check([f"beat/{rank}"])]
         beats = store.multi_get([f"beat/{rank}" for rank in ranks])  # type: ignore[attr-defined]
         return {rank: beat.decode() for rank, beat in zip(ranks, beats, strict=True)}
 
     @property
     def _serves_store(self) -> bool:
-        return self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return self._store is not None and self._rank == 0 and not _launcher_serves()
 
     # Heartbeats and verdicts
 
     def _exchange_all(self) -> None:
-        timeouts = HeartbeatTimeouts(self._limit, 2 * self._beat)
-        try:
-            while not self._closed.wait(self._beat):
-                self._exchange(timeouts)
-            self._store_in_use.set(f"beat/{self._rank}", _LEFT)
-        except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
-            logger.debug("no longer watching the other ranks: %s", error)
-        finally:
-            self._closed.set()
+        silence = Silence(2 * self._beat)
+        while not self._closed.wait(self._beat):
+            try:
+                self._exchange(silence)
+            except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
+                logger.debug("no longer watching the other ranks: %s", error)
+                self._lost, self._left = True, set(range(self._size)) - {self._rank}
+        with contextlib.suppress(RuntimeError):
+            if self._reachable is not None:
+                self._reachable.set(f"beat/{self._rank}", LEFT)
 
     @property
-    def _store_in_use(self) -> dist.Store:
-        assert self._store is not None
-        return self._store
+    def _reachable(self) -> dist.Store | None:
+        """The store; None for a single rank, and where the rank that served it has ended."""
+        return None if self._lost else self._store
 
-    def _exchange(self, timeouts: HeartbeatTimeouts) -> None:
-        store = self._store_in_use
-        self._send_beat()
-        if store.check(["silent"]):
-            self._end(store.get("silent").decode())
-        beats = self._beats()
-        self._latest = {rank: beat for rank, beat in beats.items() if beat != _LEFT}
-        self._left.update(beats.keys() - self._latest.keys())
-        overdue = timeouts.overdue(self._latest, time.monotonic())
-        if overdue:
-            reason = self._reason([self._describe(rank) for rank in overdue])
-            if self._rank == 0:
-                store.set("silent", reason)
-                time.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store
-            self._end(reason)
+    def _exchange(self, silence: Silence) -> None:
+        own = self._send_beat()
+        store = self._reachable
+        self._obey(store)
+        beats = {} if store is None else self._beats(store)
+        silent = silence.seconds({rank: beat and beat.count for rank, beat in beats.items()}, time.monotonic())
+        self._judge({self._rank: own, **{rank: beat for rank, beat in beats.items() if beat}}, silent)
 
-    def _send_beat(self) -> None:
-        beat = json.dumps([self._count, socket.gethostname(), self._where()])
-        self._store_in_use.set(f"beat/{self._rank}", beat)
+    def _obey(self, store: dist.Store | None) -> None:
+        """Ends the process if the rank that judges has said so."""
+        if store is not None and store.check(["verdict"]):
+            self._end(*json.loads(store.get("verdict")))
+
+    def _send_beat(self) -> Beat:
+        own = Beat.of(self._count, socket.gethostname(), self._at)
+        self._latest[self._rank] = own
+        if self._reachable is not None:
+            self._reachable.set(f"beat/{self._rank}", own.to_json())
         self._count += 1
+        return own
 
-    def _beats(self) -> dict[int, str]:
-        """The latest heartbeat of each watched rank; empty before it has started training."""
-        store = self._store_in_use
-        watched = range(1, self._size) if self._rank == 0 else range(1)
+    @property
+    def _first(self) -> int:
+        """The first rank that has not left, which judges."""
+        return min(rank for rank in range(self._size) if rank not in self._left)
+
+    def _beats(self, store: dist.Store) -> dict[int, Beat | None]:
+        """The latest heartbeat of each watched rank; None before it has a first one."""
+        others = range(self._size) if self._first == self._rank else [self._first]
+        watched = [rank for rank in others if rank != self._rank and rank not in self._left]
         self._started.update(rank for rank in watched if rank not in self._started and store.check([f"beat/{rank}"]))
-        started = sorted(self._started)
-        beats = store.multi_get([f"beat/{rank}" for rank in started])  # type: ignore[attr-defined]
-        latest = {rank: beat.decode() for rank, beat in zip(started, beats, strict=True)}
-        return {**dict.fromkeys(watched, ""), **latest}
+        started = [rank for rank in watched if rank in self._started]
+        read = store.multi_get([f"beat/{rank}" for rank in started])  # type: ignore[attr-defined]
+        beats = {rank: beat.decode() for rank, beat in zip(started, read, strict=True)}
+        self._left.update(rank for rank, beat in beats.items() if beat == LEFT)
+        self._latest |= {rank: Beat.read(beat) for rank, beat in beats.items() if beat != LEFT}
+        return {rank: self._latest.get(rank) for rank in watched if rank not in self._left}
 
-    def _where(self) -> str:
-        return f"{self._progress()}, in {_innermost(frame_of(self._training_thread))}"
+    def _judge(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> None:
+        """Names the rank without which the others cannot go on, and ends the run where that lasts for too long."""
+        training = any(not beat.outside for beat in beats.values())
+        late = [self._late(rank, seconds) for rank, seconds in silent.items() if training and seconds > self._quiet]
+        finding = max(late, key=lambda each: silent[each.rank], default=None)
+        if finding is None and self._rank == self._first:
+            finding = find_stuck(beats, self._name)
+        before, self._suspect = self._suspect, finding
+        again = finding is not None and before is not None and finding.key == before.key
+        if self._named is not None and (finding is None or finding.key != self._named.key):
+            self._tell(None)
+        if finding is None or not again:  # heartbeats are of different moments: it is true where it is found twice
+            return
+        if self._named is None:
+            self._tell(finding)
+        if finding.silent and not beats[self._rank].outside and any(each.ends for each in late):
+            ending = [each.rank for each in late if each.ends]
+            self._publish(self._silent_reason(ending), stuck=self._sooner(ending[0]) is not None)
+        elif finding.ends and not finding.silent:
+            self._publish(self._stuck_reason(finding), stuck=True)
+
+    def _late(self, rank: int, seconds: float) -> Finding:
+        """A rank that has had no heartbeat for so long."""
+        text = f"{self._describe(rank)}: no heartbeat for {seconds:.0f} s; {_CAUSES}"
+        limit = self._sooner(rank) or self._limit
+        return Finding(rank, self._latest.get(rank), text, silent=True, ends=seconds > limit)
+
+    def _sooner(self, rank: int) -> float | None:
+        """The deadline of what the rank is doing, if it is shorter than that of silent ranks."""
+        beat = self._latest.get(rank)
+        return beat.limit if beat is not None and (beat.limit or self._limit) < self._limit else None
+
+    def _tell(self, finding: Finding | None) -> None:
+        """Says once which rank keeps the others waiting, or with None that it goes on. Of the first rank's silence one
+        of the others speaks."""
+        about = finding or self._named
+        self._named = finding
+        assert about is not None
+        key = f"told/{about.beat.count if about.beat else 0}/{finding is None}"
+        if self._rank == self._first or self._reachable is None or self._reachable.add(key, 1) == 1:
+            stack = about.beat.stack if about.beat and not about.silent else []
+            text = "\n  ".join([f"stuck: {about.text}", *stack])
+            say(f"stepmark: {text if finding else f'{self._name(about.rank)} goes on'}")
+        within(RECORDING, lambda: self._found(finding))
+
+    def _name(self, rank: int) -> str:
+        place, beat = self._place(rank), self._latest.get(rank)
+        return f"rank {rank}{f' on {beat.host}' if beat else ''}{f' ({place})' if place else ''}"
 
     def _describe(self, rank: int) -> str:
+        """A rank and where it was seen last."""
         place = f"{self._place(rank)}, " if self._place(rank) else ""
         beat = self._latest.get(rank)
-        if not beat:
-            return f"rank {rank} ({place}{'no heartbeat seen yet' if beat is None else 'has not started training'})"
-        _, host, where = json.loads(beat)
-        return f"rank {rank} on {host} ({place}last seen {where})"
+        if beat is None:
+            return f"rank {rank} ({place}has not started training)"
+        return f"rank {rank} on {beat.host} ({place}last seen {beat.place}, in {beat.where})"
 
-    def _reason(self, overdue: list[str]) -> str:
-        more = f" and {len(overdue) - _NAMED} more" if len(overdue) > _NAMED else ""
+    def _silent_reason(self, ranks: Sequence[int]) -> str:
+        shown = ", ".join(self._describe(rank) for rank in ranks[:_NAMED])
+        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+        return self._no_heartbeat(f"{shown}{more}", self._sooner(ranks[0]))
+
+    def _no_heartbeat(self, who: str, sooner: float | None) -> str:
+        limit = f"{self._limit:g} s ({self._setting})" if sooner is None else f"{sooner:g} s ({self._step_timeout})"
         return (
-            f"{', '.join(overdue[:_NAMED])}{more}: no heartbeat for {self._limit:g} s ({self._setting}); find out what "
-            "stopped the process there, then restart the run to resume from its last checkpoint"
+            f"{who}: no heartbeat for {limit}; find out what stopped the process there, then restart the run to resume "
+            "from its last checkpoint"
         )
 
+    def _stuck_reason(self, finding: Finding) -> str:
+        return (
+            f"stuck: {finding.text} ({self._step_timeout}); find out what it waits for, then restart the run to resume "
+            "from its last checkpoint"
+        )
+
+    @property
+    def _step_timeout(self) -> str:
+        return f"step_timeout: {self._at.timeout}"
+
+    def _publish(self, reason: str, *, stuck: bool) -> None:
+        """Ends all ranks."""
+        with self._verdict_lock:
+            if self._reachable is not None and self._rank == self._first and not self._closed.is_set():
+                self._reachable.set("verdict", json.dumps([reason, stuck]))
+                time.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store
+            self._end(reason, stuck)
+
     def _tick(self) -> None:
-        timeouts = HeartbeatTimeouts(self._limit + self._beat, 2 * self._beat)
+        silence, told = Silence(2 * self._beat), False
         while not self._closed.wait(self._beat):
-            if timeouts.overdue({_STORE: self._count}, time.monotonic()):
-                self._end(self._reason([self._server()]))
+            self._arm()
+            seconds = silence.seconds({_STORE: self._count}, time.monotonic())[_STORE] - self._beat
+            if seconds > self._quiet and not told and (self._rank <= 1 or os.environ.get("LOCAL_RANK") == "0"):
+                say(f"stepmark: stuck: {self._server()}: no answer for {seconds:.0f} s; {_CAUSES}")
+            told = seconds > self._quiet
+            sooner = self._sooner(self._rank)
+            if seconds > (sooner or self._limit) and not self._latest[self._rank].outside:
+                self._end(self._no_heartbeat(self._server(), sooner), sooner is not None)
+        self._standby(None, None, "")
+
+    def _arm(self) -> None:
+        own = self._latest[self._rank]
+        self._standby(None if own.outside else self._quiet, own.limit, self._describe(self._rank))
 
     def _server(self) -> str:
         """A description of the store's server."""
-        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._rank == 0 or by_launcher:
-            return f"the ranks' store, served by {'the launcher' if by_launcher else 'this rank'}"
+        if self._rank == 0 or _launcher_serves():
+            return f"the ranks' store, served by {'the launcher' if _launcher_serves() else 'this rank'}"
         return self._describe(0)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, stuck: bool) -> None:
         """Ends the process, unless training has ended in the meantime."""
         with self._verdict_lock:
             if self._closed.is_set():
                 return
             print_stacks(reason)
-            within(RECORDING, lambda: self._ending(reason))  # the main thread may hang with the log's lock
-            end_process(LaunchError(reason), self._rank)
+            within(RECORDING, lambda: self._ending(reason, stuck))  # the main thread may hang with the log's lock
+            end_process(StepTimeout(reason) if stuck else LaunchError(reason), self._rank)
 
 
-def _innermost(frame: FrameType | None) -> str:
-    """The innermost function of a thread, preferably in this package, with file and line. The first heartbeat is sent
-    by the training thread itself, whose place is where it came from."""
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    innermost = frame
-    while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
-        frame = frame.f_back
-    chosen = frame or innermost
-    if chosen is None:
-        return "a thread that has ended"
-    path = Path(chosen.f_code.co_filename)
-    shown = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
-    return f"{chosen.f_code.co_name} ({shown}, line {chosen.f_lineno})"
+def _launcher_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

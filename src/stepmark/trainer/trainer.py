@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from stepmark.launch.restarts import check_restarts
 from stepmark.optim.protocols import StepOptimizer
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
+from stepmark.runtime.rank_heartbeats import PeerWatch
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
@@ -203,6 +205,11 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         )
         if self.args.push_to_hub and not extracting_graphs():
             self._upload_checkpoints()
+        self._watch: PeerWatch | None = None  # for the next run, where other ranks may wait for this one
+        if self.context.store is not None and not extracting_graphs():
+            self._watch = watch_peers(self.mesh, self._callbacks)
+            self._watch.start()
+            weakref.finalize(self, self._watch.close)
         self._callbacks.event("on_init_end")
         self._memory_tracker.stop_and_update_metrics()
 
@@ -548,6 +555,16 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             RunInterrupted: A signal stopped the run, which can be resumed (a SystemExit with code 75).
         """
         self._memory_tracker.start()
+        watch, self._watch = self._watch or watch_peers(self.mesh, self._callbacks), None
+        watch.begin()
+        try:
+            return self._train_watched(watch, resume_from_checkpoint, save_model)
+        finally:
+            watch.close()
+
+    def _train_watched(
+        self, watch: PeerWatch, resume_from_checkpoint: bool | str | None, save_model: bool
+    ) -> TrainOutput:
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         folder = Path(self.args.output_dir)
         prepare_output_folder(folder, self.context.host)
@@ -576,7 +593,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             own = parts.loader  # callbacks get a second loader, whose position is not that of the run
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             try:
-                with loop.stopping_at_signals(), watch_peers(self.mesh, self._callbacks, self.args.save_timeout):
+                with loop.stopping_at_signals(), watch:
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
                     if restored is None and not extracting_graphs():
                         part_from_earlier_attempt(

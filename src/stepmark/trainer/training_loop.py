@@ -15,6 +15,7 @@ from stepmark.data.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
 from stepmark.interchange.consolidate import EVALUATION
 from stepmark.launch.process_exit import say
+from stepmark.launch.progress import BETWEEN, END, entering
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
@@ -178,6 +179,7 @@ class TrainingLoop:
         self._monitor.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
             self._parts.context.host.barrier()
+        entering(END)
 
     def begin(self, restored: Path | None) -> None:
         """Records that this process is about to train; `restored` is what `resume` returned."""
@@ -219,6 +221,7 @@ class TrainingLoop:
     def _end_epoch(self) -> None:
         self._arrivals.settle()
         self._epoch_open = False
+        entering(BETWEEN)
         self._check_targets()
         self._skip_rest_of_epoch()
         self._callbacks.event("on_epoch_end")
@@ -243,6 +246,7 @@ class TrainingLoop:
         self._monitor.step_begins(self._step + 1, batch, self._learning_rate)
         with self._monitor.within_step():
             statistics = parts.step(self._step, batch, hooks)
+            entering(BETWEEN)
             self._losses.add(statistics)
         if shows_rates(parts.schedule):
             self._learning_rate = float(parts.schedule.get_last_lr()[0])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.launch.progress import PASSES, entering
 from stepmark.optim.arrivals import Arrivals
 from stepmark.optim.protocols import GradientReducer
 from stepmark.runtime.base import Runtime
@@ -105,6 +106,8 @@ class SequentialSchedule:
         self._gradients.begin(counts.total.reshape(()))
         total, last = counts.zero, len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
+            if index:
+                entering(PASSES, index + 1)
             self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
             weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
             with self._arrivals.first_use() if index == 0 else nullcontext():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.data.batch import StepBatch
+from stepmark.launch.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.optim.arrivals import of_known_libraries
 from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradient_math import scale_to
@@ -150,9 +151,12 @@ class TrainStep:
             The step's statistics; reading them waits for the device.
         """
         hooks = hooks or StepHooks()
+        entering(PASSES)
         loss, tokens = self._schedule.run(step, batch, hooks.after_micro_step)
+        entering(REDUCE)
         reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens))
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
+        entering(UPDATE)
         self._update(reduced, hooks, updates=updates)
         self.optimizer.arrivals.watch()
         statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])

@@ -24,10 +24,10 @@ time.sleep(float(sys.argv[3]))
 """
 
 
-def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], int]:
+def start(*arguments: str, program: str = PROGRAM, **environment: str) -> tuple[subprocess.Popen[str], int]:
     """A process with an armed watchdog, and the number of the other process."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
+        [sys.executable, "-c", program, *arguments],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -62,6 +62,34 @@ def test_a_stuck_process_is_killed_and_leaves_a_report(tmp_path: Path) -> None:
     assert (report["rank"], report["exit_code"]) == (3, 1)
     assert report["message"].startswith("a save or restore has missed its deadline")
     wait_until_gone(helper)
+
+
+def test_one_that_missed_its_heartbeat_prints_its_stacks_and_is_killed_later(tmp_path: Path) -> None:
+    """The run's status, which it cannot write itself, says why."""
+    status = tmp_path / "status.json"
+    beat = f"0.5, 2.5, 'rank 3 in step 7', ({str(status)!r}, {{'state': 'failed', 'step': 7}})"
+    program = PROGRAM.replace("watchdog.arm(float(sys.argv[1]))", f"watchdog.arm(60); watchdog.stand_by({beat})")
+    process = start("60", "stuck", "60", program=program, RANK="3")[0]
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == -signal.SIGKILL
+    assert errors.count("Current thread") == 2
+    assert "error: rank 3: stuck: rank 3 in step 7: " in errors
+    content = json.loads(status.read_text())
+    assert (content["state"], content["step"]) == ("failed", 7)
+    assert "rank 3 in step 7" in content["reason"]
+
+
+def test_a_heartbeat_renews_its_countdown_and_no_other() -> None:
+    beats = "for _ in range(20): watchdog.stand_by(0.5, 1.0, '', None); time.sleep(0.1)"
+    program = PROGRAM.replace(
+        'if sys.argv[2] == "disarmed"', f"{beats}\nwatchdog.stand_by(None, None, '', None)\nif False"
+    )
+    process = start("60", "armed", "1", program=program)[0]
+    errors = process.communicate(timeout=60)[1]
+    assert (process.returncode, errors) == (0, "")
+    process = start("1", "armed", "1", program=program)[0]
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_disarmed_one_does_nothing_and_ends_with_the_process() -> None:

@@ -207,7 +207,7 @@ def test_a_rank_that_is_killed_is_named_under_torchrun(environment: dict[str, st
     done = run(torchrun(recipe(tmp_path)), environment, tmp_path)
     assert done.returncode == 1
     reason = json.loads((tmp_path / "out" / "status.json").read_text())["reason"]
-    assert f"rank 1 on {socket.gethostname()} (last seen after step " in reason
+    assert f"rank 1 on {socket.gethostname()} (last seen " in reason
     assert "is gone: it was killed, or its machine" in reason
     assert reason in done.stderr
 
@@ -268,9 +268,7 @@ def test_a_task_that_is_killed_is_named_by_the_other(environment: dict[str, str]
     told = [task.communicate(timeout=180)[1] for task in tasks]
     assert [task.returncode for task in tasks] == ([-signal.SIGKILL, 1] if rank == 0 else [1, -signal.SIGKILL])
     (error,) = [line for line in told[1 - rank].splitlines() if line.startswith("error: ")]
-    seen = (
-        f" on {socket.gethostname()} (last seen after step "  # of rank 0 it may not have been seen in the first second
-    )
+    seen = f" on {socket.gethostname()} (last seen "  # of rank 0 it may not have been seen in the first second
     assert error.startswith(f"error: rank {rank}{seen if rank else ''}")
     assert "is gone: it was killed, or its machine" in error
     assert "pair.cc" not in told[1 - rank]

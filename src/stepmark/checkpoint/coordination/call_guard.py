@@ -12,6 +12,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from stepmark.errors import UsageError
+from stepmark.launch.progress import SAVE, staying
 
 
 class CallGuard:
@@ -40,7 +41,7 @@ class CallGuard:
                 f"this Checkpointer belongs to process {self._process}, from which process {os.getpid()} was forked: "
                 "save and restore there, or create another Checkpointer for another folder"
             )
-        with self._lock, torch.inference_mode(False):
+        with staying(SAVE), self._lock, torch.inference_mode(False):
             yield
 
 

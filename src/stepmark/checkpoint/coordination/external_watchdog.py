@@ -10,25 +10,29 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from stepmark.launch.failure_report import REPORTS
 from stepmark.launch.process_exit import STDERR
 
 SCRIPT = Path(__file__).with_name("external_watchdog_process.py")
 STACKS = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - 1  # the signal at which this process prints its stacks
+SAVE = "save"  # the countdown of saves and restores
 CLOSING = 1.0  # seconds
+LONGEST = 1000  # characters: a line is written in one piece
 
 logger = logging.getLogger("stepmark")
 
 
 class ExternalWatchdog:
-    """A countdown in another process, which is started with the first one."""
+    """Countdowns in another process, which is started with the first one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -36,13 +40,19 @@ class ExternalWatchdog:
 
     def arm(self, seconds: float) -> None:
         """Ends this process in so many seconds in which it is running, unless this or `disarm` is called before."""
-        if self._process is None and not self._disabled:
-            self._start()
-        self._send(f"{max(seconds, 0.0):.3f}\n")
+        self._send(SAVE, None, max(seconds, 0.0))
 
     def disarm(self) -> None:
-        """Ends the countdown."""
-        self._send("-\n")
+        """Ends this countdown."""
+        self._send(SAVE, None, None)
+
+    def stand_by(
+        self, prints: float | None, ends: float | None, doing: str, record: tuple[str, dict[str, Any]] | None
+    ) -> None:
+        """A countdown of its own: prints this process's stacks after so many seconds, and ends it, unless this is
+        called again before; None for never. `doing` says where the process is; `record` is the status file, with what
+        is to be in it beside the reason."""
+        self._send("beat", prints, ends, doing[:LONGEST], record)
 
     def _start(self) -> None:
         rank, reports = os.environ.get("RANK", "0"), os.environ.get(REPORTS, "")
@@ -61,11 +71,14 @@ class ExternalWatchdog:
             os.set_blocking(self._process.stdin.fileno(), False)  # it may be stopped
             atexit.register(self.close)
 
-    def _send(self, line: str) -> None:
+    def _send(self, name: str, prints: float | None, ends: float | None, *more: Any) -> None:
+        if self._process is None and not self._disabled and (prints, ends) != (None, None):
+            self._start()
         if self._process is None or self._process.stdin is None:
             return
         try:
-            self._process.stdin.write(line.encode())
+            line = json.dumps([name, prints, ends, *(more or ("", None))])
+            self._process.stdin.write(f"{line}\n".encode())
         except (OSError, ValueError):  # it was ended
             self.close()
 

@@ -1,7 +1,9 @@
 """The process of `external_watchdog.py`, a script that imports nothing of ours: ends its parent after a countdown.
 
 Arguments: the parent's process id, the signal at which the parent prints its stacks, the rank, and the folder for
-failure reports (empty: standard error). Each line on standard input is a new countdown in seconds, or `-` for none.
+failure reports (empty: standard error). Each line on standard input is a countdown as JSON: its name, the seconds after
+which the parent is to print its stacks and after which it is ended (each null for never), what the parent was doing,
+and the status file of the run with what is to be in it (null for none).
 """
 
 from __future__ import annotations
@@ -16,10 +18,24 @@ import time
 
 LOOK_SECONDS = 0.25
 PRINTING = 0.5  # seconds that the parent has to print its stacks
+SAVE = "save"
 REASON = (
     "a save or restore has missed its deadline (save_timeout), and the process did not react to it: something holds "
-    "the interpreter's lock; the stacks of all threads are printed above"
+    "the interpreter's lock"
 )
+STUCK = "no thread of the process has run for {:.0f} s: something holds the interpreter's lock"
+
+
+class Countdown:
+    """See the module; `prints` and `ends` in seconds from now."""
+
+    def __init__(self, name: str, prints: float | None, ends: float | None, doing: str, record: list | None) -> None:
+        self.name, self.prints, self.ends, self.doing, self.record = name, prints, ends, doing, record
+        self.passed = 0.0
+
+    @property
+    def reason(self) -> str:
+        return REASON if self.name == SAVE else f"stuck: {self.doing}: {STUCK.format(self.passed)}"
 
 
 def main(parent: int, stacks: int, rank: int, reports: str) -> None:
@@ -27,7 +43,7 @@ def main(parent: int, stacks: int, rank: int, reports: str) -> None:
     parent are running counts."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are the parent's to handle
-    left: float | None = None
+    countdowns: dict[str, Countdown] = {}
     looked = time.monotonic()
     while os.getppid() == parent:
         lines = _read_lines()
@@ -35,20 +51,24 @@ def main(parent: int, stacks: int, rank: int, reports: str) -> None:
             return
         now = time.monotonic()
         passed, looked = min(now - looked, 2 * LOOK_SECONDS), now
-        if lines:
-            left = None if lines[-1] == b"-" else float(lines[-1])
-        elif left is not None and not _is_stopped(parent):
-            left -= passed
-        if left is not None and left <= 0:
-            _end(parent, stacks, rank, reports)
-            return
+        renewed = {each.name: each for each in (Countdown(*json.loads(line)) for line in lines)}
+        running = bool(countdowns) and not _is_stopped(parent)
+        for each in [each for name, each in countdowns.items() if running and name not in renewed]:
+            each.passed += passed
+            if each.ends is not None and each.passed >= each.ends:
+                _end(parent, stacks, rank, reports, each)
+                return
+            if each.prints is not None and each.passed >= each.prints:
+                each.prints = None
+                _print_stacks(parent, stacks, each.reason)
+        countdowns |= renewed
 
 
 def _read_lines() -> list[bytes] | None:
     """What has arrived within a moment; None if the input is closed. The parent writes each line in one piece."""
     if not select.select([0], [], [], LOOK_SECONDS)[0]:
         return []
-    return os.read(0, 65536).split() or None
+    return os.read(0, 65536).splitlines() or None
 
 
 def _is_stopped(process: int) -> bool:
@@ -60,27 +80,33 @@ def _is_stopped(process: int) -> bool:
         return False
 
 
-def _end(parent: int, stacks: int, rank: int, reports: str) -> None:
+def _print_stacks(parent: int, stacks: int, reason: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"stepmark: {REASON}\n".encode().replace(b"printed above", b"printed below"))
+        os.write(2, f"stepmark: {reason}; the stacks of all threads:\n".encode())
     os.kill(parent, stacks)
+
+
+def _end(parent: int, stacks: int, rank: int, reports: str, missed: Countdown) -> None:
+    _print_stacks(parent, stacks, missed.reason)
     time.sleep(PRINTING)
-    try:
+    reason = f"{missed.reason}; the stacks of all threads are printed above"
+    with contextlib.suppress(OSError):  # the process ends all the same
+        if missed.record is not None:
+            path, content = missed.record
+            _replace(path, {**content, "reason": reason, "time": time.time()})
+    with contextlib.suppress(OSError):
         if reports:
-            _leave_report(rank, reports)
+            report = {"rank": rank, "message": reason, "details": "", "exit_code": 1, "secondary": False}
+            _replace(os.path.join(reports, f"rank-{rank}.json"), {**report, "time": time.time()})
         else:
-            os.write(2, f"error: rank {rank}: {REASON}\n".encode())
-    except OSError:
-        pass  # the process ends all the same
+            os.write(2, f"error: rank {rank}: {reason}\n".encode())
     os.kill(parent, signal.SIGKILL)
 
 
-def _leave_report(rank: int, reports: str) -> None:
+def _replace(target: str, content: dict) -> None:
     """As FailureReport.leave does."""
-    report = {"rank": rank, "message": REASON, "details": "", "exit_code": 1, "secondary": False, "time": time.time()}
-    target = os.path.join(reports, f"rank-{rank}.json")
     with open(f"{target}.part", "w") as file:
-        json.dump(report, file)
+        json.dump(content, file)
     os.rename(f"{target}.part", target)
 
 

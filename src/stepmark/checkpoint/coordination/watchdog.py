@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from stepmark.checkpoint.coordination.external_watchdog import ExternalWatchdog
 from stepmark.launch.process_exit import end_process
@@ -61,6 +62,13 @@ class Watchdog:
             if watch in self._watches:
                 self._watches.remove(watch)
                 self._arm()
+
+    def stand_by(
+        self, prints: float | None, ends: float | None, doing: str, record: tuple[str, dict[str, Any]] | None
+    ) -> None:
+        """See `ExternalWatchdog.stand_by`."""
+        with self._changed:
+            self._external.stand_by(prints, ends, doing, record)
 
     def _arm(self) -> None:
         if not self._watches:

@@ -1,26 +1,63 @@
-"""Ends a run one of whose ranks has no heartbeat any more."""
+"""Names a rank that keeps the others waiting, and ends a run that does not go on, or one of whose ranks is silent."""
 
 from __future__ import annotations
 
-from stepmark.errors import PeerLost
+import weakref
+
+from stepmark.checkpoint.coordination.watchdog import watchdog
+from stepmark.errors import StepTimeout
+from stepmark.launch.progress import AUTO, Progress
 from stepmark.launch.restarts import may_be_restarted
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.rank_heartbeats import PeerWatch
+from stepmark.runtime.stuck_ranks import Finding
 from stepmark.trainer.callbacks import RunCallbacks
 
+STUCK = "stuck"  # the kind of a failure, and an event
 
-def watch_peers(mesh: Mesh, callbacks: RunCallbacks, timeout: float) -> PeerWatch:
-    """Inside the block, a rank without a heartbeat for `timeout` seconds ends the run as a failed one."""
-    context = mesh.context
-    final = not may_be_restarted(callbacks.args.max_restarts, PeerLost())
+
+def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
+    """Inside the block, a rank that stays in a phase of training for too long is named, and ends the run as a failed
+    one after `step_timeout`; so does a rank without a heartbeat for `save_timeout` seconds."""
+    context, args, run_log = mesh.context, callbacks.args, callbacks.run_log
+    alive = weakref.ref(callbacks)  # its threads keep no Trainer that is not used any more
+
+    def step() -> int:
+        run = alive()
+        return 0 if run is None else run.state.global_step
+
+    final = not may_be_restarted(args.max_restarts, StepTimeout())
+
+    def found(finding: Finding | None) -> None:
+        if finding is None:
+            run_log.event("unstuck", step())
+            run_log.describe_now(stuck=None)
+            return
+        beat = finding.beat
+        names = () if beat is None else ("step", "phase", "seconds", "where")
+        stuck = {"rank": finding.rank, **{name: getattr(beat, name) for name in names}}
+        run_log.event(STUCK, step(), message=finding.text, **stuck)
+        run_log.describe_now(stuck=stuck)
+
+    def ending(reason: str, stuck: bool) -> None:
+        if stuck:
+            run_log.describe(kind=STUCK)
+        run_log.failed(step(), reason, final=final)
+
+    def standby(prints: float | None, ends: float | None, doing: str) -> None:
+        record = None if ends is None else run_log.failure(step(), final=final, kind=STUCK)
+        watchdog.stand_by(prints, ends, doing, record)
+
     return PeerWatch(
         context.store,
         context.host.rank,
         context.host.size,
-        timeout,
+        args.save_timeout,
+        Progress(args.step_timeout or AUTO, lazy=context.runtime.lazy),
         setting="save_timeout",
-        progress=lambda: f"after step {callbacks.state.global_step}",
-        ending=lambda reason: callbacks.run_log.failed(callbacks.state.global_step, reason, final=final),
+        found=found,
+        standby=standby,
+        ending=ending,
         place=lambda rank: stage_text(mesh, rank),
     )
 

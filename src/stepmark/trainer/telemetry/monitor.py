@@ -18,6 +18,7 @@ import torch
 from stepmark.checkpoint import SaveHandle
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.data.batch import StepBatch
+from stepmark.launch.progress import current
 from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.versions import software_versions
@@ -106,6 +107,8 @@ class Monitor:
 
     def step_begins(self, step: int, batch: StepBatch, rate: float) -> None:
         """Step number `step`, from 1, begins with this learning rate."""
+        if (progress := current()) is not None:
+            progress.step_begins()
         self._anomalies.begin(step, rate)
         if self._recompilations is not None:
             self._recompilations.begin(batch)
@@ -128,6 +131,8 @@ class Monitor:
         return self._anomalies.diverged()
 
     def step_ended(self, step: int, batch: StepBatch) -> None:
+        if (progress := current()) is not None:
+            progress.step_ended(self._runtime.requested_graphs())
         self._throughput.add(batch)
         if self._recompilations is not None:
             self._recompilations.ended("step", step)

@@ -86,19 +86,31 @@ class RunLog:
                 self._end = (state, reason)
                 self.event(state, step, reason=reason)
             self._last = (state, step, reason)
-            details = self.earlier_details() if self._details is None else self._details
-            if state != "running":
-                details = {name: details[name] for name in details if name != RESTART_DELAY}
-            if state != "running" and "eta_seconds" in details:
-                details["eta_seconds"] = None
-            content = {"state": state, "step": step, "time": time.time(), "reason": reason, **details}
+            content = self._content(state, step, reason)
             replace_json(self._folder / STATUS, content, on_full_disk=state != "running")
             if self.prometheus is not None:
                 self.prometheus.write(content, self._numbers)
 
+    def _content(self, state: str, step: int, reason: str | None) -> dict[str, Any]:
+        details = self.earlier_details() if self._details is None else self._details
+        if state != "running":
+            details = {name: details[name] for name in details if name != RESTART_DELAY}
+        if state != "running" and "eta_seconds" in details:
+            details["eta_seconds"] = None
+        return {"state": state, "step": step, "time": time.time(), "reason": reason, **details}
+
+    def failure(self, step: int, *, final: bool, **details: Any) -> tuple[str, dict[str, Any]] | None:
+        """The path and the content of the status that another process writes if this one fails and cannot; None where
+        this process has written none."""
+        if self._last is None:
+            return None
+        content = self._content("failed" if final else "running", step, None)
+        return str(self._folder / STATUS), {**content, **details}
+
     def describe(self, **details: Any) -> None:
         """Adds details to the status, from its next writing on."""
-        self._details = {**(self._details or {}), **details}
+        with _lock:
+            self._details = {**(self._details or {}), **details}
 
     def describe_now(self, **details: Any) -> None:
         """Adds details to the status of a run that is training."""

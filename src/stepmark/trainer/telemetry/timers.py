@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from stepmark.launch.progress import BETWEEN, DATA, METRICS, staying
+
 Item = TypeVar("Item")
 PARTS = ("data", "save", "evaluation")
 PAUSES = ("save", "evaluation")
+_PHASES = {"data": DATA, "save": BETWEEN, "evaluation": METRICS}  # batches and saves are phases of their own in these
 
 
 class RunTimers:
@@ -27,7 +30,8 @@ class RunTimers:
         """The block's time belongs to this part."""
         began = time.perf_counter()
         try:
-            yield
+            with staying(_PHASES[part]):
+                yield
         finally:
             self._parts[part] += time.perf_counter() - began
 

@@ -1,0 +1,175 @@
+"""Where the thread that trains is, and how long it may stay there.
+
+The thread says what it begins (`entering`, `staying`), which costs an assignment and waits for nothing. The thread that
+sends heartbeats reads it, and compares the time with limits that are learned from the steps before. Only time in which
+the process is running counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from stepmark.launch.running_time import running_time
+from stepmark.launch.thread_frames import frame_of, is_compiling
+
+AUTO, OFF = "auto", "off"
+FLOOR, END_FLOOR = 30.0, 300.0  # seconds: nothing is named, or ended by `auto`, before
+FIRST_END = 3600.0  # seconds, while no step's length is known
+FACTOR = 10.0  # times the usual step or the longest wait; also from being named to being ended
+ONCE = 3.0  # times the longest step that compiled, or what came between steps so far
+LATEST = 50  # steps of which the median is taken
+FIRST = 2  # steps that may compile, load libraries and allocate
+
+
+class Phase(NamedTuple):
+    """What a thread is doing, in words. `ends`: `step_timeout: auto` ends a run that stays in it."""
+
+    name: str
+    ends: bool = False
+
+
+BEFORE = Phase("before train()")
+START = Phase("before the first step")
+DATA = Phase("waiting for data", ends=True)
+PASSES = Phase("forward and backward passes", ends=True)
+REDUCE = Phase("reducing gradients", ends=True)
+UPDATE = Phase("updating parameters", ends=True)
+BETWEEN = Phase("callbacks and logs")
+EVALUATION = Phase("evaluating")
+METRICS = Phase("metrics and callbacks of an evaluation")
+SAVE = Phase("saving or restoring")  # which has deadlines of its own
+END = Phase("after the last step")
+
+
+class Position(NamedTuple):
+    """A phase that began at `since` (running_time). `order` counts the phases of a step, which are the same on all
+    ranks; `part` is the number of a micro-batch or batch."""
+
+    step: int
+    order: int
+    phase: Phase
+    part: int | None
+    since: float
+
+    @property
+    def words(self) -> str:
+        """The phase, for messages."""
+        kind = "batch" if self.phase is EVALUATION else "micro-batch"
+        return self.phase.name if self.part is None else f"{self.phase.name} of {kind} {self.part}"
+
+
+class Progress:
+    """Where one run is, in the thread that called `follow`; `step_timeout` is the field, `lazy` that of the device."""
+
+    def __init__(self, step_timeout: float | str = AUTO, *, lazy: bool = False) -> None:
+        self.timeout = step_timeout
+        self.position = Position(0, 0, BEFORE, None, running_time())
+        self.thread = threading.get_ident()
+        self._lazy = lazy
+        self._step = self._order = 0
+        self._began = self._compiled = 0.0  # the step; the time at which it was last seen compiling
+        self._graphs: int | None = None
+        self._steps: deque[float] = deque(maxlen=LATEST)  # seconds
+        self._done = 0
+        self._first = 0.0  # seconds of the longest step that compiled
+        self._longest: dict[Phase, float] = {}
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Inside the block, this thread is the one that trains."""
+        before, _current.progress = getattr(_current, "progress", None), self
+        self.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            _current.progress = before
+
+    # What the thread says
+
+    def enter(self, phase: Phase, part: int | None = None) -> None:
+        left, now = self.position, running_time()
+        self._longest[left.phase] = max(self._longest.get(left.phase, 0.0), now - left.since)
+        self._order += 1
+        self.position = Position(self._step, self._order, phase, part, now)
+
+    def at_step(self, step: int) -> None:
+        """What comes next belongs to step number `step`, from 1."""
+        if step != self._step:
+            self._step, self._order = step, 0
+
+    def step_begins(self) -> None:
+        self._began = running_time()
+
+    def step_ended(self, graphs: int | None) -> None:
+        """The step is over; `graphs`: those that were new to the process so far, on a lazy device."""
+        seconds = running_time() - self._began
+        self._done += 1
+        if self._done <= FIRST or graphs != self._graphs or self._compiled > self._began:
+            self._first = max(self._first, seconds)
+        else:
+            self._steps.append(seconds)
+        self._graphs = graphs
+
+    # What another thread asks
+
+    def seconds(self, position: Position) -> float:
+        """Since when the phase lasts, without the compilations that PyTorch has made in it."""
+        now = running_time()
+        if now - position.since > FLOOR / 2 and is_compiling(frame_of(self.thread)):
+            self._compiled = now
+        return now - max(position.since, 0.0 if isinstance(self.timeout, float) else self._compiled)
+
+    def limits(self, position: Position) -> tuple[float | None, float | None]:
+        """After how many seconds of the phase it is named, and the run ended; None: never."""
+        phase = position.phase
+        if phase is SAVE:
+            return None, None
+        named = self._named(phase)
+        if isinstance(self.timeout, float):
+            return min(named or self.timeout, self.timeout), self.timeout
+        if self.timeout == OFF or not phase.ends or named is None or (phase is DATA and DATA not in self._longest):
+            return named, None
+        return named, max(FACTOR * named, END_FLOOR, END_FLOOR if self._done else FIRST_END)
+
+    def _named(self, phase: Phase) -> float | None:
+        if phase is DATA:
+            return max(FLOOR, FACTOR * self._longest.get(DATA, 0.0))
+        if self._lazy and not self._first and phase is not BEFORE:
+            return None  # a compilation may take hours
+        steps = list(self._steps)
+        usual = FACTOR * statistics.median(steps) if steps else 0.0
+        once = ONCE * self._first if self._lazy or not steps else 0.0
+        return max(FLOOR, usual, once, 0.0 if phase.ends else ONCE * self._longest.get(phase, 0.0))
+
+
+_current = threading.local()
+
+
+def entering(phase: Phase, part: int | None = None) -> None:
+    """The calling thread begins a phase; nothing happens where it does not train."""
+    progress = current()
+    if progress is not None:
+        progress.enter(phase, part)
+
+
+@contextmanager
+def staying(phase: Phase) -> Iterator[None]:
+    """Inside the block, the calling thread is in this phase; afterwards in the one before."""
+    progress = current()
+    before = None if progress is None else progress.position
+    entering(phase)
+    try:
+        yield
+    finally:
+        if before is not None:
+            entering(before.phase, before.part)
+
+
+def current() -> Progress | None:
+    """That of the calling thread; None where it does not train."""
+    return getattr(_current, "progress", None)
