@@ -15,6 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from stepmark.launch.signal_listener import SAME_PRESS, Interrupts, conclude, listening
+from tests.support.uninterruptible import wait_uninterruptibly
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
@@ -69,6 +70,35 @@ def test_both_the_thread_and_the_main_thread_hear() -> None:
         os.kill(os.getpid(), TERM)
         wait_for(lambda: len(threads) == 2)
     assert sorted(threads) == ["MainThread", "stepmark-signals"]
+
+
+@pytest.mark.parametrize("number", [TERM, USR1, INT])
+def test_a_main_thread_that_no_signal_reaches(number: signal.Signals) -> None:
+    """It is in an uninterruptible wait, from which the kernel takes no signal to another thread by itself."""
+    heard: list[tuple[signal.Signals, bool]] = []
+    answered: list[signal.Signals] = []
+    waiting = threading.Event()
+
+    def hear(number: signal.Signals) -> None:
+        heard.append((number, waiting.is_set()))
+
+    with listening(hear, answered.append):
+        waiting.set()
+        sender = threading.Timer(0.2, os.kill, (os.getpid(), number))
+        sender.start()
+        wait_uninterruptibly(3)
+        waiting.clear()
+        sender.join()
+    assert heard == [(number, True)]
+    assert answered == [number]  # once it can
+
+
+@pytest.mark.parametrize("number", [TERM, USR1])
+def test_processes_that_the_program_starts_are_ended_by_signals(number: signal.Signals) -> None:
+    with listening(lambda _: None):
+        started = subprocess.Popen(["sleep", "60"])
+        os.kill(started.pid, number)
+        assert started.wait(10) == -number
 
 
 def test_an_earlier_reader_of_the_descriptor_still_reads_it() -> None:

@@ -5,6 +5,10 @@ The C handler, however, writes the signal's number to the interpreter's wake-up 
 that reads the other end receives it. A process has one such descriptor, so it has one listener: `listening` blocks
 nest, and a signal goes to the innermost one.
 
+The kernel gives a signal of the process to the main thread alone, where its C handler waits too while that thread is in
+an uninterruptible wait: a file server that does not answer, a driver. So the listener's thread takes signals that stay
+pending. No thread blocks them: processes that the program starts would inherit that.
+
 A second SIGINT, from somebody who presses Ctrl-C again, ends the process at once. Once a signal has ended the run,
 further ones no longer change the exit code, up to the last instruction of the process.
 """
@@ -33,6 +37,7 @@ HOW_TO_GO_ON = "to continue, start it again with resume_from_checkpoint: true"
 SAME_PRESS = 0.2  # seconds within which two SIGINTs are one Ctrl-C: a parent process may forward it as well
 _FLUSH = 0  # not a signal's number
 _FLUSH_SECONDS = 1.0
+_PENDING_SECONDS = 1.0  # after which a signal that the main thread has not taken is the listener's
 SignalHandler = Callable[[signal.Signals], None]
 
 
@@ -135,6 +140,7 @@ class _Listener:
         self._process = os.getpid()
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        self._reader.settimeout(_PENDING_SECONDS)
         self._flushed = threading.Event()
         self._earlier_descriptor = -1
         self.earlier_handlers: dict[int, Any] = {}
@@ -176,12 +182,21 @@ class _Listener:
 
     def _read(self) -> None:
         with self._reader:
-            while received := self._reader.recv(4096):
+            while received := self._receive():
                 if self._earlier_descriptor != -1:
                     with contextlib.suppress(OSError):  # its reader may be gone, or its buffer full
                         os.write(self._earlier_descriptor, received)
                 for number in received:
                     self._deliver(number)
+
+    def _receive(self) -> bytes:
+        """The next numbers of signals, empty at the end. Signals that are pending arrive in this thread instead."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return self._reader.recv(4096)
+            taken = signal.sigtimedwait(self.earlier_handlers, 0) if hasattr(signal, "sigtimedwait") else None
+            if taken is not None:
+                signal.raise_signal(taken.si_signo)  # its C handler writes to the descriptor
 
     def _deliver(self, number: int) -> None:
         if number == _FLUSH:

@@ -5,12 +5,21 @@ Every call is collective: all ranks of the group make it, in the same order.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from stepmark.launch.failure_report import is_lost_peer
+from stepmark.launch.process_exit import within
 from stepmark.runtime.process_groups import Group
+
+_PROBE = 0x5EE  # the tag of messages that nobody receives
+_STORE_SECONDS = 1.0  # that a question to the ranks' store may take
 
 
 class HostGroup:
@@ -20,6 +29,7 @@ class HostGroup:
         self.rank = rank
         self.size = size
         self._group = Group(process_group)
+        self._store_answers = True
 
     @classmethod
     def of_processes(cls, timeout: timedelta | None = None) -> HostGroup:
@@ -47,3 +57,35 @@ class HostGroup:
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
         self.all_gather(None)
+
+    # Not collective
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the connection to another rank is lost, because its process has ended. One that is stopped is there,
+        and of a machine that has lost its power nothing is known."""
+        if self.size == 1 or rank == self.rank:
+            return False
+        try:
+            dist.isend(torch.empty(1), group=self._group.process_group, group_dst=rank, tag=_PROBE)
+        except RuntimeError as error:
+            return is_lost_peer(error)
+        return False
+
+    def tell(self, topic: str, text: str) -> None:
+        """Leaves a text in the ranks' store, if that answers."""
+        self._ask_store(lambda store: store.set(topic, text))
+
+    def told(self, topic: str) -> str | None:
+        """What a rank has left under the topic; None where there is nothing, or the store does not answer."""
+        return self._ask_store(lambda store: store.get(topic).decode() if store.check([topic]) else None)
+
+    def _ask_store(self, ask: Callable[[dist.Store], str | None]) -> str | None:
+        answers: list[str | None] = []
+
+        def call() -> None:
+            with contextlib.suppress(RuntimeError):  # the rank that serves it is gone
+                answers.append(ask(distributed_c10d._get_default_store()))
+
+        if self.size > 1 and self._store_answers:
+            self._store_answers = within(_STORE_SECONDS, call)
+        return answers[0] if answers else None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,14 @@ from torch import nn
 
 from stepmark.checkpoint import Checkpointer, SaveHandle
 from stepmark.checkpoint import checkpointer as checkpointer_module
+from stepmark.checkpoint.coordination import status_store
+from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
 from stepmark.checkpoint.host_memory import MACHINE
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
-from stepmark.errors import CheckpointError
+from stepmark.checkpoint.save import background
+from stepmark.checkpoint.save import operation as saving
+from stepmark.errors import CheckpointError, StepmarkError
+from stepmark.filesystem import files
 from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice
 from tests.system.distributed.checkpoint_world import RankError, join_ranks, run_ranks, start_ranks
 
@@ -260,6 +269,7 @@ def full_disk_on_one_rank(rank: int, folder: Path) -> str:
     from stepmark.errors import CheckpointError
     from stepmark.filesystem import files
 
+    background.FAREWELL = 0.5
     state = make(0)
     write = files.write_at
     with Checkpointer(folder) as checkpointer:
@@ -290,28 +300,85 @@ def test_a_disk_that_fills_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1", "checkpoint-3"]
 
 
-def die_in_a_save(rank: int, folder: Path) -> str:
-    from stepmark.checkpoint.save import operation as saving
-    from stepmark.errors import CheckpointError
-
+def die_in_a_save(rank: int, folder: Path, dies: int, phase: str) -> str:
+    """No deadline passes in the test."""
+    status_store._SILENT = 0.5
     state = make(0)
+    enter = PhaseDeadlines.enter
+
+    def enter_and_die(self: PhaseDeadlines, name: str) -> None:
+        enter(self, name)
+        if rank == dies and name == phase and "step 2" in self.what:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    PhaseDeadlines.enter = enter_and_die
     try:
-        with Checkpointer(folder, save_timeout=2) as checkpointer:
+        with Checkpointer(folder, save_timeout=600) as checkpointer:
             checkpointer.save(1, state, block=True)
-            if rank == 1:
-                saving.write_extents = lambda *_, **__: os.kill(os.getpid(), 9)
             checkpointer.save(2, state, block=True)
-    except CheckpointError as error:
+    except StepmarkError as error:
         return str(error)
     return "saved"
 
 
-def test_a_rank_that_is_killed_is_named_and_the_last_checkpoint_stands(tmp_path: Path) -> None:
-    messages = run_ranks(2, die_in_a_save, tmp_path)
-    assert "step 2 was not saved: rank 1 (writing" in messages[0]
+@pytest.mark.parametrize(
+    ("dies", "phase"), [(1, "writing"), (0, "writing"), (2, "copying"), (0, "joining"), (0, "planning")]
+)
+def test_a_rank_that_is_killed_is_named_and_the_last_checkpoint_stands(tmp_path: Path, dies: int, phase: str) -> None:
+    messages = run_ranks(3, die_in_a_save, tmp_path, dies, phase)
+    assert messages.pop(dies) is None
+    for told in messages:
+        assert f"rank {dies}" in told
+        assert "is gone" in told
     (left,) = run_ranks(1, restore_newest, tmp_path)
     assert left == 1
     assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-1"]
+
+
+def stop_for_a_while_in_a_save(rank: int, folder: Path) -> str:
+    """The others are silent too, and alive."""
+    status_store._SILENT = 0.5
+    state = make(0)
+    with Checkpointer(folder, save_timeout=600) as checkpointer:
+        if rank == 1:
+            subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            write_extents = saving.write_extents
+
+            def stop_and_write(*arguments: Any, **named: Any) -> Any:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return write_extents(*arguments, **named)
+
+            saving.write_extents = stop_and_write
+        return checkpointer.save(1, state, block=True).result().name
+
+
+def test_a_rank_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    assert run_ranks(2, stop_for_a_while_in_a_save, tmp_path) == ["checkpoint-1", "checkpoint-1"]
+
+
+def save_where_nothing_can_be_written(rank: int, folder: Path) -> str:
+    """From its writing on, rank 1 sees a read-only file system, where it can post nothing."""
+    background.FAREWELL = 0.5
+    state = make(0)
+    write = files.write_at
+
+    def write_or_fail(descriptor: int, data: memoryview, offset: int) -> None:
+        if rank == 1 and threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+        write(descriptor, data, offset)
+
+    with Checkpointer(folder, save_timeout=600) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        files.write_at = write_or_fail
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(2, state, block=True)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_post_its_failure_tells_the_others(tmp_path: Path) -> None:
+    messages = run_ranks(2, save_where_nothing_can_be_written, tmp_path)
+    assert messages[0].startswith("step 2 was not saved: rank 1: Read-only file system")
+    assert messages[1].startswith("step 2 was not saved: Read-only file system")
 
 
 def restore_newest(rank: int, folder: Path) -> int | None:

@@ -8,16 +8,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stepmark.trainer.telemetry import run_log
 from tests.support import programs
 from tests.support.ranks import Ranks
+from tests.support.uninterruptible import wait_uninterruptibly
 
 PROGRAM = "tests.system.fault.test_hung_file_system:train_until_it_hangs"
 HANGS_AT = 2  # the step
 
 
-def train_until_it_hangs(settings: dict[str, Any], signalled: bool) -> Any:
-    """From a step on, rank 0's log and status hang in the kernel: in opening a pipe that nobody reads."""
+def train_until_it_hangs(settings: dict[str, Any], signalled: bool, interruptible: bool = True) -> Any:
+    """From a step on, rank 0's log and status hang in the kernel: in opening a pipe that nobody reads, or as on a hard
+    mount, where the kernel keeps signals from the main thread."""
     pipe = Path(settings["output_dir"]).parent / f"pipe-{os.environ.get('RANK', '0')}"
     os.mkfifo(pipe)
     append, replace = run_log.append_line, run_log.replace_json
@@ -29,7 +33,7 @@ def train_until_it_hangs(settings: dict[str, Any], signalled: bool) -> Any:
             if signalled:
                 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         if hung.is_set():
-            os.open(pipe, os.O_WRONLY)
+            os.open(pipe, os.O_WRONLY) if interruptible else wait_uninterruptibly(40)
         append(path, values, **named)
 
     def hang_or_replace(path: Path, content: Any, **named: Any) -> None:
@@ -54,8 +58,9 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_signal_ends_the_run_within_its_grace(ranks: Ranks, tmp_path: Path) -> None:
-    ended = ranks.run(PROGRAM, options(tmp_path, signal_grace=3), True, timeout=45)
+@pytest.mark.parametrize("interruptible", [True, False])
+def test_a_signal_ends_the_run_within_its_grace(ranks: Ranks, tmp_path: Path, interruptible: bool) -> None:
+    ended = ranks.run(PROGRAM, options(tmp_path, signal_grace=3), True, interruptible, timeout=30)
     assert ended.codes == [75], ended.logs
     assert "SIGTERM: " in ended.logs[0]
     assert "the last checkpoint stands" in ended.logs[0]

@@ -49,7 +49,7 @@ class RunOwnership:
 
     def board(self, name: str) -> StatusStore:
         """A new status store for these ranks; open it."""
-        return StatusStore(self._owner.folder / name, self._meeting.rank)
+        return StatusStore(self._owner.folder / name, self._meeting.rank, self._meeting.group)
 
     def alone_on_node(self) -> bool:
         """Whether this rank is the only one on its node."""

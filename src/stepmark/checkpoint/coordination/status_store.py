@@ -3,6 +3,10 @@
 A collective that a rank never joins neither names that rank nor ends in time. Here a rank posts the result of a phase
 under a topic. Ranks that need the result poll until it is there, a rank has reported a failure, or the deadline has
 passed. Each rank also posts its phase, so that an error can say what a late rank was doing.
+
+Two things do not wait for the deadline. A rank that cannot post its failure, because the file system has become
+read-only, leaves it in the ranks' store too. And of a rank without a post for a while, the connection is looked at:
+that of a process that was killed is lost.
 """
 
 from __future__ import annotations
@@ -10,17 +14,20 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from stepmark.errors import CheckpointError, CheckpointTimeout
+from stepmark.errors import CheckpointError, CheckpointTimeout, PeerLost
 from stepmark.filesystem import files
 from stepmark.filesystem.visibility import when_visible
+from stepmark.launch.failure_report import REPORTS
 from stepmark.launch.process_exit import within
 from stepmark.launch.running_time import running_time
+from stepmark.runtime.host_group import HostGroup
 
 logger = logging.getLogger("stepmark")
 
@@ -42,9 +49,10 @@ class RankFailed(CheckpointError):
 class StatusStore:
     """The posts of one save."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, group: HostGroup | None = None) -> None:
         self.folder = folder
         self.rank = rank
+        self._group = group or HostGroup()
         self._phase = ""
 
     def open(self) -> None:
@@ -79,7 +87,12 @@ class StatusStore:
 
     def fail(self, reason: str) -> None:
         """Reports to the other ranks that this one cannot continue."""
+        self._group.tell(self._store_topic, json.dumps([self.rank, reason]))
         self.try_to_post(_FAILED, reason)
+
+    @property
+    def _store_topic(self) -> str:
+        return f"{_FAILED}/{self.folder}"
 
     def leave(self) -> None:
         """Reports that this rank does not read here any more."""
@@ -90,7 +103,7 @@ class StatusStore:
         they are gone."""
         try:
             self.wait(_DONE, ranks, deadline, raise_failures=False)
-        except (CheckpointTimeout, OSError) as error:
+        except (CheckpointTimeout, PeerLost, OSError) as error:
             logger.warning("not all ranks have ended a save: %s", error)
             return False
         files.remove_tree(self.folder)
@@ -109,8 +122,8 @@ class StatusStore:
     ) -> dict[int, Any]:
         """The posts of these ranks under the topic; `deadline` is in seconds of `running_time`.
 
-        Raises RankFailed as soon as any rank has failed, and CheckpointTimeout, which names the late ranks and what
-        they are doing, when the deadline has passed.
+        Raises RankFailed as soon as any rank has failed, PeerLost where one was killed, and CheckpointTimeout, which
+        names the late ranks and what they are doing, when the deadline has passed.
         """
         pause, posted, first = _SHORTEST_PAUSE, time.monotonic(), True
         wanted = {f"{topic}.{rank}": rank for rank in ranks}
@@ -129,10 +142,31 @@ class StatusStore:
             if running_time() > deadline:
                 raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} was posted too late")
             if due:
+                self._look_at_store(raise_failures)
+                self._look_at_connections(topic, ranks)
                 self.try_to_post(_PHASE, self._phase)
                 posted = time.monotonic()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _look_at_store(self, raise_failures: bool) -> None:
+        told = self._group.told(self._store_topic) if raise_failures else None
+        if told is not None:
+            rank, reason = json.loads(told)
+            raise RankFailed(f"rank {rank}: {reason}")
+
+    def _look_at_connections(self, topic: str, ranks: Collection[int]) -> None:
+        """Raises PeerLost where a rank is silent and its connection lost."""
+        if REPORTS in os.environ:  # the supervisor knows which rank was killed, and ends the others
+            return
+        now = self._now()
+        late = [rank for rank in ranks if not self.has(topic, rank)]
+        gone = [rank for rank in late if self._silence(rank, now) > _SILENT and self._group.is_gone(rank)]
+        if gone:
+            raise PeerLost(
+                f"{self.describe(gone)} is gone: it was killed, or its machine or network has failed; look at its "
+                "output and that machine, then restart the run to resume from its last checkpoint"
+            )
 
     def _raise_failure(self, present: set[str]) -> None:
         for name in sorted(present):
@@ -164,9 +198,16 @@ class StatusStore:
         except OSError:
             return time.time()
 
-    def _doing(self, rank: int, now: float) -> str:
+    def _silence(self, rank: int, now: float) -> float:
+        """Seconds since a rank's last post."""
         try:
-            silent = now - os.stat(self.folder / f"{_PHASE}.{rank}").st_mtime
+            return now - os.stat(self.folder / f"{_PHASE}.{rank}").st_mtime
+        except FileNotFoundError:
+            return math.inf
+
+    def _doing(self, rank: int, now: float) -> str:
+        silent = self._silence(rank, now)
+        try:
             phase = self.read(_PHASE, rank)
         except FileNotFoundError:
             return "has not joined"

@@ -28,7 +28,7 @@ class TimedGroup:
     def __init__(self, group: HostGroup, timeout: float) -> None:
         self.rank = group.rank
         self.size = group.size
-        self._group = group
+        self.group = group
         self._timeout = timeout
         self._broken: CheckpointError | None = None
 
@@ -37,7 +37,7 @@ class TimedGroup:
 
         Raises CheckpointTimeout, which names the ranks that did not join, and CheckpointError where one is gone.
         """
-        result = self._bounded(lambda: self._group.all_gather(value), what, board)
+        result = self._bounded(lambda: self.group.all_gather(value), what, board)
         assert isinstance(result, list)
         return result
 
@@ -58,7 +58,7 @@ class TimedGroup:
                     describe_error(error),
                 )
         absent = "rank 0 did not answer" if self.rank else _ABSENT
-        value, kind, message = self._bounded(lambda: self._group.broadcast(answer), what, board, timeout, absent)
+        value, kind, message = self._bounded(lambda: self.group.broadcast(answer), what, board, timeout, absent)
         if kind is not None:
             raise kind(message) from problem
         return value
@@ -95,7 +95,8 @@ class TimedGroup:
             print_stacks(str(self._broken))
             raise self._broken from None
         if isinstance(error, RuntimeError):  # what gloo raises when the connection to another rank is gone
-            missing = self._missing_soon(what, board, absent)
+            gone = [f"rank {rank}" for rank in range(self.size) if self.group.is_gone(rank)]
+            missing = f"{what}: {', '.join(gone)} is gone" if gone else self._missing_soon(what, board, absent)
             self._broken = CheckpointError(f"{missing}; {describe_lost_peer(str(error))}")
             raise self._broken from error
         if error is not None:

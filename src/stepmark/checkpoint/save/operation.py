@@ -19,7 +19,7 @@ from stepmark.checkpoint.save.commit import Commit
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.snapshot import Extent
 from stepmark.checkpoint.save.write import Checksums, write_extents, write_header
-from stepmark.errors import CheckpointError, CheckpointTimeout
+from stepmark.errors import CheckpointError, CheckpointTimeout, StepmarkError
 from stepmark.launch.process_exit import print_stacks
 
 
@@ -55,8 +55,8 @@ class SaveOperation:
                 print_stacks(f"{self.phases.what}: {error}")
             if not isinstance(error, RankFailed):
                 self.board.fail(describe_error(error))
-            if isinstance(error, OSError | CheckpointError):
-                kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+            if isinstance(error, OSError | StepmarkError):
+                kind = type(error) if isinstance(error, StepmarkError) else CheckpointError
                 raise kind(f"step {self.step} was not saved: {describe_error(error)}") from error
             raise
 
