@@ -209,6 +209,8 @@ class PeerWatch:
                 logger.debug("no longer watching the other ranks: %s", error)
                 self._lost, self._left = True, set(range(self._size)) - {self._rank}
         with contextlib.suppress(RuntimeError):
+            if self._named is not None:
+                self._tell(None)
             if self._reachable is not None:
                 self._reachable.set(f"beat/{self._rank}", LEFT)
 
@@ -272,9 +274,9 @@ class PeerWatch:
             self._tell(finding)
         if finding.silent and not beats[self._rank].outside and any(each.ends for each in late):
             ending = [each.rank for each in late if each.ends]
-            self._publish(self._silent_reason(ending), stuck=self._sooner(ending[0]) is not None)
+            self._end(self._silent_reason(ending), stuck=self._sooner(ending[0]) is not None)
         elif finding.ends and not finding.silent:
-            self._publish(self._stuck_reason(finding), stuck=True)
+            self._end(self._stuck_reason(finding), stuck=True)
 
     def _late(self, rank: int, seconds: float) -> Finding:
         """A rank that has had no heartbeat for so long."""
@@ -334,14 +336,6 @@ class PeerWatch:
     def _step_timeout(self) -> str:
         return f"step_timeout: {self._at.timeout}"
 
-    def _publish(self, reason: str, *, stuck: bool) -> None:
-        """Ends all ranks."""
-        with self._verdict_lock:
-            if self._reachable is not None and self._rank == self._first and not self._closed.is_set():
-                self._reachable.set("verdict", json.dumps([reason, stuck]))
-                time.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store
-            self._end(reason, stuck)
-
     def _tick(self) -> None:
         silence, told = Silence(2 * self._beat), False
         while not self._closed.wait(self._beat):
@@ -366,13 +360,20 @@ class PeerWatch:
         return self._describe(0)
 
     def _end(self, reason: str, stuck: bool) -> None:
-        """Ends the process, unless training has ended in the meantime."""
+        """Ends the process, and where it judges those of all ranks, unless training has ended in the meantime."""
         with self._verdict_lock:
             if self._closed.is_set():
                 return
             print_stacks(reason)
             within(RECORDING, lambda: self._ending(reason, stuck))  # the main thread may hang with the log's lock
+            if self._reachable is not None and self._rank == self._first:  # last: a launcher may end this rank then
+                within(RECORDING, lambda: self._tell_all(reason, stuck))
             end_process(StepTimeout(reason) if stuck else LaunchError(reason), self._rank)
+
+    def _tell_all(self, reason: str, stuck: bool) -> None:
+        assert self._store is not None
+        self._store.set("verdict", json.dumps([reason, stuck]))
+        time.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store
 
 
 def _launcher_serves() -> bool:
