@@ -22,11 +22,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
@@ -202,7 +203,7 @@ class PeerWatch:
 
     def _exchange_all(self) -> None:
         silence = Silence(2 * self._beat)
-        while not self._closed.wait(self._beat):
+        for _ in self._beats_until_closed():
             try:
                 self._exchange(silence)
             except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
@@ -213,6 +214,13 @@ class PeerWatch:
                 self._tell(None)
             if self._reachable is not None:
                 self._reachable.set(f"beat/{self._rank}", LEFT)
+
+    def _beats_until_closed(self) -> Iterator[None]:
+        """Waits for each beat; the first ones follow each other sooner, since a run may hang in its first second."""
+        pause = self._beat / 2**BEATS
+        while not self._closed.wait(pause):
+            yield
+            pause = min(2 * pause, self._beat)
 
     @property
     def _reachable(self) -> dist.Store | None:
@@ -338,7 +346,7 @@ class PeerWatch:
 
     def _tick(self) -> None:
         silence, told = Silence(2 * self._beat), False
-        while not self._closed.wait(self._beat):
+        for _ in self._beats_until_closed():
             self._arm()
             seconds = silence.seconds({_STORE: self._count}, time.monotonic())[_STORE] - self._beat
             if seconds > self._quiet and not told and (self._rank <= 1 or os.environ.get("LOCAL_RANK") == "0"):
@@ -368,6 +376,8 @@ class PeerWatch:
             within(RECORDING, lambda: self._ending(reason, stuck))  # the main thread may hang with the log's lock
             if self._reachable is not None and self._rank == self._first:  # last: a launcher may end this rank then
                 within(RECORDING, lambda: self._tell_all(reason, stuck))
+            for worker in multiprocessing.active_children():  # one that is stopped would outlive this process
+                worker.kill()
             end_process(StepTimeout(reason) if stuck else LaunchError(reason), self._rank)
 
     def _tell_all(self, reason: str, stuck: bool) -> None:
