@@ -27,7 +27,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 
 import torch.distributed as dist
@@ -45,6 +45,8 @@ _OBSERVED = 3  # beats in which a rank that is alive has another one
 _NAMED = 8  # ranks that an error names
 _STORE = -1
 _CAUSES = "its process is stopped, its machine or network is gone, or something holds the interpreter's lock"
+
+_THEN = "then restart the run to resume from its last checkpoint"
 
 logger = logging.getLogger("stepmark")
 _watches = 0
@@ -164,7 +166,7 @@ class PeerWatch:
         if ended:
             raise PeerLost(
                 f"{', '.join(ended[:_NAMED])}: is gone: it was killed, or its machine or network has failed; look at "
-                "its output and that machine, then restart the run to resume from its last checkpoint"
+                f"its output and that machine, {_THEN}"
             ) from error
         if error is not None and self._serves_store and REPORTS not in os.environ:
             time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
@@ -176,9 +178,9 @@ class PeerWatch:
         if self._store is None:
             return []
         try:
-            before = self._all_beats()
+            before = self._read(range(self._size))
             time.sleep(_OBSERVED * self._beat)
-            after = self._all_beats()
+            after = self._read(range(self._size))
         except RuntimeError:  # the rank that serves the store has ended
             if not self._rank or 0 in self._left:
                 return []
@@ -187,13 +189,15 @@ class PeerWatch:
         self._latest |= {rank: Beat.read(after[rank]) for rank in stopped}
         return [self._describe(rank) for rank in stopped if rank != self._rank]
 
-    def _all_beats(self) -> dict[int, str]:
-        """The latest heartbeats of the ranks that have one."""
-        store = self._store
-        assert store is not None
-        ranks = [rank for rank in range(self._size) if store.check([f"beat/{rank}"])]
-        beats = store.multi_get([f"beat/{rank}" for rank in ranks])  # type: ignore[attr-defined]
-        return {rank: beat.decode() for rank, beat in zip(ranks, beats, strict=True)}
+    def _read(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The latest heartbeats of those of these ranks that have one."""
+        assert self._store is not None
+        self._started.update(
+            each for each in ranks if each not in self._started and self._store.check([f"beat/{each}"])
+        )
+        started = [rank for rank in ranks if rank in self._started]
+        beats = self._store.multi_get([f"beat/{rank}" for rank in started])  # type: ignore[attr-defined]
+        return {rank: beat.decode() for rank, beat in zip(started, beats, strict=True)}
 
     @property
     def _serves_store(self) -> bool:
@@ -231,7 +235,7 @@ class PeerWatch:
         own = self._send_beat()
         store = self._reachable
         self._obey(store)
-        beats = {} if store is None else self._beats(store)
+        beats = {} if store is None else self._beats()
         silent = silence.seconds({rank: beat and beat.count for rank, beat in beats.items()}, time.monotonic())
         self._judge({self._rank: own, **{rank: beat for rank, beat in beats.items() if beat}}, silent)
 
@@ -253,14 +257,11 @@ class PeerWatch:
         """The first rank that has not left, which judges."""
         return min(rank for rank in range(self._size) if rank not in self._left)
 
-    def _beats(self, store: dist.Store) -> dict[int, Beat | None]:
+    def _beats(self) -> dict[int, Beat | None]:
         """The latest heartbeat of each watched rank; None before it has a first one."""
         others = range(self._size) if self._first == self._rank else [self._first]
         watched = [rank for rank in others if rank != self._rank and rank not in self._left]
-        self._started.update(rank for rank in watched if rank not in self._started and store.check([f"beat/{rank}"]))
-        started = [rank for rank in watched if rank in self._started]
-        read = store.multi_get([f"beat/{rank}" for rank in started])  # type: ignore[attr-defined]
-        beats = {rank: beat.decode() for rank, beat in zip(started, read, strict=True)}
+        beats = self._read(watched)
         self._left.update(rank for rank, beat in beats.items() if beat == LEFT)
         self._latest |= {rank: Beat.read(beat) for rank, beat in beats.items() if beat != LEFT}
         return {rank: self._latest.get(rank) for rank in watched if rank not in self._left}
@@ -280,11 +281,14 @@ class PeerWatch:
             return
         if self._named is None:
             self._tell(finding)
-        if finding.silent and not beats[self._rank].outside and any(each.ends for each in late):
-            ending = [each.rank for each in late if each.ends]
-            self._end(self._silent_reason(ending), stuck=self._sooner(ending[0]) is not None)
+        silenced = [each.rank for each in late if each.ends and not beats[self._rank].outside]
+        if silenced:
+            more = f" and {len(silenced) - _NAMED} more" if len(silenced) > _NAMED else ""
+            shown, sooner = ", ".join(map(self._describe, silenced[:_NAMED])), self._sooner(silenced[0])
+            self._end(self._no_heartbeat(f"{shown}{more}", sooner), stuck=sooner is not None)
         elif finding.ends and not finding.silent:
-            self._end(self._stuck_reason(finding), stuck=True)
+            reason = f"stuck: {finding.text} ({self._step_timeout}); find out what it waits for, {_THEN}"
+            self._end(reason, stuck=True)
 
     def _late(self, rank: int, seconds: float) -> Finding:
         """A rank that has had no heartbeat for so long."""
@@ -322,27 +326,14 @@ class PeerWatch:
             return f"rank {rank} ({place}has not started training)"
         return f"rank {rank} on {beat.host} ({place}last seen {beat.place}, in {beat.where})"
 
-    def _silent_reason(self, ranks: Sequence[int]) -> str:
-        shown = ", ".join(self._describe(rank) for rank in ranks[:_NAMED])
-        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-        return self._no_heartbeat(f"{shown}{more}", self._sooner(ranks[0]))
-
     def _no_heartbeat(self, who: str, sooner: float | None) -> str:
         limit = f"{self._limit:g} s ({self._setting})" if sooner is None else f"{sooner:g} s ({self._step_timeout})"
-        return (
-            f"{who}: no heartbeat for {limit}; find out what stopped the process there, then restart the run to resume "
-            "from its last checkpoint"
-        )
-
-    def _stuck_reason(self, finding: Finding) -> str:
-        return (
-            f"stuck: {finding.text} ({self._step_timeout}); find out what it waits for, then restart the run to resume "
-            "from its last checkpoint"
-        )
+        return f"{who}: no heartbeat for {limit}; find out what stopped the process there, {_THEN}"
 
     @property
     def _step_timeout(self) -> str:
-        return f"step_timeout: {self._at.timeout}"
+        timeout = self._at.timeout
+        return f"step_timeout: {timeout:g}" if isinstance(timeout, float) else f"step_timeout: {timeout}"
 
     def _tick(self) -> None:
         silence, told = Silence(2 * self._beat), False
