@@ -32,6 +32,12 @@ EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
         ("max_steps", -2),
         ("output_dir", ""),
         ("output_dir", " "),
+        ("step_timeout", 0),
+        ("step_timeout", -1.0),
+        ("step_timeout", math.nan),
+        ("step_timeout", math.inf),
+        ("step_timeout", "never"),
+        ("step_timeout", None),
         ("weight_decay", -0.1),
         ("weight_decay", math.inf),
         ("adam_beta1", 1.0),
@@ -183,3 +189,8 @@ def test_plain_views() -> None:
 def test_mesh_fields_that_say_nothing_are_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         TrainingFields(**fields)
+
+
+@pytest.mark.parametrize(("given", "read"), [("auto", "auto"), ("off", "off"), (40, 40.0), ("40", 40.0), (0.5, 0.5)])
+def test_a_deadline_of_steps_is_a_number_or_a_word(given: Any, read: Any) -> None:
+    assert TrainingFields(step_timeout=given).step_timeout == read

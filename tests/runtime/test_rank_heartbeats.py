@@ -109,10 +109,10 @@ def test_a_store_that_stops_answering_is_blamed_on_rank_0(ended: list[str], monk
     one = watch(store, 1, size=2)
     ask = one._beats
 
-    def ask_without_answer(asked: dist.Store) -> dict[int, Beat | None]:
+    def ask_without_answer() -> dict[int, Beat | None]:
         if one._count > 3:
             answers.wait(30)
-        return ask(asked)
+        return ask()
 
     monkeypatch.setattr(one, "_beats", ask_without_answer)
     with one:

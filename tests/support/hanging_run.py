@@ -1,7 +1,7 @@
 """A training script that hangs in one place, on the last rank; started as one process, by `--nproc` or by torchrun.
 
 Arguments: the place (HANGS), the folder, and `step_timeout`. STEPMARK_TEST_FLOOR shortens the seconds after which a
-rank is named, and STEPMARK_TEST_STEPS sets the steps of the run.
+rank is named, STEPMARK_TEST_STEPS sets the steps of the run, and STEPMARK_TEST_RANK the rank that hangs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ HANGS = (
     "optimizer",
     "stopped",
     "interpreter",
+    "forward",
+    "backward",
+    "metrics",
 )
 
 
 def mine() -> bool:
     """Whether this is the rank that hangs."""
-    return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+    return int(os.environ.get("RANK", "0")) == int(os.environ.get("STEPMARK_TEST_RANK", last))
 
 
 def hang(place: str) -> None:
@@ -116,8 +120,29 @@ class Slow(torch.optim.SGD):
         return super().step(closure)
 
 
+def compute_metrics(found: Any) -> dict[str, float]:
+    if PLACE == "metrics" and mine():
+        hang(PLACE)
+    return {}
+
+
+class Passes:
+    """Hooks of the model, which hang in its fifth pass."""
+
+    passes = 0
+
+    def __call__(self, *unused: Any) -> None:
+        self.passes += 1
+        if mine() and self.passes == AT:
+            hang(PLACE)
+
+
 def train(place: str, folder: Path, step_timeout: str) -> None:
     model = tiny_model()
+    if place == "forward":
+        model.register_forward_pre_hook(Passes())
+    if place == "backward":
+        model.lm_head.weight.register_hook(Passes())
     args = TrainingArguments(
         output_dir=str(folder / "out"),
         per_device_train_batch_size=2,
@@ -125,7 +150,7 @@ def train(place: str, folder: Path, step_timeout: str) -> None:
         device="cpu",
         logging_steps=1,
         save_strategy="no",
-        eval_strategy="steps" if place == "evaluate" else "no",
+        eval_strategy="steps" if place in ("evaluate", "metrics") else "no",
         eval_steps=3,
         dataloader_num_workers=1 if place == "worker" else 0,
         step_timeout=step_timeout,
@@ -137,6 +162,7 @@ def train(place: str, folder: Path, step_timeout: str) -> None:
         data_collator=Collator(place),
         train_dataset=Blocks(64),
         eval_dataset=Blocks(4),
+        compute_metrics=compute_metrics if place == "metrics" else None,
         callbacks=[Hangs(place)],
         optimizers=(Slow(model.parameters(), lr=0.1), None),
     )

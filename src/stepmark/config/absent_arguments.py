@@ -14,7 +14,7 @@ _SHARDING = "use zero_1, tensor_parallel_size and sequence_parallel"
 _LOADER = "leave it out, or override get_train_dataloader and get_eval_dataloader"
 _REPORT = "use report_to with a callback of your own"
 _IN_PYTHON = "recipes lack it; TrainingArguments in Python have it"
-_DEADLINE = "use join_timeout and save_timeout, which are Stepmark's deadlines"
+_DEADLINE = "use join_timeout, step_timeout and save_timeout, which are Stepmark's deadlines"
 
 INSTEAD = {
     "fp16_full_eval": _PRECISION,

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from stepmark.launch.running_time import running_time
@@ -26,7 +27,8 @@ LATEST = 50  # steps of which the median is taken
 FIRST = 2  # steps that may compile, load libraries and allocate
 
 
-class Phase(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Phase:
     """What a thread is doing, in words. `ends`: `step_timeout: auto` ends a run that stays in it."""
 
     name: str
@@ -93,7 +95,8 @@ class Progress:
 
     def enter(self, phase: Phase, part: int | None = None) -> None:
         left, now = self.position, running_time()
-        self._longest[left.phase] = max(self._longest.get(left.phase, 0.0), now - left.since)
+        if now - left.since > FLOOR / FACTOR:  # shorter ones change no limit
+            self._longest[left.phase] = max(self._longest.get(left.phase, 0.0), now - left.since)
         self._order += 1
         self.position = Position(self._step, self._order, phase, part, now)
 
@@ -132,7 +135,7 @@ class Progress:
         named = self._named(phase)
         if isinstance(self.timeout, float):
             return min(named or self.timeout, self.timeout), self.timeout
-        if self.timeout == OFF or not phase.ends or named is None or (phase is DATA and DATA not in self._longest):
+        if self.timeout == OFF or not phase.ends or named is None or (phase is DATA and not self._done):
             return named, None
         return named, max(FACTOR * named, END_FLOOR, END_FLOOR if self._done else FIRST_END)
 

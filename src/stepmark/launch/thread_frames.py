@@ -38,12 +38,12 @@ def frame_of(thread: int) -> FrameType | None:
 
 def is_compiling(frame: FrameType | None) -> bool:
     """Whether a thread is in a compilation of torch.compile."""
-    return any(each.f_code.co_name in _COMPILERS and "/torch/_" in each.f_code.co_filename for each in _outwards(frame))
+    return any(each.f_code.co_name in _COMPILERS and "/torch/_" in each.f_code.co_filename for each in outwards(frame))
 
 
 def is_waiting(frame: FrameType | None) -> bool:
     """Whether a thread waits in a collective or in a wait of this package, rather than in a function of the user's."""
-    first = next((each for each in _outwards(frame) if not _is_library(each)), None)
+    first = next((each for each in outwards(frame) if not _is_library(each)), None)
     if first is None:
         return False
     file = first.f_code.co_filename
@@ -52,7 +52,7 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 def innermost(frame: FrameType | None) -> str:
     """The innermost function of a thread that is neither torch's nor Python's own, with file and line."""
-    other = (each for each in _outwards(frame) if not _is_library(each) and "/torch/" not in each.f_code.co_filename)
+    other = (each for each in outwards(frame) if not _is_library(each) and "/torch/" not in each.f_code.co_filename)
     found = next(other, frame)
     if found is None:
         return "a thread that has ended"
@@ -64,12 +64,13 @@ def innermost(frame: FrameType | None) -> str:
 def stack(frame: FrameType | None, frames: int = 12) -> list[str]:
     """The innermost frames of a thread, the innermost last. Source files, whose file system may hang, are not read."""
     shown = [
-        f'File "{each.f_code.co_filename}", line {each.f_lineno}, in {each.f_code.co_name}' for each in _outwards(frame)
+        f'File "{each.f_code.co_filename}", line {each.f_lineno}, in {each.f_code.co_name}' for each in outwards(frame)
     ]
     return shown[:frames][::-1]
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame and those that called it."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -22,11 +22,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 
 import torch.distributed as dist
@@ -44,6 +45,8 @@ _OBSERVED = 3  # beats in which a rank that is alive has another one
 _NAMED = 8  # ranks that an error names
 _STORE = -1
 _CAUSES = "its process is stopped, its machine or network is gone, or something holds the interpreter's lock"
+
+_THEN = "then restart the run to resume from its last checkpoint"
 
 logger = logging.getLogger("stepmark")
 _watches = 0
@@ -163,7 +166,7 @@ class PeerWatch:
         if ended:
             raise PeerLost(
                 f"{', '.join(ended[:_NAMED])}: is gone: it was killed, or its machine or network has failed; look at "
-                "its output and that machine, then restart the run to resume from its last checkpoint"
+                f"its output and that machine, {_THEN}"
             ) from error
         if error is not None and self._serves_store and REPORTS not in os.environ:
             time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
@@ -175,9 +178,9 @@ class PeerWatch:
         if self._store is None:
             return []
         try:
-            before = self._all_beats()
+            before = self._read(range(self._size))
             time.sleep(_OBSERVED * self._beat)
-            after = self._all_beats()
+            after = self._read(range(self._size))
         except RuntimeError:  # the rank that serves the store has ended
             if not self._rank or 0 in self._left:
                 return []
@@ -186,13 +189,15 @@ class PeerWatch:
         self._latest |= {rank: Beat.read(after[rank]) for rank in stopped}
         return [self._describe(rank) for rank in stopped if rank != self._rank]
 
-    def _all_beats(self) -> dict[int, str]:
-        """The latest heartbeats of the ranks that have one."""
-        store = self._store
-        assert store is not None
-        ranks = [rank for rank in range(self._size) if store.check([f"beat/{rank}"])]
-        beats = store.multi_get([f"beat/{rank}" for rank in ranks])  # type: ignore[attr-defined]
-        return {rank: beat.decode() for rank, beat in zip(ranks, beats, strict=True)}
+    def _read(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The latest heartbeats of those of these ranks that have one."""
+        assert self._store is not None
+        self._started.update(
+            each for each in ranks if each not in self._started and self._store.check([f"beat/{each}"])
+        )
+        started = [rank for rank in ranks if rank in self._started]
+        beats = self._store.multi_get([f"beat/{rank}" for rank in started])  # type: ignore[attr-defined]
+        return {rank: beat.decode() for rank, beat in zip(started, beats, strict=True)}
 
     @property
     def _serves_store(self) -> bool:
@@ -202,15 +207,24 @@ class PeerWatch:
 
     def _exchange_all(self) -> None:
         silence = Silence(2 * self._beat)
-        while not self._closed.wait(self._beat):
+        for _ in self._beats_until_closed():
             try:
                 self._exchange(silence)
             except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
                 logger.debug("no longer watching the other ranks: %s", error)
                 self._lost, self._left = True, set(range(self._size)) - {self._rank}
         with contextlib.suppress(RuntimeError):
+            if self._named is not None:
+                self._tell(None)
             if self._reachable is not None:
                 self._reachable.set(f"beat/{self._rank}", LEFT)
+
+    def _beats_until_closed(self) -> Iterator[None]:
+        """Waits for each beat; the first ones follow each other sooner, since a run may hang in its first second."""
+        pause = self._beat / 2**BEATS
+        while not self._closed.wait(pause):
+            yield
+            pause = min(2 * pause, self._beat)
 
     @property
     def _reachable(self) -> dist.Store | None:
@@ -221,7 +235,7 @@ class PeerWatch:
         own = self._send_beat()
         store = self._reachable
         self._obey(store)
-        beats = {} if store is None else self._beats(store)
+        beats = {} if store is None else self._beats()
         silent = silence.seconds({rank: beat and beat.count for rank, beat in beats.items()}, time.monotonic())
         self._judge({self._rank: own, **{rank: beat for rank, beat in beats.items() if beat}}, silent)
 
@@ -243,14 +257,11 @@ class PeerWatch:
         """The first rank that has not left, which judges."""
         return min(rank for rank in range(self._size) if rank not in self._left)
 
-    def _beats(self, store: dist.Store) -> dict[int, Beat | None]:
+    def _beats(self) -> dict[int, Beat | None]:
         """The latest heartbeat of each watched rank; None before it has a first one."""
         others = range(self._size) if self._first == self._rank else [self._first]
         watched = [rank for rank in others if rank != self._rank and rank not in self._left]
-        self._started.update(rank for rank in watched if rank not in self._started and store.check([f"beat/{rank}"]))
-        started = [rank for rank in watched if rank in self._started]
-        read = store.multi_get([f"beat/{rank}" for rank in started])  # type: ignore[attr-defined]
-        beats = {rank: beat.decode() for rank, beat in zip(started, read, strict=True)}
+        beats = self._read(watched)
         self._left.update(rank for rank, beat in beats.items() if beat == LEFT)
         self._latest |= {rank: Beat.read(beat) for rank, beat in beats.items() if beat != LEFT}
         return {rank: self._latest.get(rank) for rank in watched if rank not in self._left}
@@ -270,11 +281,14 @@ class PeerWatch:
             return
         if self._named is None:
             self._tell(finding)
-        if finding.silent and not beats[self._rank].outside and any(each.ends for each in late):
-            ending = [each.rank for each in late if each.ends]
-            self._publish(self._silent_reason(ending), stuck=self._sooner(ending[0]) is not None)
+        silenced = [each.rank for each in late if each.ends and not beats[self._rank].outside]
+        if silenced:
+            more = f" and {len(silenced) - _NAMED} more" if len(silenced) > _NAMED else ""
+            shown, sooner = ", ".join(map(self._describe, silenced[:_NAMED])), self._sooner(silenced[0])
+            self._end(self._no_heartbeat(f"{shown}{more}", sooner), stuck=sooner is not None)
         elif finding.ends and not finding.silent:
-            self._publish(self._stuck_reason(finding), stuck=True)
+            reason = f"stuck: {finding.text} ({self._step_timeout}); find out what it waits for, {_THEN}"
+            self._end(reason, stuck=True)
 
     def _late(self, rank: int, seconds: float) -> Finding:
         """A rank that has had no heartbeat for so long."""
@@ -312,39 +326,18 @@ class PeerWatch:
             return f"rank {rank} ({place}has not started training)"
         return f"rank {rank} on {beat.host} ({place}last seen {beat.place}, in {beat.where})"
 
-    def _silent_reason(self, ranks: Sequence[int]) -> str:
-        shown = ", ".join(self._describe(rank) for rank in ranks[:_NAMED])
-        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-        return self._no_heartbeat(f"{shown}{more}", self._sooner(ranks[0]))
-
     def _no_heartbeat(self, who: str, sooner: float | None) -> str:
         limit = f"{self._limit:g} s ({self._setting})" if sooner is None else f"{sooner:g} s ({self._step_timeout})"
-        return (
-            f"{who}: no heartbeat for {limit}; find out what stopped the process there, then restart the run to resume "
-            "from its last checkpoint"
-        )
-
-    def _stuck_reason(self, finding: Finding) -> str:
-        return (
-            f"stuck: {finding.text} ({self._step_timeout}); find out what it waits for, then restart the run to resume "
-            "from its last checkpoint"
-        )
+        return f"{who}: no heartbeat for {limit}; find out what stopped the process there, {_THEN}"
 
     @property
     def _step_timeout(self) -> str:
-        return f"step_timeout: {self._at.timeout}"
-
-    def _publish(self, reason: str, *, stuck: bool) -> None:
-        """Ends all ranks."""
-        with self._verdict_lock:
-            if self._reachable is not None and self._rank == self._first and not self._closed.is_set():
-                self._reachable.set("verdict", json.dumps([reason, stuck]))
-                time.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store
-            self._end(reason, stuck)
+        timeout = self._at.timeout
+        return f"step_timeout: {timeout:g}" if isinstance(timeout, float) else f"step_timeout: {timeout}"
 
     def _tick(self) -> None:
         silence, told = Silence(2 * self._beat), False
-        while not self._closed.wait(self._beat):
+        for _ in self._beats_until_closed():
             self._arm()
             seconds = silence.seconds({_STORE: self._count}, time.monotonic())[_STORE] - self._beat
             if seconds > self._quiet and not told and (self._rank <= 1 or os.environ.get("LOCAL_RANK") == "0"):
@@ -366,13 +359,22 @@ class PeerWatch:
         return self._describe(0)
 
     def _end(self, reason: str, stuck: bool) -> None:
-        """Ends the process, unless training has ended in the meantime."""
+        """Ends the process, and where it judges those of all ranks, unless training has ended in the meantime."""
         with self._verdict_lock:
             if self._closed.is_set():
                 return
             print_stacks(reason)
             within(RECORDING, lambda: self._ending(reason, stuck))  # the main thread may hang with the log's lock
+            if self._reachable is not None and self._rank == self._first:  # last: a launcher may end this rank then
+                within(RECORDING, lambda: self._tell_all(reason, stuck))
+            for worker in multiprocessing.active_children():  # one that is stopped would outlive this process
+                worker.kill()
             end_process(StepTimeout(reason) if stuck else LaunchError(reason), self._rank)
+
+    def _tell_all(self, reason: str, stuck: bool) -> None:
+        assert self._store is not None
+        self._store.set("verdict", json.dumps([reason, stuck]))
+        time.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store
 
 
 def _launcher_serves() -> bool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 from stepmark.launch import progress
 from stepmark.launch.progress import BEFORE, Progress
-from stepmark.launch.thread_frames import frame_of, innermost, is_waiting, stack
+from stepmark.launch.thread_frames import frame_of, innermost, is_waiting, outwards, stack
 
 LEFT = "left"  # in place of a heartbeat: the rank has ended by itself
 _NAMED = 8  # ranks that a message names
@@ -43,8 +43,9 @@ class Beat:
     @classmethod
     def of(cls, count: int, host: str, at: Progress) -> Beat:
         position, frame = at.position, frame_of(at.thread)
-        while frame is not None and frame.f_code.co_filename.endswith(_OWN):  # of the first heartbeat, in that thread
-            frame = frame.f_back
+        for each in outwards(frame):
+            if each.f_code.co_filename.endswith(_OWN):  # it is about to train, or ends
+                frame = each.f_back
         seconds, (named, ended) = at.seconds(position), at.limits(position)
         slow = seconds > progress.FLOOR / 2
         return cls(

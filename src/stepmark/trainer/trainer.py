@@ -678,6 +678,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         callbacks.event("on_train_end")
         if self._repository is not None:
             self._repository.wait()
+        self.context.host.barrier()  # the run is done where no rank hangs in a callback
         metrics = self._results.write_training(metrics, steps, self.train_dataset)
         if self.is_world_process_zero() and not extracting_graphs():
             with self._results.writing():

@@ -12,8 +12,7 @@ from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.rank_heartbeats import PeerWatch
 from stepmark.runtime.stuck_ranks import Finding
 from stepmark.trainer.callbacks import RunCallbacks
-
-STUCK = "stuck"  # the kind of a failure, and an event
+from stepmark.trainer.telemetry.run_log import STUCK
 
 
 def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
@@ -31,13 +30,13 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
     def found(finding: Finding | None) -> None:
         if finding is None:
             run_log.event("unstuck", step())
-            run_log.describe_now(stuck=None)
+            run_log.describe_now(**{STUCK: None})
             return
         beat = finding.beat
         names = () if beat is None else ("step", "phase", "seconds", "where")
         stuck = {"rank": finding.rank, **{name: getattr(beat, name) for name in names}}
         run_log.event(STUCK, step(), message=finding.text, **stuck)
-        run_log.describe_now(stuck=stuck)
+        run_log.describe_now(**{STUCK: stuck})
 
     def ending(reason: str, stuck: bool) -> None:
         if stuck:

@@ -23,6 +23,7 @@ EVENTS = "events.jsonl"
 STATUS = "status.json"
 SYSTEM = "system"  # the folder of what every rank samples of its machine
 PATIENCE = 5.0  # seconds
+STUCK = "stuck"  # in the status: the rank that the others wait for; an event, and the kind of a failure
 RESTART_DELAY = "restart_delay"  # in the status of a run whose ranks are about to be started again
 
 
@@ -95,6 +96,8 @@ class RunLog:
         details = self.earlier_details() if self._details is None else self._details
         if state != "running":
             details = {name: details[name] for name in details if name != RESTART_DELAY}
+        if state == "done":
+            details = {**details, STUCK: None} if STUCK in details else details
         if state != "running" and "eta_seconds" in details:
             details["eta_seconds"] = None
         return {"state": state, "step": step, "time": time.time(), "reason": reason, **details}
