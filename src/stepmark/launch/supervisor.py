@@ -74,7 +74,10 @@ def supervise(
     """
     with _forwarded_signals() as signals:
         while True:
-            ended = _attempt(command, nproc, signals, signal_grace, resumable, unblocks_sigint)
+            try:
+                ended = _attempt(command, nproc, signals, signal_grace, resumable, unblocks_sigint)
+            except OSError as error:  # the limit of processes or descriptors, or no room in TMPDIR
+                ended = _not_started(error)
             if ended.failure is None:
                 if ended.code == INTERRUPTED and on_interruption is not None:
                     on_interruption(
@@ -123,23 +126,7 @@ def _attempt(
     resumable: bool,
     unblocks_sigint: bool,
 ) -> _Ending:
-    """Starts the ranks once, and returns when all have ended."""
-    try:
-        return _attempt_in_folder(command, nproc, signals, signal_grace, resumable, unblocks_sigint)
-    except OSError as error:  # the limit of processes or descriptors, or no room in TMPDIR
-        what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
-        problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
-        return _Ending(1, FailureReport.of(problem, 0), str(problem))
-
-
-def _attempt_in_folder(
-    command: Sequence[str],
-    nproc: int,
-    signals: _ForwardedSignals,
-    signal_grace: float,
-    resumable: bool,
-    unblocks_sigint: bool,
-) -> _Ending:
+    """Starts the ranks once, and returns when all have ended. Raises OSError where they cannot be started."""
     folder = tempfile.TemporaryDirectory(prefix="stepmark-", ignore_cleanup_errors=True)
     with folder as reports, socket.create_server(("127.0.0.1", 0)) as listener:
         board = StepBoard(reports, nproc)
@@ -162,6 +149,12 @@ def _attempt_in_folder(
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
         place = board.read()[failure.rank]
         return _Ending(failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes)
+
+
+def _not_started(error: OSError) -> _Ending:
+    what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
+    problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
+    return _Ending(1, FailureReport.of(problem, 0), str(problem))
 
 
 def follow_supervisor() -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import sysconfig
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 _collecting = threading.Lock()
+_PACKAGE = Path(__file__).parents[1]
+_COMPILERS = ("_compile", "compile_fx_inner")  # of torch._dynamo and torch._inductor, while they compile
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 def frame_of(thread: int) -> FrameType | None:
@@ -27,3 +34,49 @@ def frame_of(thread: int) -> FrameType | None:
             if enabled:
                 gc.enable()
     return frame.f_back if frame is not None and thread == threading.get_ident() else frame
+
+
+def is_compiling(frame: FrameType | None) -> bool:
+    """Whether a thread is in a compilation of torch.compile."""
+    return any(each.f_code.co_name in _COMPILERS and "/torch/_" in each.f_code.co_filename for each in outwards(frame))
+
+
+def is_waiting(frame: FrameType | None) -> bool:
+    """Whether a thread waits in a collective or in a wait of this package, rather than in a function of the user's."""
+    first = next((each for each in outwards(frame) if not _is_library(each)), None)
+    if first is None:
+        return False
+    file = first.f_code.co_filename
+    return "/torch/distributed/" in file or Path(file).is_relative_to(_PACKAGE)
+
+
+def innermost(frame: FrameType | None) -> str:
+    """The innermost function of a thread that is neither torch's nor Python's own, with file and line."""
+    other = (each for each in outwards(frame) if not _is_library(each) and "/torch/" not in each.f_code.co_filename)
+    found = next(other, frame)
+    if found is None:
+        return "a thread that has ended"
+    path = Path(found.f_code.co_filename)
+    shown = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
+    return f"{found.f_code.co_name} ({shown}, line {found.f_lineno})"
+
+
+def stack(frame: FrameType | None, frames: int = 12) -> list[str]:
+    """The innermost frames of a thread, the innermost last. Source files, whose file system may hang, are not read."""
+    shown = [
+        f'File "{each.f_code.co_filename}", line {each.f_lineno}, in {each.f_code.co_name}' for each in outwards(frame)
+    ]
+    return shown[:frames][::-1]
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_library(frame: FrameType) -> bool:
+    """Whether a function is of Python's own library, or of what calls torch's operators."""
+    file = frame.f_code.co_filename
+    return (file.startswith((_LIBRARY, "<frozen")) and "site-packages" not in file) or file.endswith("/torch/_ops.py")
