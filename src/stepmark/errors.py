@@ -3,6 +3,7 @@
 StepmarkError                     exit 1: failed, or a check found errors
 ├── UsageError                    exit 2: wrong usage, such as a path that does not exist; nothing was started
 ├── DataError                     training or evaluation data is empty or unusable
+│   └── DataWorkerLost            a process that loads data has ended unexpectedly
 ├── MetricsError                  a custom metrics or evaluation function failed, or did not return numbers
 ├── TrainingDiverged              losses or gradients were not finite, step after step (stop_on_nan)
 ├── DeviceError                   the device is missing, or does not support the request
@@ -38,6 +39,10 @@ class UsageError(StepmarkError, ValueError):
 
 class DataError(StepmarkError):
     """Training or evaluation data is empty or unusable."""
+
+
+class DataWorkerLost(DataError):
+    """A process that loads data has ended unexpectedly, killed perhaps. The data may be as it should."""
 
 
 class MetricsError(StepmarkError):

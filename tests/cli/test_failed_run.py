@@ -33,6 +33,16 @@ def test_a_run_that_could_not_record_its_end(tmp_path: Path) -> None:
     assert [line["event"] for line in read_lines(tmp_path / "events.jsonl")] == ["failed"]
 
 
+@pytest.mark.parametrize("before", ["running", "done", "failed", "interrupted"])
+def test_a_signal_that_killed_the_ranks(tmp_path: Path, before: str) -> None:
+    run = FailedRun(tmp_path)
+    content = status(tmp_path, state=before, reason=before)
+    run.interrupted("SIGTERM: the ranks have ended")
+    if before == "running":
+        content |= {"state": "interrupted", "reason": "SIGTERM: the ranks have ended"}
+    assert read(tmp_path) | {"time": 0} == content | {"time": 0}
+
+
 def test_a_lost_connection_is_replaced_by_its_cause(tmp_path: Path) -> None:
     run = FailedRun(tmp_path)
     status(tmp_path, state="failed", reason="RuntimeError: Connection closed by peer")

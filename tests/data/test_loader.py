@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from stepmark.data.batch import StepBatch
 from stepmark.data.labels import LabelRule
 from stepmark.data.loader import DataLoader
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
+from stepmark.launch.failure_report import is_permanent
 
 ROWS = [{"input_ids": torch.full((3,), index), "labels": torch.full((3,), index)} for index in range(11)]
 
@@ -276,12 +278,27 @@ def test_a_stepmark_error_in_a_worker_keeps_its_type() -> None:
         list(DataLoader(rows, 1, shuffle=False, num_workers=1, pad_to=4))
 
 
+class Unreadable(list[Any]):
+    """A file whose server fails."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise DataError("the file cannot be read") from OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_read_that_fails_is_not_permanent_wherever_it_was(workers: int) -> None:
+    with pytest.raises(DataError) as caught:
+        list(DataLoader(Unreadable(ROWS), 2, num_workers=workers))
+    assert not is_permanent(caught.value)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's handler of SIGCHLD raises
 def test_a_worker_that_dies_is_an_error() -> None:
     before = set(multiprocessing.active_children())
     loader = DataLoader(Failing(deadly=True), 2, shuffle=False, num_workers=2)
-    with pytest.raises(DataError, match="a data worker ended unexpectedly"):
+    with pytest.raises(DataError, match="a data worker ended unexpectedly") as caught:
         list(loader)
+    assert not is_permanent(caught.value)
     time.sleep(0.2)
     assert set(multiprocessing.active_children()) <= before  # nor does the other one stay
 

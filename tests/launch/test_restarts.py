@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import pytest
 
 from stepmark.cli.restarted_run import describe_samples
-from stepmark.errors import CheckpointError, CheckpointMismatch, DataError, LaunchError, StepmarkError, UsageError
+from stepmark.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    DataError,
+    DataWorkerLost,
+    LaunchError,
+    StepmarkError,
+    UsageError,
+)
 from stepmark.launch.failure_report import REPORTS, FailureReport
 from stepmark.launch.restarts import LONGEST_DELAY, Restarts, check_restarts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
@@ -23,6 +33,11 @@ def made(limit: int) -> tuple[Restarts, list[Any]]:
 
 def failure(error: BaseException | None = None) -> FailureReport:
     return FailureReport.of(error or ValueError("bad"), 1)
+
+
+def caused(error: BaseException, number: int) -> BaseException:
+    error.__cause__ = OSError(number, os.strerror(number))
+    return error
 
 
 def test_a_step_that_fails_each_time_ends_the_run_and_is_named() -> None:
@@ -65,12 +80,18 @@ def test_waits_have_a_limit() -> None:
         (LaunchError("x"), True),
         (CheckpointError("x"), True),
         (StepmarkError("x"), True),
+        (DataWorkerLost("x"), True),
+        (caused(DataError("x"), errno.EIO), True),
+        (caused(UsageError("x"), errno.ESTALE), True),
+        (caused(UsageError("x"), errno.EROFS), True),
+        (caused(UsageError("x"), errno.EACCES), False),
+        (caused(DataError("x"), errno.ENOENT), False),
     ],
 )
 def test_what_would_fail_in_the_same_way_is_not_tried_again(error: BaseException, again: bool) -> None:
     restarts, announced = made(3)
     assert (restarts.delay(failure(error), "x", NO_STEP) is not None) == again == bool(announced)
-    assert again or restarts.final("x", NO_STEP) == "x"
+    assert again or restarts.final("x", NO_STEP).startswith("x; not started again (max_restarts)")
 
 
 def test_a_process_that_nothing_starts_again_refuses_the_field(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import subprocess
@@ -26,6 +27,59 @@ def test_a_signal_before_the_ranks_are_started_reaches_them(tmp_path: Path, numb
         ranks.wait()
     assert {process.returncode for process in ranks._processes} == {-number}
     assert ranks.interrupted([])
+
+
+ENDING = (
+    "import sys; from stepmark.launch.supervisor import supervise; "
+    "sys.exit(supervise([sys.executable, '-c', sys.argv[1]], 2, resumable=True, on_interruption=print))"
+)
+
+
+def test_ranks_that_a_signal_has_killed_are_recorded_as_interrupted() -> None:
+    """In the first second of an attempt they have no handlers yet."""
+    rank = "import os, time; os.write(1, b'up\\n'); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", ENDING, rank], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        process.send_signal(signal.SIGTERM)
+        told = process.communicate(timeout=30)[0]
+    assert process.returncode == 75
+    assert told.startswith("SIGTERM: ")
+
+
+CANNOT_START = """
+import errno, os, subprocess, sys
+from stepmark.launch import restarts, supervisor
+restarts.FIRST_DELAY = 0.1
+number, nth = int(sys.argv[1]), int(sys.argv[2])
+start, started = subprocess.Popen, []
+
+class Popen(start):
+    def __init__(self, *arguments, **named):
+        started.append(self)
+        if len(started) == nth:
+            raise OSError(number, os.strerror(number))
+        super().__init__(*arguments, **named)
+
+subprocess.Popen = Popen
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+made = restarts.Restarts(int(sys.argv[3]), lambda: [sys.executable, "-c", ""], str, lambda *each: None, str)
+code = supervisor.supervise(command, 2, on_failure=lambda message: print("recorded", message), restarts=made)
+print("left", [each.poll() for each in started if hasattr(each, "pid")].count(None), "attempts", made.attempts)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_ranks_that_cannot_be_started_are_a_failed_attempt(number: int, nth: int, restarts: int, code: int) -> None:
+    command = [sys.executable, "-c", CANNOT_START, str(number), str(nth), str(restarts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert f"left 0 attempts {1 + restarts}" in done.stdout
+    assert ("recorded ranks cannot be started" in done.stdout) == (code == 1)
+    assert done.stderr.count("\n") == (code == 1), done.stderr
 
 
 RANK = """
@@ -71,6 +125,24 @@ RECORDING = (
     "import sys; from stepmark.launch.supervisor import supervise; "
     "sys.exit(supervise([sys.executable, '-c', *sys.argv[1:]], 2, on_failure=lambda message: print(message)))"
 )
+
+
+SECOND_IS_WRONG = """
+import os, sys
+from stepmark.launch import restarts
+from stepmark.launch.supervisor import supervise
+restarts.FIRST_DELAY = 0.1
+again = [sys.executable, "-c", sys.argv[1], "0"]
+made = restarts.Restarts(3, lambda: again, str, lambda *each: None, str)
+sys.exit(supervise([sys.executable, "-c", "import sys; sys.exit(3)"], 2, on_failure=print, restarts=made))
+"""
+
+
+def test_a_wrong_call_is_recorded_where_it_was_another_attempt() -> None:
+    command = [sys.executable, "-c", SECOND_IS_WRONG, WRONG]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.startswith("wrong; not started again")
 
 
 @pytest.mark.parametrize(("step", "recorded"), [(0, ""), (3, "wrong")])

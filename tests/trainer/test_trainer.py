@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from stepmark import Trainer, TrainingArguments, read_metrics
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.launch.failure_report import FailureReport
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer import finished_runs, model_export
@@ -151,6 +153,26 @@ def test_probes_of_starts_that_were_killed_are_removed(tmp_path: Path) -> None:
     os.utime(old, (time.time() - 100, time.time() - 100))
     prepare_output_folder(tmp_path, HostGroup())
     assert [path.name for path in tmp_path.iterdir()] == [young.name]  # it may be another start's, at this moment
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, 1), (errno.EROFS, 1), (errno.ESTALE, 1), (errno.EDQUOT, 1), (errno.EACCES, 2)]
+)
+def test_a_disk_in_trouble_is_no_wrong_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """Another attempt may find it well again, and one that failed leaves nothing."""
+
+    def fail(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(StepmarkError, match="output_dir: cannot write to") as caught:
+        prepare_output_folder(tmp_path, HostGroup())
+    report = FailureReport.of(caught.value, 0)
+    assert (report.exit_code, report.permanent) == (code, code == 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["train_results.json", "all_results.json"])

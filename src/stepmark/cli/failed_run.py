@@ -1,4 +1,4 @@
-"""Records in status.json why the ranks of `--nproc` failed, since a rank that is killed cannot."""
+"""Records in status.json how the ranks of `--nproc` ended, since a rank that is killed cannot."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ class FailedRun:
     def write(self, message: str) -> None:
         """Sets the run's status to failed, with this reason. A rank that lost its peer may have recorded only that, so
         the launcher's reason replaces it; a status from before this start, or another live run's, stays."""
+        self._try_to_write("failed", message)
+
+    def interrupted(self, reason: str) -> None:
+        """Sets the run's status to interrupted, where it is still running: a signal has killed its ranks."""
+        self._try_to_write("interrupted", reason)
+
+    def _try_to_write(self, state: str, message: str) -> None:
         try:
-            self._write(message)
+            self._write(state, message)
         except OSError as error:
             logger.warning("cannot write the run's status: %s", error)
 
-    def _write(self, message: str) -> None:
+    def _write(self, state: str, message: str) -> None:
         from stepmark.checkpoint.coordination.folder_claim import held_by_another
         from stepmark.runtime.xla_environment import extracting_graphs
         from stepmark.trainer.telemetry.run_log import RunLog
@@ -36,14 +43,14 @@ class FailedRun:
             return
         status = self._status()
         running = status.get("state") == "running"
-        failed = status.get("state") == "failed" and status.get("time", 0.0) >= self._began
+        failed = state == status.get("state") == "failed" and status.get("time", 0.0) >= self._began
         if not (running or failed) or held_by_another(self._folder):
             return
         reason = str(status.get("reason") or "")
         if failed and (reason == message or message.endswith(f": {reason}")):
             return
         step = status.get("step")
-        RunLog(self._folder, writes=True).try_status("failed", step if isinstance(step, int) else 0, message)
+        RunLog(self._folder, writes=True).try_status(state, step if isinstance(step, int) else 0, message)
 
     def _status(self) -> dict[str, Any]:
         from stepmark.trainer.telemetry.run_log import STATUS

@@ -19,6 +19,7 @@ def start_ranks(
     *,
     resumable: bool = False,
     on_failure: Callable[[str], None] | None = None,
+    on_interruption: Callable[[str], None] | None = None,
     restarts: Restarts | None = None,
 ) -> int:
     """Starts `parsed.nproc` ranks of the command line `parsed.arguments`, and returns the job's exit code; see
@@ -42,6 +43,7 @@ def start_ranks(
         show_traceback=parsed.traceback,
         unblocks_sigint=True,
         on_failure=on_failure,
+        on_interruption=on_interruption,
         restarts=restarts,
     )
 

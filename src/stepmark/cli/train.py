@@ -14,7 +14,8 @@ from stepmark.cli.recipe_fields import (
     explain_unknown_argument,
     recipe_of,
 )
-from stepmark.config.recipe import Recipe
+from stepmark.config.recipe import Recipe, kept_text
+from stepmark.config.training_fields import TrainingFields
 from stepmark.launch.imports import quick_imports
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
@@ -36,20 +37,27 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.runtime.xla_environment import extracting_graphs
 
     recipe = recipe_of(parsed)
-    if not extracting_graphs():  # graphs need no data, and nothing is written
-        check_early(recipe)
-    if parsed.nproc is not None:
-        from stepmark.cli.restarted_run import RestartedRun
-
-        training = recipe.training
-        record = FailedRun(Path(training.output_dir))
-        resumable = bool(training.save_on_signal)
-        restarts = RestartedRun(training, rank_command(parsed.arguments)).restarts()
-        return start_ranks(
-            parsed, training.signal_grace, resumable=resumable, on_failure=record.write, restarts=restarts
-        )
+    with contextlib.nullcontext() if parsed.nproc is None else kept_text(parsed.recipe):
+        if not extracting_graphs():  # graphs need no data, and nothing is written
+            check_early(recipe)
+        if parsed.nproc is not None:
+            return _supervise(parsed, recipe.training)
     check_restarts(recipe.training.max_restarts)
     return _train(recipe)
+
+
+def _supervise(parsed: argparse.Namespace, training: TrainingFields) -> int:
+    from stepmark.cli.restarted_run import RestartedRun
+
+    record = FailedRun(Path(training.output_dir))
+    return start_ranks(
+        parsed,
+        training.signal_grace,
+        resumable=bool(training.save_on_signal),
+        on_failure=record.write,
+        on_interruption=record.interrupted,
+        restarts=RestartedRun(training, rank_command(parsed.arguments)).restarts(),
+    )
 
 
 def _train(recipe: Recipe) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,8 @@ class Recipe:
     evaluation: EvaluationArguments = EvaluationArguments()
 
 
+_TEXT = "STEPMARK_RECIPE"  # a recipe's path, and its text as it was when the run began
+_LONGEST = 100_000  # bytes that a variable may have
 DO_TRAIN = "do_train"  # of transformers' scripts; true is accepted
 PARTS: tuple[type, ...] = (TrainingFields, ModelArguments, DataArguments, EvaluationArguments)
 
@@ -127,9 +131,27 @@ def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
     return Recipe(*parts)
 
 
+@contextlib.contextmanager
+def kept_text(path: str | None) -> Iterator[None]:
+    """Inside the block, processes that are started read the recipe as it is now: ranks that are started again must not
+    train what somebody has edited meanwhile."""
+    text = Path(path).read_text(encoding="utf-8") if path is not None else ""
+    if path is not None and len(text.encode()) < _LONGEST:
+        os.environ[_TEXT] = f"{Path(path).absolute()}\n{text}"
+    try:
+        yield
+    finally:
+        os.environ.pop(_TEXT, None)
+
+
+def _text_of(path: str) -> str:
+    kept, _, text = os.environ.get(_TEXT, "").partition("\n")
+    return text if kept == str(Path(path).absolute()) else Path(path).read_text(encoding="utf-8")
+
+
 def _read_file(path: str) -> dict[str, Any]:
     try:
-        content = parse_yaml(Path(path).read_text(encoding="utf-8"))
+        content = parse_yaml(_text_of(path))
     except OSError as error:
         raise UsageError(f"recipe {path}: cannot be read: {error.strerror}; give the path of a recipe") from error
     except ValueError as error:

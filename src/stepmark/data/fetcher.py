@@ -43,11 +43,12 @@ class WorkerFailure:
 
     error: StepmarkError
     trace: str
+    cause: BaseException | None  # of the file system, which pickling the error would lose
 
     def reraise(self) -> None:
         """Raises the error, with the worker's traceback as a note."""
         self.error.add_note(self.trace)
-        raise self.error
+        raise self.error from self.cause
 
 
 class Fetcher(Dataset[MicroBatch]):
@@ -82,7 +83,8 @@ class Fetcher(Dataset[MicroBatch]):
         try:
             return self.fetch(task)
         except StepmarkError as error:
-            return WorkerFailure(type(error)(*error.args), traceback.format_exc())
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else None
+            return WorkerFailure(type(error)(*error.args), traceback.format_exc(), cause)
 
     def _samples(self, task: MicroTask) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):

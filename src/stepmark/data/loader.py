@@ -24,7 +24,7 @@ from stepmark.data.labels import LabelRule
 from stepmark.data.length_groups import LengthGroups
 from stepmark.data.mixture import MixtureOrder
 from stepmark.data.order import BatchLayout, Epoch, Position, sample_order
-from stepmark.errors import CheckpointMismatch, DataError, UsageError
+from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, UsageError
 from stepmark.launch.signal_handlers import STOPPING
 
 # Version of the algorithm that orders samples; a position saved under another one is rejected.
@@ -317,7 +317,7 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
             return
         except (RuntimeError, ConnectionError, EOFError) as error:  # the last two of a worker's socket
             reason = str(error).strip().split("\n", 1)[0]
-            raise DataError(
+            raise DataWorkerLost(
                 f"a data worker ended unexpectedly ({reason}), out of memory perhaps; lower the number of workers,"
                 " or set it to 0 to see its own error"
             ) from error

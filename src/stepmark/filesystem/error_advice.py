@@ -11,7 +11,24 @@ _ADVICE = {
     errno.ESTALE: "the file server has restarted, or the file was replaced there; check the mount, then start again",
     errno.EROFS: "the file system is read-only; use another folder, or mount it for writing",
     errno.EIO: "the disk or the file server has failed; check it, or use another folder",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or use fewer data workers",
+    errno.ENFILE: "the machine has too many open files: end other processes, or raise fs.file-max",
+    errno.EAGAIN: "raise the limit of processes and threads (ulimit -u), or start fewer",
 }
+_ALSO_TEMPORARY = {
+    *(errno.EBUSY, errno.ENOMEM, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET),
+    *(errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+}
+
+
+def is_trouble(error: BaseException | None) -> bool:
+    """Whether the error comes from the state of a machine, disk or network, and not from what was asked of it: the same
+    call may succeed later."""
+    while error is not None:
+        if isinstance(error, OSError) and (error.errno in _ADVICE or error.errno in _ALSO_TEMPORARY):
+            return True
+        error = error.__cause__
+    return False
 
 
 def with_advice(message: str, error: BaseException) -> str:

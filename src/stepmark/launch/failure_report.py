@@ -14,7 +14,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stepmark.filesystem.error_advice import with_advice
+from stepmark.filesystem.error_advice import is_trouble, with_advice
 
 REPORTS = "STEPMARK_REPORTS"
 OUTPUT_CLOSED = "nobody reads standard output any more"
@@ -51,7 +51,7 @@ class FailureReport:
             rank=rank,
             message=" ".join(message.split()),
             details="".join(traceback.format_exception(error)),
-            exit_code=getattr(error, "exit_code", 1),
+            exit_code=1 if is_trouble(error) else getattr(error, "exit_code", 1),
             secondary=isinstance(error, PeerFailed) or lost,
             time=time.time(),
             permanent=is_permanent(error),
@@ -72,10 +72,11 @@ class FailureReport:
 
 def is_permanent(error: BaseException) -> bool:
     """Whether the same call would fail in the same way."""
-    from stepmark.errors import CheckpointMismatch, DataError, MetricsError, TrainingDiverged, UsageError
+    from stepmark import errors
 
-    permanent = (UsageError, DataError, MetricsError, CheckpointMismatch, TrainingDiverged, KeyboardInterrupt)
-    return isinstance(error, permanent)
+    permanent = (errors.UsageError, errors.DataError, errors.MetricsError, errors.CheckpointMismatch)
+    known = isinstance(error, (*permanent, errors.TrainingDiverged, KeyboardInterrupt))
+    return known and not isinstance(error, errors.DataWorkerLost) and not is_trouble(error)
 
 
 def describe_lost_peer(text: str) -> str:

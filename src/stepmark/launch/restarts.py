@@ -53,9 +53,11 @@ class Restarts:
     attempts: int = 1
     _furthest: StepPlace = field(default_factory=StepPlace)
     _failures: int = 0
+    _permanent: bool = False
 
     def delay(self, failure: FailureReport, message: str, place: StepPlace) -> float | None:
         """Seconds to wait before the next attempt; None where there is to be none."""
+        self._permanent = failure.permanent
         if failure.permanent:
             return None
         if place.step > self._furthest.step:
@@ -72,6 +74,8 @@ class Restarts:
 
     def final(self, message: str, place: StepPlace) -> str:
         """The error of the run: the last failure, and where every attempt has failed."""
+        if self._permanent:
+            return f"{message}; not started again (max_restarts): it would fail in the same way"
         if self._failures <= self.limit:
             return message
         step, times = self._furthest.step, f"{self._failures} attempts in a row (max_restarts: {self.limit})"

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from stepmark.errors import UsageError
+from stepmark.errors import LaunchError, UsageError
+from stepmark.filesystem.error_advice import with_advice
 from stepmark.launch.failure_report import OUTPUT_CLOSED, REPORTS, FailureReport, read_failure_reports
 from stepmark.launch.process_exit import INTERRUPTED, end_by_signal
 from stepmark.launch.restarts import Restarts
@@ -47,6 +48,7 @@ def supervise(
     show_traceback: bool = False,
     unblocks_sigint: bool = False,
     on_failure: Callable[[str], None] | None = None,
+    on_interruption: Callable[[str], None] | None = None,
     restarts: Restarts | None = None,
 ) -> int:
     """Runs `command` as `nproc` ranks and returns the job's exit code.
@@ -61,6 +63,8 @@ def supervise(
         unblocks_sigint: Whether the command unblocks SIGINT once it can handle it. Then ranks are started with it
             blocked, so that no traceback of the interpreter's own start is printed.
         on_failure: Called with the error message of a failed job, once all ranks have ended.
+        on_interruption: Called with a reason where a signal has ended the job, once all ranks have ended. Those that
+            it has killed could not record that.
         restarts: Whether and when ranks that failed are started again; those that a signal has ended never are.
             Default: never.
 
@@ -70,8 +74,15 @@ def supervise(
     """
     with _forwarded_signals() as signals:
         while True:
-            ended = _attempt(command, nproc, signals, signal_grace, resumable, unblocks_sigint)
+            try:
+                ended = _attempt(command, nproc, signals, signal_grace, resumable, unblocks_sigint)
+            except OSError as error:  # the limit of processes or descriptors, or no room in TMPDIR
+                ended = _not_started(error)
             if ended.failure is None:
+                if ended.code == INTERRUPTED and on_interruption is not None:
+                    on_interruption(
+                        f"{signals.received or 'a signal'}: the ranks have ended; the last checkpoint stands"
+                    )
                 return ended.code
             if restarts is None or signals.received is not None or ended.interrupted:
                 break
@@ -88,7 +99,8 @@ def supervise(
     if show_traceback and ended.failure.details:
         print(ended.failure.details, file=sys.stderr, end="")
     # A wrong call that no step was made with leaves what an earlier run has recorded.
-    if on_failure is not None and (ended.failure.exit_code != UsageError.exit_code or ended.place.step):
+    ran = ended.place.step or (restarts is not None and restarts.attempts > 1)
+    if on_failure is not None and (ended.failure.exit_code != UsageError.exit_code or ran):
         on_failure(message)
     print(f"error: {message}", file=sys.stderr)
     return ended.failure.exit_code
@@ -114,8 +126,9 @@ def _attempt(
     resumable: bool,
     unblocks_sigint: bool,
 ) -> _Ending:
-    """Starts the ranks once, and returns when all have ended."""
-    with tempfile.TemporaryDirectory(prefix="stepmark-") as reports, socket.create_server(("127.0.0.1", 0)) as listener:
+    """Starts the ranks once, and returns when all have ended. Raises OSError where they cannot be started."""
+    folder = tempfile.TemporaryDirectory(prefix="stepmark-", ignore_cleanup_errors=True)
+    with folder as reports, socket.create_server(("127.0.0.1", 0)) as listener:
         board = StepBoard(reports, nproc)
         ranks = _Ranks(command, nproc, reports, listener, signal_grace, resumable, unblocks_sigint)
         with signals.to(ranks):
@@ -136,6 +149,12 @@ def _attempt(
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
         place = board.read()[failure.rank]
         return _Ending(failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes)
+
+
+def _not_started(error: OSError) -> _Ending:
+    what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
+    problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
+    return _Ending(1, FailureReport.of(problem, 0), str(problem))
 
 
 def follow_supervisor() -> None:
@@ -183,6 +202,11 @@ class _Ranks:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)  # ranks inherit what is blocked
         try:
             self._start_all()
+        except OSError:
+            self.send(signal.SIGKILL)
+            for process in self._processes:
+                process.wait()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._started = True

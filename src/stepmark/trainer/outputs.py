@@ -15,6 +15,7 @@ from torch import nn
 
 from stepmark.errors import LaunchError, StepmarkError, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.error_advice import is_trouble
 from stepmark.filesystem.sizes import distinct_sizes
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.adapters import Adapter
@@ -27,23 +28,30 @@ VISIBLE_WITHIN = 30.0  # seconds that a network file system may take to show a n
 def prepare_output_folder(folder: Path, host: HostGroup) -> None:
     """Creates the folder and checks that every rank sees what rank 0 writes there. Collective.
 
-    Raises UsageError where it cannot be written to, LaunchError where ranks see different folders.
+    Raises UsageError where it cannot be written to, StepmarkError where that is because the disk is full, read-only or
+    not there, LaunchError where ranks see different folders.
     """
     token = f"{_PROBE}{uuid.uuid4().hex}"
-    problem = None
+    problem: str | None = None
+    kind: type[StepmarkError] = UsageError
     if host.rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / token).write_text("seen by every rank?")
             _remove_old_probes(folder, token)
         except OSError as error:
+            kind = StepmarkError if is_trouble(error) else UsageError
             problem = f"output_dir: cannot write to {folder}: {error.strerror}; choose another folder"
-    token, problem = host.broadcast((token, problem))
+            with contextlib.suppress(OSError):  # of a full disk, which has room for a name
+                files.remove_file(folder / token)
+    token, problem, kind = host.broadcast((token, problem, kind))
     if problem is not None:
-        raise UsageError(problem)
-    seen = host.all_gather(_appears(folder / token))
-    if host.rank == 0:
-        (folder / token).unlink()
+        raise kind(problem)
+    try:
+        seen = host.all_gather(_appears(folder / token))
+    finally:
+        if host.rank == 0:
+            files.remove_file(folder / token)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise LaunchError(

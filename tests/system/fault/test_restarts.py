@@ -6,6 +6,8 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,24 @@ def test_a_run_goes_on_after_a_rank_was_killed(ranks: Ranks, tmp_path: Path, npr
     assert run(ranks, tmp_path / "plain", None, nproc).returncode == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
     assert "restart_delay" not in json.loads((tmp_path / "killed" / "out" / "status.json").read_text())
+
+
+def test_a_restart_trains_the_recipe_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
+    """It is edited for the next experiment while the run trains."""
+    site = install(tmp_path / "site", 0, "kill", "batch", once=True)
+    done: list[subprocess.CompletedProcess[str]] = []
+    running = threading.Thread(target=lambda: done.append(run(ranks, tmp_path, site, 1, learning_rate=1e-3)))
+    running.start()
+    while not (tmp_path / "site" / "was-here").exists():
+        assert running.is_alive()
+        time.sleep(0.01)
+    write_recipe(tmp_path, **FIELDS, learning_rate=1e-2)
+    running.join()
+    assert done[0].returncode == 0, done[0].stderr
+    assert "attempt 2 starts" in done[0].stderr
+    rates = [line["learning_rate"] for line in read_metrics(tmp_path / "out") if "learning_rate" in line]
+    assert max(rates) <= 1e-3
+    assert "learning_rate: 0.001" in (tmp_path / "out" / "used_recipe.yaml").read_text()
 
 
 @pytest.mark.prove

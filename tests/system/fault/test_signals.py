@@ -176,17 +176,22 @@ def test_a_save_that_is_on_its_way_may_end(ranks: Ranks, tmp_path: Path) -> None
     assert 4 in saved_steps(tmp_path)
 
 
-def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path, rank: int) -> None:
     """One rank is where no signal handler of Python's can run, and the other waits for it in a collective."""
     settings = {**options(tmp_path, "cpu", 2), "signal_grace": 2}
-    settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 5, "ranks": [0], "block": 60}
+    settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 5, "ranks": [rank], "block": 60}
     began = time.monotonic()
     stopped = ranks.run(PROGRAM, settings, nproc=2)
     assert time.monotonic() - began < 40
     assert stopped.codes == [75, 75], stopped.logs
     assert saved_steps(tmp_path) == [4]
-    assert read_status(tmp_path)["state"] == "interrupted"
+    status = read_status(tmp_path)
+    assert status["state"] == "interrupted"
     assert "the last checkpoint stands" in stopped.logs[0]
+    assert f"rank {rank} in send (programs.py, line " in status["reason"], "a run that hangs is not without time alone"
+    assert f"rank {1 - rank} in " in status["reason"]
+    assert all("the stacks of all threads" in log for log in stopped.logs)
 
 
 @pytest.mark.xla

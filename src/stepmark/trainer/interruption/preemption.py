@@ -13,7 +13,8 @@ thread keeps a rank from answering. Nothing is added to a step or to a graph.
 3. verdict   Once there, rank 0 decides whether the time left suffices for a save, and either all ranks save or none.
              Where a step and a save cannot fit, or a step takes too long, its thread decides before that.
 4. end       At the end of the grace period every thread ends its process, whatever the main thread is doing.
-             Checkpoints are complete or absent, so the last committed one remains.
+             Checkpoints are complete or absent, so the last committed one remains. Before that it posts where its main
+             thread is: a run that hangs would otherwise look like one without time for a save, and be requeued forever.
 
 A second signal changes nothing: launchers often send several, and the grace period is the bound. A second Ctrl-C ends
 the process at once (`launch/signal_listener.py`).
@@ -37,14 +38,17 @@ import torch.distributed as dist
 
 from stepmark.checkpoint import SaveHandle
 from stepmark.launch.failure_report import FailureReport
-from stepmark.launch.process_exit import RECORDING, end_interrupted, within
+from stepmark.launch.process_exit import RECORDING, end_interrupted, print_stacks, within
 from stepmark.launch.signal_listener import RunInterrupted, conclude, listening, program_handler, send_again
+from stepmark.launch.thread_frames import frame_of, innermost
 from stepmark.runtime.context import Context
 
 __all__ = ["DurationEstimates", "PreemptionCoordinator", "RunInterrupted"]
 
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 1.0  # that the thread has to end in
+STUCK = 10  # times the usual step, after which a step counts as one that hangs
+SHOWN = 8  # ranks, and places, that a reason names
 KNOWN_STEPS = 3  # steps after which their usual duration is known
 LEAVE, SAVE = "leave", "save"
 _DECISION = "decision"
@@ -114,7 +118,8 @@ class PreemptionCoordinator:
         self._changed = threading.Condition()
         self._passed = 0
         self._in_step = False
-        self._step_began = time.monotonic()
+        self._step_began = self._moved = time.monotonic()
+        self._training = threading.get_ident()
         self._signal: str | None = None
         self._deadline = float("inf")
         self._last: int | None = None  # the last stop point that may be passed
@@ -159,7 +164,7 @@ class PreemptionCoordinator:
                 self._changed.wait()  # the thread ends the process if no decision comes
             if self._last is not None and point > self._last:
                 return False
-            self._passed = point
+            self._passed, self._moved = point, time.monotonic()
             return True
 
     def step_ended(self) -> None:
@@ -276,7 +281,23 @@ class PreemptionCoordinator:
 
     def _end(self, why: str) -> None:
         """Ends the process. Rank 0 goes last, so that the others do not report a lost connection."""
+        here = innermost(frame_of(self._training))
+        places = [f"rank {self._rank} in {here}"]
+        if time.monotonic() - self._moved > max(STUCK * self.durations.step(), self._grace / 2):
+            print_stacks(f"{self._signal}: {why}")
+        within(RECORDING, lambda: places.insert(0, self._exchange_places(here)))
+        end_interrupted(f"{self._signal}: {why}; the last checkpoint stands; {places[0]}", self._ending)
+
+    def _exchange_places(self, here: str) -> str:
+        """Where the ranks' main threads are, first where the fewest are."""
+        self._store.set(f"place/{self._rank}", here)
         if self._rank == 0 and self._size > 1:
             time.sleep(3 * POLL_SECONDS)
-        reason = f"{self._signal}: {why}; the last checkpoint stands"
-        end_interrupted(reason, self._ending)
+        found: dict[str, list[str]] = {}
+        for rank in range(self._size):
+            known = self._store.check([f"place/{rank}"])
+            found.setdefault(self._store.get(f"place/{rank}").decode() if known else "an unknown place", []).append(
+                f"{rank}"
+            )
+        fewest = sorted(found.items(), key=lambda each: len(each[1]))
+        return ", ".join(f"rank {' '.join(ranks[:SHOWN])} in {place}" for place, ranks in fewest[:SHOWN])
