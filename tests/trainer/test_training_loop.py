@@ -165,3 +165,25 @@ class StopsAt(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop |= state.global_step == self.step
+
+
+class Fails(TrainerCallback):
+    """Raises an error at this step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyError("absent")
+
+
+def test_a_callback_that_fails_is_named_with_its_line(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path, Fails(2))
+    with pytest.raises(KeyError):
+        made.train()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["reason"].startswith("KeyError: 'absent' (")
+    assert "test_training_loop.py, line " in status["reason"]
+    assert status["reason"].endswith(", in on_step_end)")
+    assert "on_step_end" in (tmp_path / "failures" / "rank-0.txt").read_text()

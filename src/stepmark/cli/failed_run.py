@@ -19,15 +19,16 @@ class FailedRun:
         self._folder = folder
         self._began = time.time()
 
-    def write(self, message: str) -> None:
-        """Sets the run's status to failed, with this reason. A rank that lost its peer may have recorded only that, so
-        the launcher's reason replaces it; a status from before this start, or another live run's, stays."""
+    def write(self, message: str, *, first: bool = False) -> None:
+        """Sets the run's status to failed, with this reason, and with `first` also where there is none yet. A rank that
+        lost its peer may have recorded only that, so the launcher's reason replaces it; a status from before this
+        start, or another live run's, stays."""
         try:
-            self._write(message)
+            self._write(message, first)
         except OSError as error:
             logger.warning("cannot write the run's status: %s", error)
 
-    def _write(self, message: str) -> None:
+    def _write(self, message: str, first: bool) -> None:
         from stepmark.checkpoint.coordination.folder_claim import held_by_another
         from stepmark.runtime.xla_environment import extracting_graphs
         from stepmark.trainer.telemetry.run_log import RunLog
@@ -37,7 +38,7 @@ class FailedRun:
         status = self._status()
         running = status.get("state") == "running"
         failed = status.get("state") == "failed" and status.get("time", 0.0) >= self._began
-        if not (running or failed) or held_by_another(self._folder):
+        if not (running or failed or (first and not status)) or held_by_another(self._folder):
             return
         reason = str(status.get("reason") or "")
         if failed and (reason == message or message.endswith(f": {reason}")):
