@@ -86,3 +86,5 @@ def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
         else:
             keep_failure(Path(callbacks.args.output_dir), error, World.from_environment().rank)
             run_log.failed(step, reason, final=not may_be_restarted(callbacks.args.max_restarts, error))
+    elif not isinstance(error, KeyboardInterrupt):
+        keep_failure(Path(callbacks.args.output_dir), error, World.from_environment().rank)
