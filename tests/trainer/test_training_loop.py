@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import TrainerCallback
 
 from stepmark.cli.main import run as call
 from stepmark.errors import TrainingDiverged
+from stepmark.launch.signal_listener import RunInterrupted
+from stepmark.trainer.interruption.outside_training import record_interruption
 from stepmark.trainer.results import evaluation_line
 from tests.trainer.test_strategies import run, steps, trainer
 
@@ -241,3 +244,24 @@ def test_what_was_trained_is_saved_where_the_metrics_of_the_step_fail(tmp_path: 
 def test_a_huge_number_is_short() -> None:
     line = evaluation_line(3, {"eval_perplexity": 3.1e270, "eval_loss": 623.6, "eval_runtime": 1.0}, "eval")
     assert "perplexity 3.1e+270, loss 623.6000" in line
+
+
+class IsInterrupted(TrainerCallback):
+    """Ends the process as a signal does, where training begins."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        raise RunInterrupted("SIGTERM: stopping")
+
+
+def test_a_finished_run_that_is_interrupted_while_it_starts_again_stays_done(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 2, **steps("save", 2)}
+    run(tmp_path, **options)
+    record_interruption(tmp_path, "SIGTERM: not training", time.time())
+    again, _ = trainer(tmp_path, IsInterrupted(), **options)
+    with pytest.raises(RunInterrupted):
+        again.train(resume_from_checkpoint=True)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
+    longer, _ = trainer(tmp_path, IsInterrupted(), **{**options, "max_steps": 4})
+    with pytest.raises(RunInterrupted):
+        longer.train(resume_from_checkpoint=True)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "interrupted"
