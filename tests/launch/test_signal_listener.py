@@ -216,3 +216,16 @@ def test_once_it_is_concluded_nobody_hears() -> None:
         conclude(60.0)
         os.kill(os.getpid(), TERM)
     assert heard == []
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    heard: list[signal.Signals] = []
+    try:
+        with listening(heard.append):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), TERM)
+        assert heard == [TERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)

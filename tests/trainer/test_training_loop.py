@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from transformers import TrainerCallback
 
 from stepmark.cli.main import run as call
 from stepmark.errors import TrainingDiverged
+from stepmark.launch.signal_listener import RunInterrupted
+from stepmark.trainer.interruption.outside_training import record_interruption
+from stepmark.trainer.results import evaluation_line
 from tests.trainer.test_strategies import run, steps, trainer
 
 
@@ -165,3 +169,99 @@ class StopsAt(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop |= state.global_step == self.step
+
+
+class Fails(TrainerCallback):
+    """Raises an error at this step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyError("absent")
+
+
+def test_a_callback_that_fails_is_named_with_its_line(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path, Fails(2))
+    with pytest.raises(KeyError):
+        made.train()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["reason"].startswith("KeyError: 'absent' (")
+    assert "test_training_loop.py, line " in status["reason"]
+    assert status["reason"].endswith(", in on_step_end)")
+    assert "on_step_end" in (tmp_path / "failures" / "rank-0.txt").read_text()
+
+
+def metrics_of(fails: Any) -> Any:
+    """A metrics function that fails where `fails` says so of the number of its samples and calls."""
+    calls: list[int] = []
+
+    def compute(found: Any) -> dict[str, float]:
+        calls.append(len(found.predictions))
+        if fails(calls):
+            raise IndexError("no such class")
+        return {"count": float(calls[-1])}
+
+    compute.calls = calls  # type: ignore[attr-defined]
+    return compute
+
+
+BOTH = {**steps("save", 2), **steps("eval", 2), "max_steps": 4}
+
+
+def test_a_metrics_function_that_fails_does_so_before_training(tmp_path: Path) -> None:
+    made, recorder = trainer(tmp_path, **BOTH)
+    made.compute_metrics = metrics_of(lambda calls: True)
+    with pytest.raises(IndexError):
+        made.train()
+    assert (made.state.global_step, recorder.order) == (0, [])
+    assert made.compute_metrics.calls == [2, 3]
+    assert ", in compute)" in (tmp_path / "failures" / "rank-0.txt").read_text().splitlines()[0]
+
+
+def test_a_metrics_function_may_need_more_than_two_samples(tmp_path: Path) -> None:
+    made, recorder = trainer(tmp_path, **BOTH)
+    made.compute_metrics = metrics_of(lambda calls: calls[-1] < 3)
+    made.train()
+    assert recorder.evaluations == [2, 4]
+    assert made.state.log_history[-2]["eval_count"] == 3
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_what_was_trained_is_saved_where_the_metrics_of_the_step_fail(tmp_path: Path, async_save: bool) -> None:
+    made, _ = trainer(tmp_path, async_save=async_save, **BOTH)
+    made.compute_metrics = metrics_of(lambda calls: len(calls) > 2)
+    with pytest.raises(IndexError):
+        made.train()
+    assert (tmp_path / "checkpoint-4").is_dir()
+    again, recorder = trainer(tmp_path, **BOTH)
+    again.compute_metrics = metrics_of(lambda calls: False)
+    again.train(resume_from_checkpoint=True)
+    assert recorder.order == ["evaluate 4", "save 4"]
+
+
+def test_a_huge_number_is_short() -> None:
+    line = evaluation_line(3, {"eval_perplexity": 3.1e270, "eval_loss": 623.6, "eval_runtime": 1.0}, "eval")
+    assert "perplexity 3.1e+270, loss 623.6000" in line
+
+
+class IsInterrupted(TrainerCallback):
+    """Ends the process as a signal does, where training begins."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        raise RunInterrupted("SIGTERM: stopping")
+
+
+def test_a_finished_run_that_is_interrupted_while_it_starts_again_stays_done(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 2, **steps("save", 2)}
+    run(tmp_path, **options)
+    record_interruption(tmp_path, "SIGTERM: not training", time.time())
+    again, _ = trainer(tmp_path, IsInterrupted(), **options)
+    with pytest.raises(RunInterrupted):
+        again.train(resume_from_checkpoint=True)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
+    longer, _ = trainer(tmp_path, IsInterrupted(), **{**options, "max_steps": 4})
+    with pytest.raises(RunInterrupted):
+        longer.train(resume_from_checkpoint=True)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "interrupted"

@@ -19,22 +19,23 @@ class FailedRun:
         self._folder = folder
         self._began = time.time()
 
-    def write(self, message: str) -> None:
-        """Sets the run's status to failed, with this reason. A rank that lost its peer may have recorded only that, so
-        the launcher's reason replaces it; a status from before this start, or another live run's, stays."""
-        self._try_to_write("failed", message)
+    def write(self, message: str, *, first: bool = False) -> None:
+        """Sets the run's status to failed, with this reason, and with `first` also where there is none yet. A rank that
+        lost its peer may have recorded only that, so the launcher's reason replaces it; a status from before this
+        start, or another live run's, stays."""
+        self._try_to_write("failed", message, first)
 
     def interrupted(self, reason: str) -> None:
         """Sets the run's status to interrupted, where it is still running: a signal has killed its ranks."""
         self._try_to_write("interrupted", reason)
 
-    def _try_to_write(self, state: str, message: str) -> None:
+    def _try_to_write(self, state: str, message: str, first: bool = False) -> None:
         try:
-            self._write(state, message)
+            self._write(state, message, first)
         except OSError as error:
             logger.warning("cannot write the run's status: %s", error)
 
-    def _write(self, state: str, message: str) -> None:
+    def _write(self, state: str, message: str, first: bool) -> None:
         from stepmark.checkpoint.coordination.folder_claim import held_by_another
         from stepmark.runtime.xla_environment import extracting_graphs
         from stepmark.trainer.telemetry.run_log import RunLog
@@ -44,7 +45,7 @@ class FailedRun:
         status = self._status()
         running = status.get("state") == "running"
         failed = state == status.get("state") == "failed" and status.get("time", 0.0) >= self._began
-        if not (running or failed) or held_by_another(self._folder):
+        if not (running or failed or (first and not status)) or held_by_another(self._folder):
             return
         reason = str(status.get("reason") or "")
         if failed and (reason == message or message.endswith(f": {reason}")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from pathlib import Path
 
 from stepmark.cli.failed_run import FailedRun
@@ -16,9 +17,12 @@ from stepmark.cli.recipe_fields import (
 )
 from stepmark.config.recipe import Recipe, kept_text
 from stepmark.config.training_fields import TrainingFields
+from stepmark.errors import StepmarkError
+from stepmark.launch.failure_report import REPORTS, FailureReport, keep_failure
 from stepmark.launch.imports import quick_imports
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
+from stepmark.launch.world import World
 
 HELP = "train a model from a recipe"
 ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on
@@ -78,5 +82,19 @@ def _train(recipe: Recipe) -> int:
         with quick_imports():
             from stepmark.recipe.train import train
 
-        train(recipe)
+        try:
+            train(recipe)
+        except Exception as error:
+            _keep(error, folder)
+            raise
     return 0
+
+
+def _keep(error: Exception, folder: Path) -> None:
+    """Records why this rank failed, also before training; a supervisor judges for all ranks. A run that was refused
+    leaves no status."""
+    rank = World.from_environment().rank
+    keep_failure(folder, error, rank)
+    failure = FailureReport.of(error, rank)
+    if REPORTS not in os.environ and not isinstance(error, StepmarkError) and not failure.secondary:
+        FailedRun(folder).write(failure.message, first=True)

@@ -140,7 +140,7 @@ FIELD_HELP: dict[str, dict[str, FieldHelp]] = {
         "async_save": FieldHelp("write checkpoints while training continues", "false"),
         "save_timeout": FieldHelp("seconds for each phase of a save, and without a heartbeat", "600"),
         "step_timeout": FieldHelp("seconds after which a step that hangs ends the run; auto or off", "1800"),
-        "save_on_signal": FieldHelp("save and end with code 75 at SIGTERM, SIGUSR1 or Ctrl-C", "false"),
+        "save_on_signal": FieldHelp("save and end with code 75 at SIGTERM, SIGUSR1, SIGHUP or Ctrl-C", "false"),
         "signal_grace": FieldHelp("seconds from the signal until the run has to have ended", "30"),
         "join_timeout": FieldHelp("seconds that the ranks may take to find each other at the start", "120"),
         "max_restarts": FieldHelp("with --nproc: how often ranks that died are started again", "3"),

@@ -80,9 +80,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
             error that names the rank that the others wait for; `auto` (the default): 100 times the usual step, or the
             longest wait for data, at least 300 seconds, of steps and data alone; `off`: never. A tenth of that is
             only reported.
-        save_on_signal: SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) stops the run after the current step, saves, and ends it
-            with exit code 75; a second SIGINT ends it at once. Default (None): true, but false where `save_strategy` is
-            `no` or with `save_only_model`, since such a run is not meant to be resumed.
+        save_on_signal: SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) stops the run after the current step, saves, and
+            ends it with exit code 75; a second SIGINT ends it at once. Default (None): true, but false where
+            `save_strategy` is `no` or with `save_only_model`, since such a run is not meant to be resumed.
         signal_grace: Seconds from the signal until the run has to have ended; a save that does not fit is not begun.
             Default: 120.
         join_timeout: Seconds that the ranks may take to find each other at the start. Default (None): the environment

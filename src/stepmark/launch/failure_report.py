@@ -6,19 +6,26 @@ launcher the ranks agree through the store of the process group: the first to fa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import socket
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stepmark.filesystem.error_advice import is_trouble, with_advice
+from stepmark.launch.raised_at import raised_at
 
 REPORTS = "STEPMARK_REPORTS"
 OUTPUT_CLOSED = "nobody reads standard output any more"
 _TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for ")  # gloo's words
+FAILURES = "failures"  # the folder of the ranks' tracebacks, in the run's
+TITLE = "== "  # begins the line above each of them
+MOST_KEPT = 100_000  # characters of one traceback, and of those before it
+_KEPT = "_stepmark_kept"  # the attribute of an error whose traceback is in the run's folder
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
@@ -40,13 +47,16 @@ class FailureReport:
         from stepmark.errors import PeerFailed, StepmarkError
 
         known = isinstance(error, StepmarkError)
-        text = str(error).strip()
+        text = _without_traceback(str(error).strip())
         lost = isinstance(error, RuntimeError) and not known and any(sign in text for sign in PEER_LOST)
         message = text if known else f"{type(error).__name__}: {text}" if text else type(error).__name__
         late = isinstance(error, RuntimeError) and not known and _TIMED_OUT.search(text) is not None
         message = describe_lost_peer(text) if lost or late else with_advice(message, error)
         if isinstance(error, KeyboardInterrupt):
             message = "interrupted"
+        elif error.__traceback__ is not None and not (lost or late):
+            line = raised_at(error, known=known)
+            message += f" ({line})" if line is not None and str(line) not in message else ""
         return cls(
             rank=rank,
             message=" ".join(message.split()),
@@ -68,6 +78,42 @@ class FailureReport:
         temporary = target.with_suffix(".part")
         temporary.write_text(json.dumps(asdict(self)))
         temporary.rename(target)
+
+    def keep(self, folder: Path) -> None:
+        """Adds the traceback to `failures/rank-N.txt` in the run's folder; one that cannot be written is left out."""
+        path = folder / FAILURES / f"rank-{self.rank}.txt"
+        when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.time))
+        title = f"{TITLE}{when}, process {os.getpid()} on {socket.gethostname()}: {self.message}"
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            earlier = path.read_text(errors="replace")[-MOST_KEPT:] if path.exists() else ""
+            path.write_text(f"{earlier}{title}\n{self.details[-MOST_KEPT:]}\n", errors="replace")
+
+
+def keep_failure(folder: Path, error: BaseException, rank: int) -> None:
+    """Keeps the traceback in the run's folder, once, unless the folder is another run's, or the call is wrong."""
+    from stepmark.errors import CheckpointBusy, UsageError
+
+    if not isinstance(error, (UsageError, CheckpointBusy)) and not getattr(error, _KEPT, False):
+        FailureReport.of(error, rank).keep(folder)
+        with contextlib.suppress(AttributeError):  # a class with slots
+            setattr(error, _KEPT, True)
+
+
+def kept_failures(folder: Path, since: float = 0.0) -> dict[str, str]:
+    """The last failure of each rank in the run's folder, by its file, after this time (seconds since 1970)."""
+    found = {}
+    for path in sorted((folder / FAILURES).glob("rank-*.txt")):
+        titles = [line for line in path.read_text(errors="replace").splitlines() if line.startswith(TITLE)]
+        if titles and path.stat().st_mtime > since:
+            found[f"{FAILURES}/{path.name}"] = titles[-1].removeprefix(TITLE)
+    return found
+
+
+def _without_traceback(text: str) -> str:
+    """What a DataLoader's worker says, without its traceback: the worker, and the error."""
+    first, worker, trace = text.partition("\nOriginal Traceback (most recent call last):\n")
+    return f"{first.rstrip('.')}: {trace.strip().splitlines()[-1]}" if worker and trace.strip() else text
 
 
 def is_permanent(error: BaseException) -> bool:

@@ -14,7 +14,9 @@ import time
 from types import FrameType
 from typing import Any
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # spot instances, Slurm, launchers and Ctrl-C send these
+# What spot instances, Slurm, launchers and Ctrl-C send, and a terminal or connection that is closed.
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # stay ignored where they are: a shell's background job, nohup
 _until_exit = False
 
 

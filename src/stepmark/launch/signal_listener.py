@@ -1,4 +1,4 @@
-"""Receives SIGTERM, SIGUSR1 and SIGINT immediately, whatever the main thread is doing.
+"""Receives SIGTERM, SIGUSR1, SIGHUP and SIGINT immediately, whatever the main thread is doing.
 
 Python runs signal handlers in the main thread between bytecodes: not while a graph is compiled or a collective waits.
 The C handler, however, writes the signal's number to the interpreter's wake-up descriptor immediately, and a thread
@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from stepmark.launch.process_exit import INTERRUPTED, end_by_signal, leave
 from stepmark.launch.signal_handlers import (
+    IGNORABLE,
     STOPPING,
     handler_afterwards,
     keep_exit_code_at_exit,
@@ -59,7 +60,7 @@ def _ignore(_: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> Iterator[bool]:
-    """Inside the block, SIGTERM, SIGUSR1 and SIGINT to this process call `heard` in the listener's thread, immediately,
+    """Inside the block, the signals STOPPING to this process call `heard` in the listener's thread, immediately,
     and `in_main_thread` in the main thread, as soon as Python can run a handler there. They do nothing else; but a
     second SIGINT ends the process.
 
@@ -150,8 +151,8 @@ class _Listener:
         self._thread.start()
         self._earlier_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in STOPPING:
-            if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # a background job of a shell
+            if number in IGNORABLE and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self.earlier_handlers[number] = signal.signal(number, self._handle)
 
     def restore_handlers(self) -> None:

@@ -2,8 +2,8 @@
 
 The ranks get the variables that torchrun sets. The supervisor holds the listening socket of the ranks' store, so no two
 jobs can take the same port. When a rank fails, the others have five seconds to end by themselves and are then killed;
-when the supervisor dies, the kernel kills the ranks. SIGTERM, SIGUSR1 and SIGINT are forwarded, and the ranks have
-`signal_grace` seconds to save and end; a second SIGINT ends them at once. Ranks that
+when the supervisor dies, the kernel kills the ranks. SIGTERM, SIGUSR1, SIGHUP and SIGINT are forwarded, and the ranks
+have `signal_grace` seconds to save and end; a second SIGINT ends them at once. Ranks that
 failed may be started again (restarts.py).
 """
 
@@ -28,7 +28,7 @@ from stepmark.filesystem.error_advice import with_advice
 from stepmark.launch.failure_report import OUTPUT_CLOSED, REPORTS, FailureReport, read_failure_reports
 from stepmark.launch.process_exit import INTERRUPTED, end_by_signal
 from stepmark.launch.restarts import Restarts
-from stepmark.launch.signal_handlers import STOPPING, handler_afterwards
+from stepmark.launch.signal_handlers import IGNORABLE, STOPPING, handler_afterwards
 from stepmark.launch.signal_listener import Interrupts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
 
@@ -56,7 +56,7 @@ def supervise(
     Args:
         command: The command line of one rank.
         nproc: The number of ranks.
-        signal_grace: Seconds the ranks have to save and end after SIGTERM, SIGUSR1 or SIGINT.
+        signal_grace: Seconds the ranks have to save and end after one of these signals.
         resumable: Whether a job whose ranks were killed by the signal itself counts as interrupted (75). Ranks that end
             with 75 always do.
         show_traceback: Also prints the traceback of the first failure.
@@ -373,7 +373,7 @@ class _ForwardedSignals:
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[_ForwardedSignals]:
     signals = _ForwardedSignals()
-    heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGINT]
+    heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN or number not in IGNORABLE]
     before = {number: signal.signal(number, signals.forward) for number in heard}
     try:
         yield signals

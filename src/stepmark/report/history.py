@@ -11,11 +11,13 @@ from typing import Any
 
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_files import read_lines
+from stepmark.launch.failure_report import FAILURES, kept_failures
 from stepmark.report.liveness import Liveness, read_liveness
 from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS
 
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size
+JUST_BEFORE = 60.0  # seconds: ranks leave their tracebacks before the status says that the run has failed
 RUNNING, NOT_RUNNING, STUCK = "running", "not running", "stuck"
 ENDED = ("done", "failed", "interrupted")
 Line = dict[str, Any]
@@ -64,7 +66,8 @@ class BestEvaluation:
 class History:
     """Everything read from a run's folder. `logs`: the valid training lines, by step; `lost`: lines whose steps were
     trained again, one list per resumption; `closing`: the lines at the ends of processes that reached the run's last
-    step; `liveness`: read only while the status is "running"."""
+    step; `failures`: each rank's last one by its file, where the status is not newer; `liveness`: read only while the
+    status is "running"."""
 
     folder: Path
     name: str
@@ -77,6 +80,7 @@ class History:
     unevaluated: list[Line] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     events: list[Line] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
 
     def of_kind(self, *kinds: str) -> list[Line]:
         """The events of these kinds, in order."""
@@ -150,9 +154,13 @@ def read_history(folder: Path) -> History:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} does not exist; pass a run's output_dir")
-    if not any((folder / name).exists() for name in (METRICS, STATUS, EVENTS)) and not any(folder.glob("checkpoint-*")):
+    known = (METRICS, STATUS, EVENTS, FAILURES)
+    if not any((folder / name).exists() for name in known) and not any(folder.glob("checkpoint-*")):
         raise UsageError(f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint")
     history = History(folder, folder.resolve().name, status=_read_status(folder))
+    history.failures = kept_failures(folder, history.status.get("time", 0.0) - JUST_BEFORE)
+    if not history.status and history.failures:  # it has failed before it trained
+        history.status = {"state": "failed", "reason": next(iter(history.failures.values()))}
     if history.status.get("state") == RUNNING:
         history.liveness = read_liveness(folder)
     history.events = [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]

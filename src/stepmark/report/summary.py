@@ -14,6 +14,7 @@ from stepmark.report.history import NOT_RUNNING, STUCK, History
 
 STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad", STUCK: "bad"}
 CORRUPTED = {"corrupted": "is corrupted", "quarantined": "was corrupted and is quarantined"}
+SHOWN_RANKS = 8  # whose failures are listed
 RECENT = 20  # logs over which the median of a speed is taken
 
 
@@ -60,8 +61,11 @@ def trouble(history: History, checkpoints: Sequence[Checkpoint]) -> str:
 
 def _end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
     """Why the run failed, or that it was killed."""
+    kept = [("traceback", f"{name}: {title}") for name, title in history.failures.items()][:SHOWN_RANKS]
     if history.state == "failed":
-        return [("failed", f"the run failed: {history.status.get('reason') or 'no reason was recorded'}")]
+        return [("failed", f"the run failed: {history.status.get('reason') or 'no reason was recorded'}"), *kept]
+    if history.state == "interrupted":
+        return kept
     if history.state == STUCK:
         return [(STUCK, _stuck(history))]
     if history.state != NOT_RUNNING or history.liveness is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -9,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from stepmark.data.stream_loader import check_readable_again
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import DataError, PeerFailed, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import by_batch, summarize
 from stepmark.evaluation.prompt_samples import PromptSampler
@@ -21,6 +22,8 @@ from stepmark.trainer.evaluation_sets import evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.results import EvalLoopOutput, PredictionOutput
 from stepmark.training.pipelined_forward import PipelinedForward
+
+logger = logging.getLogger("stepmark")
 
 SHOWN = 100  # characters of a sample on the terminal
 
@@ -157,7 +160,11 @@ class EvaluationMethods:
                 ignore_keys=ignore_keys,
                 before_batch=evaluation.before_batch,
             )
-            metrics = self._metrics(found, prefix)
+            try:
+                metrics = self._metrics(found, prefix)
+            except Exception:
+                evaluation.metrics_failed = True
+                raise
             _, epoch = self._callbacks.model_position()
             if epoch is not None:
                 metrics["epoch"] = epoch
@@ -282,8 +289,10 @@ class EvaluationMethods:
         loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         before_batch: Callable[[], None] = lambda: None,
+        announces: bool = True,
     ) -> Evaluation:
-        """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. Collective."""
+        """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. `announces`: callbacks hear of each batch.
+        Collective."""
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
         by_batches = self.compute_metrics if self.args.batch_eval_metrics and not loss_only else None
         return self.evaluator(
@@ -294,11 +303,44 @@ class EvaluationMethods:
             batch_metrics=None if by_batches is None else by_batch(by_batches),
             ignore_keys=ignore_keys,
             before_batch=before_batch,
-            after_batch=lambda: self._callbacks.event("on_prediction_step"),
+            after_batch=lambda: self._callbacks.event("on_prediction_step") if announces else None,
         )
 
+    def try_metrics(self) -> None:
+        """Calls `compute_metrics` with two samples of each evaluation set, so that one that fails does so before
+        training and not hours later. One that needs more samples than two gets the whole set. Collective."""
+        if self.compute_metrics is None or self.args.batch_eval_metrics or self._overridden("evaluate"):
+            return
+        for _, dataset in self._eval_sets():
+            if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+                continue
+            two = range(min(2, len(dataset)))
+            try:
+                self._try_metrics(dataset.select(two) if hasattr(dataset, "select") else Subset(dataset, two))
+            except Exception as error:
+                if self.context.host.rank == 0:
+                    told = f"{type(error).__name__}: {error}"
+                    logger.warning("compute_metrics fails with two samples (%s); it is tried with all", told)
+                self._try_metrics(dataset)
+
+    def _try_metrics(self, dataset: Any) -> None:
+        self._metrics(self.run_evaluation(self.get_eval_dataloader(dataset), gather=True, announces=False), "eval")
+
     def _metrics(self, evaluation: Evaluation, prefix: str) -> dict[str, float]:
-        return summarize(evaluation, prefix, causal=self.loss.has_perplexity, compute_metrics=self.compute_metrics)
+        """The metrics. Where `compute_metrics` fails on one rank, all ranks raise an error."""
+        error, metrics = None, {}
+        try:
+            metrics = summarize(
+                evaluation, prefix, causal=self.loss.has_perplexity, compute_metrics=self.compute_metrics
+            )
+        except Exception as raised:
+            error = raised
+        failed = [] if self.compute_metrics is None else self.context.host.all_gather(error is not None)
+        if error is not None:
+            raise error
+        if any(failed):
+            raise PeerFailed(f"rank {failed.index(True)}: compute_metrics has failed there; look at its error")
+        return metrics
 
 
 def _listed(prompts: str | Sequence[str] | None) -> list[str]:

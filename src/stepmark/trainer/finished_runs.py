@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.errors import StepmarkError
+from stepmark.launch.failure_report import FAILURES
 from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.telemetry.run_log import SYSTEM
@@ -25,6 +26,7 @@ RECORDS = (  # of a run, in its folder
     "status.json",
     "used_recipe.yaml",
     SYSTEM,
+    FAILURES,
     "trainer_state.json",
     "train_results.json",
     "eval_results.json",

@@ -9,10 +9,11 @@ from typing import Any
 
 from stepmark.errors import StepmarkError
 from stepmark.filesystem.error_advice import with_advice
-from stepmark.launch.failure_report import FailureReport
+from stepmark.launch.failure_report import FailureReport, keep_failure
 from stepmark.launch.process_exit import say
 from stepmark.launch.restarts import may_be_restarted
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
+from stepmark.launch.world import World
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.telemetry.run_log import RunLog
@@ -72,9 +73,10 @@ def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
         run_log.try_status("interrupted", step, error.reason)
         if run_log.writes:
             say(f"interrupted by {error.reason}\n{HOW_TO_GO_ON}")
-    elif callbacks.begun:  # otherwise the status of an earlier run stands
+    elif callbacks.begun:  # otherwise nothing is known of the run yet, or the status is an earlier one's
         report = FailureReport.of(error, 0)
-        reason = report.message if report.secondary else f"{type(error).__name__}: {error}"
+        named = report.secondary or not isinstance(error, StepmarkError)
+        reason = report.message if named else f"{type(error).__name__}: {report.message}"
         if isinstance(error, KeyboardInterrupt):
             run_log.try_status("interrupted", step, reason)
         elif run_log.stop_reason is not None and report.secondary:
@@ -82,4 +84,7 @@ def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
             signal = run_log.stop_reason.partition(":")[0]
             run_log.try_status("interrupted", step, f"{signal}: another rank has ended; the last checkpoint stands")
         else:
+            keep_failure(Path(callbacks.args.output_dir), error, World.from_environment().rank)
             run_log.failed(step, reason, final=not may_be_restarted(callbacks.args.max_restarts, error))
+    elif not isinstance(error, KeyboardInterrupt):
+        keep_failure(Path(callbacks.args.output_dir), error, World.from_environment().rank)

@@ -594,6 +594,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             try:
                 with loop.stopping_at_signals(), watch:
+                    if self.args.eval_strategy != "no" and not extracting_graphs():
+                        self.try_metrics()
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
                     if restored is None and not extracting_graphs():
                         part_from_earlier_attempt(

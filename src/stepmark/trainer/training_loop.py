@@ -376,6 +376,12 @@ class TrainingLoop:
             assert self._preemption is not None
             self._postpone(evaluation)
             self._stop(self._preemption, "in the evaluation ")
+        except Exception:
+            if evaluation.metrics_failed and self._callbacks.control.should_save:  # what was trained is not lost
+                self._postpone(evaluation)
+                self._save()
+                self._checkpointer.wait()
+            raise
 
     def _postpone(self, evaluation: PausableEvaluation) -> None:
         """Keeps what is left to do after this step, for the resumed run."""

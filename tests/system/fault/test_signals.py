@@ -21,7 +21,7 @@ from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status, saved_steps
 
 PROGRAM = "tests.support.programs:train"
-TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
+TERM, USR1, HUP = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGHUP)
 UNDISTURBED: dict[tuple[str, int], Any] = {}
 
 
@@ -61,6 +61,7 @@ def case(device: str, nproc: int, *marks: Any, prove: bool = False, **signalled:
         case("cpu", 1, event="on_step_begin", step=5, ranks=[0], prove=True),
         case("cpu", 2, event="on_step_begin", step=5, ranks=[0]),
         case("cpu", 2, event="on_step_end", step=6, ranks=[1], numbers=[USR1]),
+        case("cpu", 1, event="on_step_end", step=6, ranks=[0], numbers=[HUP]),
         case("cpu", 2, event="on_step_end", step=7, ranks=[1], prove=True),  # the epoch's last step
         case("cpu", 2, event="on_pre_optimizer_step", step=5, ranks=[0, 1], numbers=[TERM, TERM, USR1]),
         case("cpu", 2, event="on_save", step=4, ranks=[0], prove=True),

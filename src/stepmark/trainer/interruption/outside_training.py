@@ -50,14 +50,16 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
     """Sets the status of the run in `folder` to `interrupted`, on rank 0, for a process that began at `began` (seconds
     since the Unix epoch).
 
-    Nothing is written where this process has already recorded how it ended, where another run holds the folder, where
-    a rank has failed and the launcher ends the others (there the failure counts), or while only graphs are extracted.
+    Nothing is written where the run is done, where this process has already recorded how it ended, where another run
+    holds the folder, where a rank has failed and the launcher ends the others (there the failure counts), or while only
+    graphs are extracted.
     """
     if World.from_environment().rank != 0 or _a_rank_has_failed() or extracting_graphs():
         return
     try:
         status = _read_status(folder)
-        ended = status.get("state") != "running" and status.get("time", 0.0) >= began
+        state = status.get("state")
+        ended = state == "done" or (state != "running" and status.get("time", 0.0) >= began)
         if ended or held_by_another(folder, watch=1.5 * BEAT):
             return
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,11 +13,12 @@ Metrics = dict[str, float]
 class PausableEvaluation:
     """The progress of an evaluation that may be stopped. `completed` has the metrics of each set that is done, by the
     prefix of its keys (numbered where a prefix occurs again); sets that an earlier process completed are not evaluated
-    again."""
+    again. `metrics_failed`: `compute_metrics` has raised an error, on at least one rank."""
 
     def __init__(
         self, may_continue: Callable[[], bool] = lambda: True, earlier: Mapping[str, Metrics] | None = None
     ) -> None:
+        self.metrics_failed = False
         self._may_continue = may_continue
         self.completed = {prefix: dict(metrics) for prefix, metrics in (earlier or {}).items()}
         self._begun: Counter[str] = Counter()

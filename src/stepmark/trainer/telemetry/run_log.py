@@ -47,6 +47,7 @@ class RunLog:
         self._details: dict[str, Any] | None = None  # of status.json; None where this process has no more to say
         self._last: tuple[str, int, str | None] | None = None  # the status as written
         self._numbers: dict[str, Any] = {}  # of the last log
+        self.stays_done = False  # a finished run that is started again: a signal does not undo its end
         self.prometheus: PrometheusFile | None = None
         self._warned = False  # that events cannot be written
 
@@ -79,6 +80,8 @@ class RunLog:
     def status(self, state: str, step: int, reason: str | None = None) -> None:
         """Writes status.json. `state` is running, done, interrupted or failed; all but the first are events too."""
         if not self.writes:
+            return
+        if self.stays_done and state in ("running", "interrupted"):
             return
         with _lock:
             if state == "running" and self._stopping is not None:
@@ -120,6 +123,13 @@ class RunLog:
         self.describe(**details)
         if self._last is not None and self._last[0] == "running":
             self.try_status(*self._last)
+
+    def is_done(self) -> bool:
+        """Whether the run has finished, by its status."""
+        try:
+            return bool(json.loads((self._folder / STATUS).read_bytes())["state"] == "done")
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def earlier_details(self) -> dict[str, Any]:
         """What the process that trained has written; another one may record how it ended."""

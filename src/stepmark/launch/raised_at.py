@@ -1,0 +1,69 @@
+"""Which line an error came from: the user's, rather than this package's or a library's."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_SITE = re.compile(r".*/(?:site|dist)-packages/")
+_TYPED = ("<stdin>", "<string>", "<ipython")  # code without a file that a user has written
+_TOLD = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
+
+
+class Line(NamedTuple):
+    """A line of a traceback."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def of_package(self) -> bool:
+        return self.file.startswith(f"{_PACKAGE}/")
+
+    @property
+    def of_library(self) -> bool:
+        unwritten = self.file.startswith("<") and not self.file.startswith(_TYPED)
+        return unwritten or self.file.startswith(_INSTALLED) or _SITE.match(self.file) is not None
+
+    @property
+    def of_torch(self) -> bool:
+        """Or of Python itself."""
+        return "/site-packages/torch/" in self.file or not _SITE.match(self.file)
+
+    def __str__(self) -> str:
+        file = Path(_SITE.sub("", self.file))
+        shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+        return f"{shown}, line {self.line}, in {self.function}"
+
+
+def raised_at(error: BaseException, *, known: bool) -> Line | None:
+    """The line of code that the error came from: the last one of the user's that this package has called, directly or
+    through a library. Without one, None for an error whose message is meant for users (`known`); for another the last
+    line outside this package and torch, or outside this package, or of it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = _told(error) or [Line(*frame[:3]) for frame in traceback.extract_tb(error.__traceback__)]
+    first = next((index for index, line in enumerate(lines) if line.of_package), 0)
+    called = [line for line in lines[first:] if not line.of_package]
+    kinds = [[line for line in called if not line.of_library]]
+    kinds += [] if known else [[line for line in called if not line.of_torch], called, lines]
+    return next((found[-1] for found in kinds if found), None)
+
+
+def _told(error: BaseException) -> list[Line]:
+    """The lines of the traceback that the error brings along as text, from the data worker in which it was raised: its
+    first, which is the cause of the others."""
+    found: list[Line] = []
+    for text in "\n".join([str(error), *getattr(error, "__notes__", ())]).splitlines():
+        match = _TOLD.match(text)
+        if match is not None:
+            found.append(Line(match[1], int(match[2]), match[3]))
+        elif found and not text.startswith(" "):
+            break
+    return found
