@@ -120,6 +120,13 @@ def test_texts_and_none_are_left_out() -> None:
     assert set(only_batch([sample(2, text="a", nothing=None)])) == {"input_ids", "labels"}
 
 
+def test_of_two_columns_of_labels_the_one_named_labels_counts() -> None:
+    samples = [{"x": [1.0], "label": row, "label_ids": [row], "labels": row + 5} for row in range(2)]
+    assert as_lists(only_batch(samples)) == {"x": [[1.0], [1.0]], "labels": [5, 6]}
+    batch = only_batch([{"x": [1.0], "label_ids": [row], "label": row} for row in range(2)])
+    assert as_lists(batch)["labels"] == [0, 1]
+
+
 def test_samples_that_are_not_mappings_are_stacked() -> None:
     first, second = only_batch([(torch.ones(3), 1), (torch.zeros(3), 2)])
     assert first.shape == (2, 3)

@@ -107,6 +107,30 @@ def test_saves_evaluations_and_the_end_look_too(tmp_path: Path, options: dict[st
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+class Stops(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 7
+
+
+@pytest.mark.parametrize("last", [12, 7])
+def test_a_run_whose_last_step_is_nan_does_not_end_well(tmp_path: Path, last: int) -> None:
+    """Fewer steps than stop_on_nan, but its model is of no use, and is not saved."""
+    made, recorder = trainer(tmp_path, Breaks(last), **steps("save", last), **steps("logging", 100))
+    if last == 7:
+        made.add_callback(Stops)
+    with pytest.raises(TrainingDiverged, match=f"step {last}"):
+        made.train(save_model=True)
+    assert recorder.saves == []
+
+
+def test_the_best_model_stands_where_the_last_step_is_nan(tmp_path: Path) -> None:
+    options = {"load_best_model_at_end": True, **steps("save", 4), **steps("eval", 4)}
+    made, _ = trainer(tmp_path, Breaks(12), **options)
+    made.train()
+    assert made.state.best_global_step in (4, 8)
+    assert all(each.isfinite().all() for each in made.model.parameters())
+
+
 def test_a_checkpoint_of_nan_is_not_the_best_and_keeps_the_last_that_is_finite(tmp_path: Path) -> None:
     """Also by a metric that is better for weights of no use."""
     best = {"metric_for_best_model": "useless", "greater_is_better": True, "save_total_limit": 1, "stop_on_nan": 0}

@@ -87,3 +87,15 @@ def test_what_another_library_and_stepmark_have_is_obeyed(tmp_path: Path) -> Non
 
 def test_fields_of_a_script_are_for_the_script(tmp_path: Path) -> None:
     assert converted(OfAScript(str(tmp_path), use_cpu=True, alpha=2.0)).learning_rate == 2e-5
+
+
+def test_the_hooks_of_a_script_read_the_fields_that_it_added(tmp_path: Path) -> None:
+    @dataclass
+    class Arguments(transformers.TrainingArguments):
+        alpha: float = 0.5
+
+    given = Arguments(str(tmp_path), use_cpu=True, alpha=0.7)
+    given.beta = 3
+    trainer = Trainer(tiny_model(), given)
+    assert (trainer.args.alpha, trainer.args.beta) == (0.7, 3)
+    assert trainer.args.device.type == "cpu"

@@ -90,8 +90,8 @@ class TrainingFields(metaclass=AcceptingDefaults):
         max_restarts: Under `--nproc`: ranks that die are started again, from the newest complete checkpoint, until so
             many restarts in a row did not get past the step that failed. Default: 0.
         stop_on_nan: Ends the run with an error after so many steps in a row whose loss or gradient norm is not finite,
-            at the next log, evaluation or save, before anything is saved. Steps that the loss scale of `fp16` leaves
-            out do not count; 0: never. Default: 3.
+            at the next log, evaluation or save, before anything is saved; at the end of the run after one. Steps that
+            the loss scale of `fp16` leaves out do not count; 0: never. Default: 3.
         sample_prompts: Texts that the model continues at each evaluation, greedily: events of the run, which the report
             shows. Needs a causal model that every rank holds completely. Default: None.
         sample_tokens: By how many tokens. Default: 64.

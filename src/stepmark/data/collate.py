@@ -143,7 +143,8 @@ class Collation:
         features = {name: [sample[name] for sample in mappings] for name in names}
         if not self.pads and self.free and can_pad(self.processing_class, features):
             return self._by_processor(features, indices)
-        columns = _tensors(features, indices)
+        own = [name for name in ("labels", *LABELS) if name in features]  # the first counts, as in transformers
+        columns = _tensors({name: each for name, each in features.items() if name not in own[1:]}, indices)
         if self.pads:
             columns |= self._padded(columns, samples, indices, length)
         self._check_shapes(columns, indices)

@@ -320,10 +320,14 @@ class TrainingLoop:
     def _check_finite(self) -> None:
         """Raises TrainingDiverged where the run has, on all ranks: they see the same numbers where all read them."""
         self._losses.settle()
-        if self._monitor.diverged() is not None:
+        state, control = self._callbacks.state, self._callbacks.control
+        loads_best = self._args.load_best_model_at_end and state.best_model_checkpoint is not None
+        at_end = self._step >= self._parts.total_steps or control.should_training_stop
+        error = self._monitor.diverged(ended=at_end and not loads_best)
+        if error is not None:
             self._checkpointer.wait()
-            self._monitor.close()  # the error names the last checkpoint from before
-            raise TrainingDiverged(self._parts.context.host.broadcast(self._monitor.diverged()))
+            self._monitor.close()
+            raise TrainingDiverged(self._parts.context.host.broadcast(error))
 
     def _check_targets(self) -> None:
         """Where no label was a target since the run began: says so, and raises DataError, on all ranks, at the end of

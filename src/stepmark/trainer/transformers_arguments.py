@@ -39,15 +39,18 @@ def converted(args: Any) -> Any:
     seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
     kind = Seq2SeqTrainingArguments if seq2seq else TrainingArguments
     values = {name: _plain(value) for name, value in _fields(args).items() if name != "local_rank"}  # the launcher's
-    defaults = {name: _plain(value) for name, value in _fields(_default(args)).items()}
-    own = known_fields(kind)
+    default, own = _default(args), known_fields(kind)
+    defaults = {name: _plain(value) for name, value in _fields(default).items()}
     set_here = [
         name
         for name, value in values.items()
         if (name in own and (value, defaults.get(name)) != (None, None))  # what is unset keeps our default
         or (name in defaults and value != defaults[name])
     ]
-    return kind(**{name: values[name] for name in (*set_here, "use_cpu")})
+    made = kind(**{name: values[name] for name in (*set_here, "use_cpu")})
+    for name in vars(args).keys() - vars(default).keys() - set(own):  # a script's own, which its hooks read
+        setattr(made, name, getattr(args, name))
+    return made
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:

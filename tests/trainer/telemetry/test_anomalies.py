@@ -21,7 +21,6 @@ def watch(steps: Iterable[tuple[float, float]], rate: float = 1e-3, saved: tuple
         watching.look(step, loss, 64.0, norm)
         if step in saved:
             watching.marked(step)
-            watching.saved(step)
     return said
 
 
@@ -42,10 +41,11 @@ def test_a_loss_that_is_no_number_is_told_once_with_the_last_checkpoint_from_bef
 
 
 def test_a_checkpoint_from_after_it_is_no_help_however_late_the_numbers_come() -> None:
+    """One from before it is, although it may still be written."""
     said: list[Anomaly] = []
     watching = AnomalyDetector(said.append)
     for step in (4, 8):
-        watching.saved(step)
+        watching.marked(step)
     watching.look(7, NAN, 64.0, 1.0)
     assert said[0].message.endswith("the last checkpoint from before it is checkpoint-4")
 
@@ -58,7 +58,7 @@ def test_without_a_checkpoint_it_says_so() -> None:
 def diverged(steps: Iterable[tuple[float, float]], limit: int, left_out: tuple[int, ...] = ()) -> str | None:
     """What a detector says that is asked once, after all steps."""
     watching = AnomalyDetector(lambda _: None, stop_on_nan=limit)
-    watching.saved(2)
+    watching.marked(2)
     for step, (loss, norm) in enumerate(steps, 1):
         watching.look(step, loss, 64.0, norm, updated=step not in left_out)
     return watching.diverged()
@@ -72,6 +72,18 @@ def test_steps_in_a_row_that_are_not_finite_are_counted() -> None:
     assert found is not None  # whenever it is asked
     assert "since step 4 " in found
     assert "checkpoint-2" in found
+
+
+def test_a_run_that_ends_with_a_step_that_is_not_finite_has_diverged() -> None:
+    watching = AnomalyDetector(lambda _: None, stop_on_nan=3)
+    watching.look(1, NAN, 64.0, NAN)
+    assert watching.diverged() is None
+    assert "since step 1 " in (watching.diverged(ended=True) or "")
+    watching.look(2, 1.0, 64.0, 1.0)
+    assert watching.diverged(ended=True) is None
+    never = AnomalyDetector(lambda _: None)
+    never.look(1, NAN, 64.0, NAN)
+    assert never.diverged(ended=True) is None
 
 
 def test_steps_that_a_loss_scaler_leaves_out_are_not_counted() -> None:

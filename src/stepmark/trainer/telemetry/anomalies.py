@@ -38,10 +38,10 @@ class AnomalyDetector:
         self._report = report
         self._limit = stop_on_nan
         self._streak, self._first = 0, 0
+        self._message = ""
         self._diverged: tuple[int, str] | None = None
         self._reported: set[str] = set()
         self._rates: dict[int, float] = {}
-        self._saved: list[int] = []
         self._marks: set[int] = set()
         self._last: tuple[float, float] | None = None
         self._same = 0
@@ -77,15 +77,17 @@ class AnomalyDetector:
             return
         self._first = self._first if self._streak else step
         self._streak += 1
+        found = ", ".join(f"{name} {value}" for name, value in numbers.items())
+        self._message = f"training has diverged: since step {self._first} nothing is finite ({found})"
         if self._streak == self._limit and self._diverged is None:
-            found = ", ".join(f"{name} {value}" for name, value in numbers.items())
-            self._diverged = self._first, f"training has diverged: since step {self._first} nothing is finite ({found})"
+            self._diverged = self._first, self._message
 
-    def diverged(self) -> str | None:
-        """The error of a run that has diverged; None as long as it has not."""
-        if self._diverged is None:
+    def diverged(self, *, ended: bool = False) -> str | None:
+        """The error of a run that has diverged; None as long as it has not. One that has `ended` with the weights of
+        its last step has, where that step is not finite."""
+        if self._diverged is None and not (ended and self._streak and self._limit):
             return None
-        first, message = self._diverged
+        first, message = self._diverged or (self._first, self._message)
         remedy = f"lower learning_rate, or look at the samples of step {first} (stop_on_nan: {self._limit})"
         return f"{message}; {self._remedy(first)}; {remedy}"
 
@@ -101,10 +103,6 @@ class AnomalyDetector:
     def marked(self, step: int) -> None:
         """After this step a save began, or the run continues from its checkpoint."""
         self._marks.add(step)
-
-    def saved(self, step: int) -> None:
-        """The checkpoint of this step is complete on disk."""
-        self._saved.append(step)
 
     def moved(self) -> int:
         """How many steps since the last call must have changed the weights; for `weights`."""
@@ -127,7 +125,7 @@ class AnomalyDetector:
         return f", since checkpoint-{step - 1} was saved or resumed from" if step - 1 in self._marks else ""
 
     def _remedy(self, step: int) -> str:
-        good = [saved for saved in self._saved if saved < step]
+        good = [saved for saved in self._marks if saved < step]  # a save that fails ends the run with its own error
         if not good:
             return "there is no checkpoint from before it"
         return f"the last checkpoint from before it is checkpoint-{max(good)}"

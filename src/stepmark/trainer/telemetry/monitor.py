@@ -126,9 +126,10 @@ class Monitor:
         """The numbers of the last step that has reached the host that are not finite, by name; equal on all ranks."""
         return self._anomalies.not_finite
 
-    def diverged(self) -> str | None:
-        """The error where as many steps in a row as `stop_on_nan` says were not finite; None where they were not."""
-        return self._anomalies.diverged()
+    def diverged(self, *, ended: bool) -> str | None:
+        """The error where as many steps in a row as `stop_on_nan` says, or of a run that has `ended` the last one, were
+        not finite; None where they were not."""
+        return self._anomalies.diverged(ended=ended)
 
     def step_ended(self, step: int, batch: StepBatch) -> None:
         if (progress := current()) is not None:

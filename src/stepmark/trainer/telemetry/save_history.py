@@ -47,7 +47,6 @@ class SaveHistory:
         """The run continues from this checkpoint."""
         self._run_log.describe(newest_checkpoint=checkpoint.name)
         self._anomalies.marked(step)
-        self._anomalies.saved(step)
         self._compare_weights(checkpoint, step, moved=0)
 
     def poll(self) -> None:
@@ -67,7 +66,6 @@ class SaveHistory:
                 bytes=save.handle.size,
             )
             self._run_log.describe_now(newest_checkpoint=path.name)
-            self._anomalies.saved(step)
             self._compare_weights(path, step, save.moved)
 
     def close(self) -> None:
