@@ -20,7 +20,7 @@ FOLDER = re.compile(r"(?:[a-z_0-9]+/)+\Z")
 MODULE = re.compile(r"stepmark(?:\.\w+)+\Z")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 MAP = re.compile(r"^### (\w+)/$(.*?)(?=^##)", re.DOTALL | re.MULTILINE)
-TOPS = ("src", "tests", "docs", "examples", "scripts", "benchmarks")
+TOPS = ("src", "tests", "docs", "examples", "scripts", "benchmarks", "constraints")
 EXAMPLES = {"my_module.py"}  # files of the reader
 ON_DISK = {"optimizer/", "state/"}  # folders in a checkpoint
 

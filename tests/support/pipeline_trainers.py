@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, EvalPrediction, TrainerCallback
 
-from stepmark import Mesh, Trainer, TrainingArguments, evaluate, load_for_parallelism
+from stepmark import Mesh, PadTo, Trainer, TrainingArguments, evaluate, load_for_parallelism
 from tests.support.mesh_programs import accuracy
 from tests.support.models import build, configuration
 from tests.support.programs import LENGTH, VOCABULARY, Blocks
@@ -102,6 +102,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     trainer = kind(
         model,
         args,
+        PadTo() if data is Uneven else None,
         train_dataset=data(30),
         eval_dataset=data(7, seed=1),
         compute_metrics=own_metrics,

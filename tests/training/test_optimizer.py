@@ -14,7 +14,6 @@ from transformers import Trainer as TransformersTrainer
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
-from stepmark.config.option_text import parse_options
 from stepmark.errors import UsageError
 from stepmark.parallel.parameter_optimizer import MASTER, ParameterOptimizer
 from stepmark.runtime.eager import EagerRuntime
@@ -424,9 +423,6 @@ def test_the_rates_that_adafactor_chooses_are_logged_and_saved(tmp_path: Path, s
 def test_an_option_that_is_a_field_is_refused(name: str, option: str, field: str) -> None:
     with pytest.raises(UsageError, match=f"^optim_args: .*{field}"):
         TrainingArguments(optim=name, optim_args=option)
-    options = parse_options("optim_args", option)
-    with pytest.raises(UsageError, match=f"^optim_args: .*{field}"):
-        build_optimizer(name, list(nn.Linear(2, 2).named_parameters()), CPU, options=options)
 
 
 def test_adafactor_has_an_eps_of_its_own() -> None:

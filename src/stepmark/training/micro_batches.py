@@ -96,11 +96,13 @@ class SequentialSchedule:
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""
+        first = self._arrivals.first_use
         for index, micro_batch in enumerate(batch.micro_batches):
             if micro_batch.targets and self._loss.undecided(micro_batch.inputs):
                 self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
-                with self._arrivals.first_use(), autocast(self._runtime, self._autocast):
+                with first(), autocast(self._runtime, self._autocast):
                     self._loss.call_first(self._model, micro_batch.inputs)
+                first = nullcontext  # that call was the step's first forward pass
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._runtime)
         self._gradients.begin(counts.total.reshape(()))
@@ -110,7 +112,7 @@ class SequentialSchedule:
                 entering(PASSES, index + 1)
             self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
             weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
-            with self._arrivals.first_use() if index == 0 else nullcontext():
+            with first() if index == 0 else nullcontext():
                 loss = self._forward(micro_batch, weight)
             if index == last:
                 self._gradients.last_backward()

@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepmark.config.optimizers import (
-    ADAFACTOR,
-    ADAMW,
-    ADAMW_8BIT,
-    MUON,
-    WHOLE_PARAMETERS,
-    check_optimizer,
-    check_options,
-)
+from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.optim.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
 from stepmark.optim.elementwise import sharding_unit, updates_elements
@@ -85,7 +77,6 @@ def build_optimizer(
             parameters, and they are sharded on a lazy device or without `mesh`.
     """
     check_optimizer(name)
-    check_options(name, options or {})
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {"params": [item for item in items if decay(item[0]) == decays], "weight_decay": rate, **own}
