@@ -57,14 +57,14 @@ def end_process(error: BaseException, rank: int) -> None:
     failure = FailureReport.of(error, rank)
     reported: list[bool] = []
     try:
-        within(RECORDING, lambda: reported.append(_reported(failure)))
+        within(RECORDING, lambda: reported.append(reported(failure)))
         if reported != [True]:
             say(f"error: rank {rank}: {failure.message}")
     finally:
         leave(failure.exit_code)
 
 
-def _reported(failure: FailureReport) -> bool:
+def reported(failure: FailureReport) -> bool:
     """Writes the failure for the process that started this rank; False if none was requested, or writing fails."""
     try:
         if REPORTS in os.environ:
