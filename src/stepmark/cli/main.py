@@ -6,7 +6,6 @@ Exit codes: 0 done; 1 failed, or a check found errors; 2 wrong usage; 75 interru
 from __future__ import annotations
 
 import argparse
-import os
 import select
 import signal
 import sys
@@ -29,7 +28,8 @@ from stepmark.cli import report as report_command
 from stepmark.cli import train as train_command
 from stepmark.cli import verify as verify_command
 from stepmark.errors import LaunchError, PeerLost, UsageError
-from stepmark.launch.failure_report import REPORTS, FailureReport
+from stepmark.launch.failure_report import FailureReport
+from stepmark.launch.process_exit import reported
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
 
@@ -91,8 +91,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError as error:
         if not _output_is_closed():
             return _fail(error, with_traceback)
-        if REPORTS in os.environ:
-            FailureReport.of_closed_output(_world().rank).leave(os.environ[REPORTS])
+        reported(FailureReport.of_closed_output(_world().rank))
         raise
     except (KeyboardInterrupt, Exception) as error:
         return _fail(error, with_traceback)
@@ -115,8 +114,7 @@ def _unrecognized(argument: str) -> str:
 def _fail(error: BaseException, with_traceback: bool) -> int:
     world = _world()
     failure = FailureReport.of(error, world.rank)
-    if REPORTS in os.environ:
-        failure.leave(os.environ[REPORTS])
+    if reported(failure):
         return failure.exit_code
     if with_traceback:
         traceback.print_exception(error)

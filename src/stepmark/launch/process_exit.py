@@ -55,16 +55,16 @@ def within(seconds: float, function: Callable[[], object], name: str = "stepmark
 def end_process(error: BaseException, rank: int) -> None:
     """Ends this process at once, as a failed one; the error goes where errors of a rank go."""
     failure = FailureReport.of(error, rank)
-    reported: list[bool] = []
+    written: list[bool] = []
     try:
-        within(RECORDING, lambda: reported.append(_reported(failure)))
-        if reported != [True]:
+        within(RECORDING, lambda: written.append(reported(failure)))
+        if written != [True]:
             say(f"error: rank {rank}: {failure.message}")
     finally:
         leave(failure.exit_code)
 
 
-def _reported(failure: FailureReport) -> bool:
+def reported(failure: FailureReport) -> bool:
     """Writes the failure for the process that started this rank; False if none was requested, or writing fails."""
     try:
         if REPORTS in os.environ:

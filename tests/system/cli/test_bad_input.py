@@ -509,3 +509,12 @@ def test_as_a_user_calls_it(ranks: Ranks, tmp_path: Path) -> None:
         assert done.stdout == ""
         (line,) = [line for line in done.stderr.splitlines() if not line.startswith(("device: ", "train data: "))]
         assert line.startswith("error: ")
+
+
+def test_a_rank_whose_report_cannot_be_written_prints_its_error(
+    call: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor's folder lies in TMPDIR, which is full or was tidied up."""
+    monkeypatch.setenv("STEPMARK_REPORTS", str(tmp_path / "gone"))
+    told = call(str(tmp_path / "no such recipe.yaml"))
+    assert (told.code, "no such recipe.yaml" in told.error) == (2, True)
