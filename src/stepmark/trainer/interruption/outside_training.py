@@ -51,7 +51,8 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
     since the Unix epoch).
 
     Nothing is written where the run is done, where this process has already recorded how it ended, where another run
-    holds the folder, where a rank has failed and the launcher ends the others (there the failure counts), or while only graphs are extracted.
+    holds the folder, where a rank has failed and the launcher ends the others (there the failure counts), or while only
+    graphs are extracted.
     """
     if World.from_environment().rank != 0 or _a_rank_has_failed() or extracting_graphs():
         return
