@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,15 @@ def test_the_page_has_what_the_errors_have() -> None:
     for name in (*of_scripts, "NeuronTrainer", "NeuronAccelerator", "ModelParallelismPlugin", "MpDeviceLoader"):
         assert name in page
         assert name in FIELDS or name in EXPORTS
+
+
+def test_an_unknown_name_is_explained_without_importing_transformers() -> None:
+    """Which takes seconds."""
+    program = (
+        "import sys; from stepmark.config.unknown_field_message import unknown_field as told;"
+        "assert 'not support' in told('streaming', ()) and 'not support' in told('fsdp', ());"
+        "assert 'transformers field' in told('deepspeed', ()), told('deepspeed', ());"
+        "assert 'nproc' in told('nproc_per_node', ()) and 'config_overrides' in told('n_layers', ());"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -83,6 +83,10 @@ def test_the_last_line_of_the_users_is_named(use: Any, function: str) -> None:
         assert f"line {line.lineno}," in message
 
 
+def test_a_token_beyond_the_vocabulary_is_explained() -> None:
+    assert "vocab_size" in called_by_package(fails_in_torch).message
+
+
 def test_an_error_of_this_package_names_no_line_of_the_script_that_called_it() -> None:
     """Its message is complete."""
     found = FailureReport.of(caught(load_function, "nothing", "metrics"), 0)

@@ -301,3 +301,22 @@ def test_samples_in_their_own_order(tmp_path: Path) -> None:
 def test_an_unknown_order_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="train_sampling_strategy: 'by_length' is unknown; choose one of random"):
         trainer(tmp_path, train_sampling_strategy="by_length")
+
+
+@pytest.mark.parametrize(
+    ("call", "culprit"),
+    [
+        (lambda folder: Trainer("gpt2", arguments(folder)), "model: .*gpt2"),
+        (lambda folder: Trainer(type(tiny_model()), arguments(folder)), "model: .*class"),
+        (lambda folder: Trainer(tiny_model(), Blocks(3)), "args: .*Blocks"),
+        (lambda folder: Trainer(arguments(folder), tiny_model()), "args: |model: "),
+        (lambda folder: Trainer(tiny_model(), {"output_dir": str(folder)}), "args: .*dict"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(tmp_path: Path, call: Any, culprit: str) -> None:
+    with pytest.raises(UsageError, match=culprit):
+        call(tmp_path)
+
+
+def arguments(folder: Path) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(folder), device="cpu")

@@ -80,6 +80,12 @@ FIELDS = {
     "tp_degree": "use tensor_parallel_size",
     "tensor_parallel_degree": "use tensor_parallel_size",
     "compute_dtype": "use dtype or bf16",
+    "nproc_per_node": "start ranks with --nproc",
+    "num_processes": "start ranks with --nproc",
+    "early_stopping_patience": "pass transformers' EarlyStoppingCallback to a Trainer, or watch the run with "
+    "`stepmark evaluate RUN --watch --patience N`",
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), "set the number of layers in config_overrides"),
+    **dict.fromkeys(("n_embd", "d_model", "hidden_size"), "set the model's width in config_overrides"),
 }
 
 # What other packages export, for `from stepmark import …`.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import os
+import importlib.util
+import re
 from collections.abc import Collection
+from pathlib import Path
 
-from stepmark.config.absent_arguments import INSTEAD, transformers_defaults
+from stepmark.config.absent_arguments import INSTEAD
 from stepmark.config.old_names import FIELDS
 
 # Fields of run_clm, which no installed package declares.
@@ -31,6 +33,9 @@ def unknown_field(name: str, known: Collection[str], path: str | None = None) ->
 
 
 def _transformers_fields() -> Collection[str]:
-    """Read from the installed transformers, only for an error message: importing it takes seconds."""
-    os.environ.setdefault("PJRT_DEVICE", "CPU")  # torch_xla would log that it chooses a device
-    return transformers_defaults()
+    """Read from the source of the installed transformers: importing it takes seconds."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return ()
+    source = (Path(found.origin).parent / "training_args.py").read_text(encoding="utf-8")
+    return set(re.findall(r"^    (\w+): .*=", source, flags=re.MULTILINE))

@@ -52,6 +52,8 @@ class FailureReport:
         message = text if known else f"{type(error).__name__}: {text}" if text else type(error).__name__
         late = isinstance(error, RuntimeError) and not known and _TIMED_OUT.search(text) is not None
         message = describe_lost_peer(text) if lost or late else with_advice(message, error)
+        if isinstance(error, IndexError) and text == "index out of range in self":  # torch's words
+            message += "; a token id, or a position, is beyond the model's embeddings: compare them with its vocab_size"
         if isinstance(error, KeyboardInterrupt):
             message = "interrupted"
         elif error.__traceback__ is not None and not (lost or late):

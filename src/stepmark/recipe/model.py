@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
         ) from error
     unknown = [key for key in overrides if not hasattr(made, key)]
     if unknown:
-        raise UsageError(f"config_overrides: {type(made).__name__} has no {unknown[0]}")
+        raise UsageError(f"config_overrides: {type(made).__name__} has no {unknown[0]}{_similar(unknown[0], made)}")
     given = {} if tokenizer is None else {"vocab_size": len(tokenizer), **_special_tokens(tokenizer)}
     values = {**given, **overrides}
     if tokenizer is not None and values["vocab_size"] < len(tokenizer):
@@ -264,3 +265,8 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 def _first_line(error: Exception) -> str:
     line = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {line}" if isinstance(error, LookupError) or not line else line
+
+
+def _similar(name: str, config: Any) -> str:
+    close = difflib.get_close_matches(name, config.to_dict(), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; {type(config).__name__} has other names for its sizes"

@@ -10,4 +10,7 @@ DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
 def check_device_name(wish: str) -> None:
     """Raises UsageError for an unknown name."""
     if wish not in DEVICES:
-        raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}")
+        hint = ""
+        if wish.startswith(("gpu", "cuda:")):
+            hint = "; for GPUs use cuda: each rank takes one of those that CUDA_VISIBLE_DEVICES lists"
+        raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}{hint}")

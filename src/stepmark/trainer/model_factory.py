@@ -68,6 +68,12 @@ def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, see
     """
     if (model is None) == (make is None):
         raise UsageError("model, model_init: a Trainer needs one of them; pass a model, or a function that makes it")
+    if make is None and not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"{model!r:.40}"
+        raise UsageError(
+            f"model: should be a torch.nn.Module, such as what AutoModelForCausalLM.from_pretrained(…) returns, and is "
+            f"{given}"
+        )
     if make is None:
         return model, None
     factory = ModelFactory(make, seed)

@@ -31,6 +31,10 @@ def converted(args: Any) -> Any:
         return TrainingArguments()
     if isinstance(args, TrainingFields):
         return TrainingArguments.of(args)
+    if not hasattr(args, "output_dir"):
+        raise UsageError(
+            f"args: should be TrainingArguments, and is a {type(args).__name__}; the order is Trainer(model, args, …)"
+        )
     if not isinstance(args, transformers.TrainingArguments):
         return args
     others = _of_other_trainers(args)
