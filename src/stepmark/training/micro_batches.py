@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -96,7 +96,7 @@ class SequentialSchedule:
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""
-        first = self._arrivals.first_use
+        first: Callable[[], AbstractContextManager[None]] = self._arrivals.first_use
         for index, micro_batch in enumerate(batch.micro_batches):
             if micro_batch.targets and self._loss.undecided(micro_batch.inputs):
                 self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
