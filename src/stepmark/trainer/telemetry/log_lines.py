@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 
 def json_line(values: dict[str, Any]) -> str:
-    """The values as an object, with the time (seconds since 1970) and a level; numbers that are not finite are words."""
+    """The values as an object, with a level and the time in seconds since 1970; non-finite numbers are words."""
     finite = {key: value if not _is_broken(value) else str(value) for key, value in values.items()}
     return json.dumps({"time": time.time(), "level": "info", **finite})
 
