@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 
 from stepmark.cli.main import run as call
 from stepmark.errors import TrainingDiverged
+from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.interruption.outside_training import record_interruption
 from stepmark.trainer.results import evaluation_line
@@ -289,3 +291,11 @@ def test_a_finished_run_that_is_interrupted_while_it_starts_again_stays_done(tmp
     with pytest.raises(RunInterrupted):
         longer.train(resume_from_checkpoint=True)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "interrupted"
+
+
+def test_the_start_says_what_was_started(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=1, seed=7)
+    (started,) = [each for each in read_lines(tmp_path / "events.jsonl") if each["event"] == "started"]
+    assert "pytest" in started["command"]
+    assert (started["seed"], started["host"]) == (7, socket.gethostname())
+    assert started["commit"] is None or len(started["commit"]) == 40

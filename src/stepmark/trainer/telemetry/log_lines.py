@@ -39,9 +39,9 @@ def duration(seconds: float) -> str:
 
 
 def json_line(values: dict[str, Any]) -> str:
-    """The values as an object, with the time in seconds since 1970; numbers that are not finite are words."""
+    """The values as an object, with a level and the time in seconds since 1970; non-finite numbers are words."""
     finite = {key: value if not _is_broken(value) else str(value) for key, value in values.items()}
-    return json.dumps({"time": time.time(), **finite})
+    return json.dumps({"time": time.time(), "level": "info", **finite})
 
 
 def _is_broken(value: Any) -> bool:

@@ -7,6 +7,11 @@ graph and does not communicate with other ranks, so a run trains the same with a
 from __future__ import annotations
 
 import logging
+import re
+import shlex
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +41,7 @@ from stepmark.trainer.telemetry.timers import RunTimers
 
 logger = logging.getLogger("stepmark")
 MAX_COMPILATIONS = 100  # events of one process
+LONGEST_COMMAND = 2000  # characters
 MAX_LINES = 5  # that read the device, named in one warning
 
 
@@ -93,6 +99,11 @@ class Monitor:
             software={**software_versions(), "torch": torch.__version__},
             metric_for_best_model=parts.args.best_metric_key,
             greater_is_better=parts.args.greater_is_better,
+            command=_command(),
+            commit=_commit() if self._run_log.writes else None,
+            host=socket.gethostname(),
+            seed=parts.args.seed,
+            data_seed=parts.args.data_seed,
         )
         if restored is not None:
             attempt = self._run_log.attempts() + 1
@@ -217,6 +228,20 @@ class Monitor:
         if (seen.where, seen.reason) not in self._warned:
             self._warned.add((seen.where, seen.reason))
             logger.warning("%s", message)
+
+
+def _command() -> str:
+    """The command line of this process, without the value of a token."""
+    return re.sub(r"(--\w*token[= ])\S+", r"\1…", shlex.join(sys.orig_argv))[:LONGEST_COMMAND]
+
+
+def _commit() -> str | None:
+    """The commit of the repository that the process runs in; None without one."""
+    try:
+        told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip() or None
 
 
 def _made(seen: Compilation, graphs: str) -> str:
