@@ -99,10 +99,11 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     args = TrainingArguments(**{**defaults, **options})
     made = torch.optim.NAdam(model.parameters(), lr=1e-3) if optimizer == "given" else None
     kind = OwnOptimizer if optimizer == "created" else Trainer
+    padding = PadTo() if data is Uneven else None
     trainer = kind(
         model,
         args,
-        PadTo() if data is Uneven else None,
+        padding,
         train_dataset=data(30),
         eval_dataset=data(7, seed=1),
         compute_metrics=own_metrics,
@@ -126,7 +127,9 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         "step": trainer.state.global_step,
         "best": [trainer.state.best_metric, Path(trainer.state.best_model_checkpoint or "").name],
         "metrics": timeless(metrics),
-        "alone": evaluate(trainer.model, data(7, seed=1), batch_size=3)["eval_loss"] if loss is None else None,
+        "alone": evaluate(trainer.model, data(7, seed=1), batch_size=3, data_collator=padding)["eval_loss"]
+        if loss is None
+        else None,
         "predictions": None if predicted.predictions is None else unpadded(predicted.predictions).tolist(),
         "labels": None if predicted.label_ids is None else predicted.label_ids.tolist(),
         "logits": logits[:, -1].tolist(),

@@ -63,7 +63,7 @@ class HostGroup:
     def is_gone(self, rank: int) -> bool:
         """Whether the connection to another rank is lost, because its process has ended. One that is stopped is there,
         and of a machine that has lost its power nothing is known."""
-        if self.size == 1 or rank == self.rank:
+        if self.size == 1 or rank == self.rank or not dist.is_initialized():
             return False
         try:
             dist.isend(torch.empty(1), group=self._group.process_group, group_dst=rank, tag=_PROBE)

@@ -558,9 +558,11 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         watch, self._watch = self._watch or watch_peers(self.mesh, self._callbacks), None
         watch.begin()
         try:
-            return self._train_watched(watch, resume_from_checkpoint, save_model)
+            output = self._train_watched(watch, resume_from_checkpoint, save_model)
         finally:
             watch.close()
+        self._memory_tracker.stop_and_update_metrics(output.metrics)
+        return output
 
     def _train_watched(
         self, watch: PeerWatch, resume_from_checkpoint: bool | str | None, save_model: bool
@@ -602,7 +604,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                             folder, self.context.host, resumes=bool(resume), repeats=loop.record_resumption
                         )
                     output = self._train(loop, parts, checkpointer, restored)
-                self._memory_tracker.stop_and_update_metrics(output.metrics)
                 if save_model:
                     self.save_model()
                     if self.args.eval_strategy != "no":

@@ -194,7 +194,10 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("stepmark.trainer.telemetry.run_log.replace_json", full)
     callbacks: Any = SimpleNamespace(
-        run_log=journal, state=SimpleNamespace(global_step=3), begun=True, args=SimpleNamespace(max_restarts=0)
+        run_log=journal,
+        state=SimpleNamespace(global_step=3),
+        begun=True,
+        args=SimpleNamespace(max_restarts=0, output_dir=str(tmp_path)),
     )
     for error in (RunInterrupted("SIGTERM: saved"), ValueError("x")):
         record_end(callbacks, error)
@@ -226,7 +229,7 @@ def test_a_run_that_may_be_started_again_has_not_failed_yet(
         run_log=RunLog(tmp_path, writes=True),
         state=SimpleNamespace(global_step=3),
         begun=True,
-        args=SimpleNamespace(max_restarts=max_restarts),
+        args=SimpleNamespace(max_restarts=max_restarts, output_dir=str(tmp_path)),
     )
     record_end(callbacks, error)
     status = json.loads((tmp_path / "status.json").read_text())
@@ -247,7 +250,10 @@ def test_a_peer_that_a_signal_has_ended_is_no_failure(
     """The signal came when training had ended on one rank and not yet on this one, which then writes the model."""
     run_log = RunLog(tmp_path, writes=True)
     callbacks: Any = SimpleNamespace(
-        run_log=run_log, state=SimpleNamespace(global_step=3), begun=True, args=SimpleNamespace(max_restarts=0)
+        run_log=run_log,
+        state=SimpleNamespace(global_step=3),
+        begun=True,
+        args=SimpleNamespace(max_restarts=0, output_dir=str(tmp_path)),
     )
     if stops:
         run_log.stopping(3, "SIGINT: stopping")
