@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, MetricsError, UsageError
 from stepmark.evaluation.metric_functions import load_function
 from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.failure_report import MOST_KEPT, FailureReport, keep_failure
+from stepmark.launch.raised_at import raised_at
 
 HERE = Path(__file__).name
 
@@ -137,3 +139,9 @@ def test_tracebacks_are_kept_once_each_and_bounded(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     keep_failure(tmp_path / "other", UsageError("a: is wrong"), 0)
     assert not list((tmp_path / "other").iterdir())
+
+
+def test_what_dataclasses_generate_is_no_line_of_the_user() -> None:
+    with pytest.raises(UsageError) as caught:
+        TrainingFields(step_timeout="soon")
+    assert "<string>" not in str(raised_at(caught.value, known=True))

@@ -28,7 +28,8 @@ class Line(NamedTuple):
 
     @property
     def of_library(self) -> bool:
-        unwritten = self.file.startswith("<") and not self.file.startswith(_TYPED)
+        made = self.function.startswith("__")  # by dataclasses, which call their code <string> too
+        unwritten = self.file.startswith("<") and (made or not self.file.startswith(_TYPED))
         return unwritten or self.file.startswith(_INSTALLED) or _SITE.match(self.file) is not None
 
     @property
