@@ -55,6 +55,7 @@ test-lowest:
 	$(LOWEST)/python $(PYTEST) $(EAGER) @constraints/lowest-tests.txt
 
 check: $(INSTALLED)
+	$(BIN)/python scripts/budget.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
