@@ -22,6 +22,7 @@ from stepmark.checkpoint import SaveHandle
 from stepmark.errors import DataError
 from stepmark.launch import process_exit
 from stepmark.launch.failure_report import REPORTS
+from stepmark.launch.progress import SAVE, staying
 from stepmark.launch.signal_listener import listening
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
@@ -113,9 +114,9 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
     slow.succeed(Path("checkpoint-1"))
     slow.seconds = 100.0
     with PreemptionCoordinator(ALONE, 3.0, lambda reason: None, lambda reason: None) as stopper:
-        stopper.durations.add_save(slow)
-        assert stopper.may_begin_step()
-        with stopper.durations.within_save():
+        stopper.add_save(slow)
+        assert stopper.may_continue()
+        with stopper._at.follow(), staying(SAVE):
             os.kill(os.getpid(), signal.SIGTERM)
             assert not ended.wait(1)
         assert ended.wait(2)
