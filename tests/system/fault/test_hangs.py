@@ -17,7 +17,8 @@ from tests.support.run_folders import read_status
 from tests.system.fault.test_stopped import torchrun
 
 FLOOR, TIMEOUT = 1.6, 4.0  # seconds: after which a rank is named; step_timeout
-MORE = 10  # seconds beyond it that the job may take to end
+# Seconds beyond it that the job may take to end; torchrun, which is slow on a busy machine, would wait for 30.
+MORE = {"one": 10, "nproc": 10, "torchrun": 25}
 ALONE = [each for each in HANGS if each not in ("skipped", "added", "before_train", "stopped")]
 SAMPLE = [("one", "interpreter"), ("nproc", "collator"), ("nproc", "added")]
 LINES = {"skipped": "in on_step_end", "added": "in on_step_end", "worker": "data/loader.py", "stopped": "no heartbeat"}
@@ -35,7 +36,7 @@ def test_a_hang_is_named_and_ends_the_run(ranks: Ranks, tmp_path: Path, launcher
     took = time.time() - float((tmp_path / "hangs").read_text())
     killed = launcher == "one" and hang == "interpreter"  # nothing else ends it
     assert code == (-9 if killed else 1), errors
-    assert took < TIMEOUT + MORE, errors
+    assert took < TIMEOUT + MORE[launcher], errors
     rank = 0 if launcher == "one" or hang == "skipped" else 1
     named = next(line for line in errors.splitlines() if line.startswith(f"stepmark: stuck: rank {rank} on "))
     if hang == "interpreter":
