@@ -10,6 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from stepmark.checkpoint.coordination.external_watchdog_process import PATIENCE
+
 ARM = "watchdog.count_down('save', None, float(sys.argv[1]))"
 PROGRAM = f"""
 import sys, time
@@ -118,4 +122,18 @@ def test_a_process_that_is_killed_leaves_none_behind() -> None:
     process, helper = start("60", "armed", "60")
     process.kill()
     process.communicate(timeout=60)
+    wait_until_gone(helper)
+
+
+@pytest.mark.parametrize(("world", "code"), [("2", -signal.SIGKILL), ("1", -signal.SIGTERM)])
+def test_a_stopped_rank_that_its_launcher_asks_to_end_is_killed(world: str, code: int) -> None:
+    """A single process keeps nobody waiting: it gets its signal when it wakes."""
+    process, helper = start("60", "armed", "60", WORLD_SIZE=world)
+    process.send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    if world == "1":
+        time.sleep(PATIENCE + 1)
+        process.send_signal(signal.SIGCONT)
+    assert process.wait(30) == code
+    process.communicate()
     wait_until_gone(helper)

@@ -63,12 +63,10 @@ class Watchdog:
                 self._watches.remove(watch)
                 self._arm()
 
-    def stand_by(
-        self, prints: float | None, ends: float | None, doing: str, record: tuple[str, dict[str, Any]] | None
-    ) -> None:
-        """See `ExternalWatchdog.count_down`."""
+    def stand_by(self, *countdown: Any) -> None:
+        """See `ExternalWatchdog.count_down`, with what follows the name."""
         with self._changed:
-            self._external.count_down(BEAT, prints, ends, doing, record)
+            self._external.count_down(BEAT, *countdown)
 
     def _arm(self) -> None:
         first = min((watch.deadline for watch in self._watches), default=None)

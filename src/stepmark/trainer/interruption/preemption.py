@@ -1,10 +1,8 @@
 """Stopping at a signal: all ranks at the same place, with a checkpoint if there is time for one.
 
 A run can stop before each step and before each batch of an evaluation, which may take longer than the grace period.
-These are its stop points; every rank reaches the same ones and counts them.
-
-A thread of each rank watches the ranks' key-value store, so that neither a compilation nor a collective in the main
-thread keeps a rank from answering. Nothing is added to a step or to a graph.
+These are its stop points; every rank reaches the same ones and counts them. A thread of each rank watches the ranks'
+key-value store, so that neither a compilation nor a collective in the main thread keeps a rank from answering.
 
 1. request   A rank that gets a signal posts it in the store. Every thread sees the request, notes which stop point its
              main thread has passed, keeps it from passing a later one before the decision, and posts the number.
@@ -13,14 +11,12 @@ thread keeps a rank from answering. Nothing is added to a step or to a graph.
 3. verdict   Once there, rank 0 decides whether the time left suffices for a save, and either all ranks save or none.
              Where a step and a save cannot fit, or a step takes too long, its thread decides before that.
 4. end       At the end of the grace period every thread ends its process, whatever the main thread is doing.
-             Checkpoints are complete or absent, so the last committed one remains. Before that it posts where its main
-             thread is: a run that hangs would otherwise look like one without time for a save, and be requeued forever.
+             Checkpoints are complete or absent, so the last committed one remains. The reason says where each rank is:
+             a run that hangs would otherwise look like one without time for a save, and be requeued forever.
 
 A second signal changes nothing: launchers often send several, and the grace period is the bound. A second Ctrl-C ends
-the process at once (`launch/signal_listener.py`).
-
-The thread acts first and records after that, and does not wait long for the record: the main thread may hang in a file
-system, with the log's lock.
+the process at once (`launch/signal_listener.py`). The thread acts first and records after that, and does not wait long:
+the main thread may hang in a file system, with the log's lock.
 """
 
 from __future__ import annotations
