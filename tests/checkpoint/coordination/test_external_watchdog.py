@@ -130,6 +130,8 @@ def test_a_stopped_rank_that_its_launcher_asks_to_end_is_killed(world: str, code
     """A single process keeps nobody waiting: it gets its signal when it wakes."""
     process, helper = start("60", "armed", "60", WORLD_SIZE=world)
     process.send_signal(signal.SIGSTOP)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)  # of two signals that wait, the kernel delivers SIGTERM first
     process.send_signal(signal.SIGTERM)
     if world == "1":
         time.sleep(PATIENCE + 1)
