@@ -15,7 +15,6 @@ from stepmark.launch.progress import (
     REDUCE,
     SAVE,
     START,
-    Phase,
     Position,
     Progress,
     current,
@@ -48,7 +47,7 @@ def steps(at: Progress, clock: Clock, *seconds: float, wait: float = 0.0, graphs
             at.step_ended(graphs)
 
 
-def limits(at: Progress, phase: Phase) -> tuple[float | None, float | None]:
+def limits(at: Progress, phase: str) -> tuple[float | None, float | None]:
     return at.limits(Position(9, 1, phase, None, progress.running_time()))
 
 
@@ -96,12 +95,39 @@ def test_a_lazy_device_compiles_for_as_long_as_it_takes(clock: Clock) -> None:
 def test_what_comes_between_steps_is_named_and_not_ended(clock: Clock) -> None:
     at = Progress()
     steps(at, clock, 0.1, 0.1, 0.1)
-    for phase in (START, BETWEEN, EVALUATION):
+    for phase in (START, BETWEEN):
         assert limits(at, phase) == (30.0, None)
     at.enter(BETWEEN)
     clock.now += 50.0
     at.enter(DATA)
     assert limits(at, BETWEEN) == (pytest.approx(150.0), None)
+
+
+def test_batches_of_an_evaluation_end_a_run_the_first_one_later(clock: Clock) -> None:
+    """A batch that generates takes longer than a step."""
+    at = Progress()
+    steps(at, clock, 0.1, 0.1, 0.1)
+    first, second = (Position(9, 1, EVALUATION, part, clock.now) for part in (1, 2))
+    assert (at.limits(first), at.limits(second)) == ((30.0, 3600.0), (30.0, 300.0))
+    with at.follow():
+        at.enter(EVALUATION, 1)
+        clock.now += 100.0
+        at.enter(EVALUATION, 2)
+    assert at.limits(second) == pytest.approx((300.0, 3000.0))
+
+
+def test_what_is_left_of_a_step(clock: Clock) -> None:
+    at = Progress()
+    assert (at.usual_step(), at.rest_of_step()) == (0.0, 0.0)
+    steps(at, clock, 90.0, 90.0, 8.0, 8.0, 8.0)
+    assert (at.usual_step(), at.rest_of_step()) == (8.0, 0.0)  # between two steps
+    at.enter(DATA)
+    assert at.rest_of_step() == 8.0
+    at.step_begins()
+    clock.now += 3.0
+    assert at.rest_of_step() == 5.0
+    clock.now += 30.0
+    assert at.rest_of_step() == 0.0
 
 
 @pytest.mark.parametrize(("timeout", "expected"), [("off", (30.0, None)), (40.0, (30.0, 40.0)), (5.0, (5.0, 5.0))])

@@ -75,7 +75,7 @@ def test_a_rank_that_the_others_wait_for_is_named(run: Path) -> None:
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 7, "eta_seconds": 45.0, "stuck": stuck}))
     page = write_report(run).read_text()
     assert 'id="state">stuck<' in page
-    assert "rank 3 is at step 8: waiting for data, in f (a.py, line 9)" in page
+    assert "stuck: rank 3 in f (a.py, line 9), step 8" in page
     assert "No sign of trouble" not in page
     assert "Time left" not in page
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 7, "stuck": None}))

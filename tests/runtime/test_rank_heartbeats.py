@@ -44,9 +44,7 @@ def watch(store: dist.Store, rank: int, size: int = 3, reported: list[str] | Non
     received = reported if reported is not None else []
     at = Progress()
     at.at_step(7)
-    RANKS[rank] = PeerWatch(
-        store, rank, size, LIMIT, at, setting="limit", ending=lambda reason, stuck: received.append(reason)
-    )
+    RANKS[rank] = PeerWatch(store, rank, size, LIMIT, at, ending=lambda reason: received.append(reason))
     return RANKS[rank]
 
 
@@ -59,7 +57,7 @@ def wait_for(reasons: list[str], count: int, seconds: float) -> list[str]:
 
 def stop_beating(one: PeerWatch) -> None:
     """Simulates a stopped rank: nothing that its threads do reaches the others."""
-    one._store = dist.HashStore()
+    one._store = one._reachable = dist.HashStore()
     one._closed.set()
 
 
@@ -76,7 +74,7 @@ def test_a_stopped_rank_ends_all_others_which_name_it(ended: list[str]) -> None:
     for reason in (*reasons, *reported):
         assert "rank 1 on " in reason
         assert "last seen before the first step, in test_a_stopped_rank" in reason
-        assert f"no heartbeat for {LIMIT} s (limit)" in reason
+        assert f"(save_timeout: {LIMIT})" in reason
 
 
 def test_a_rank_that_stops_after_its_first_heartbeat_is_seen_where_training_was(ended: list[str]) -> None:
@@ -93,7 +91,7 @@ def test_a_stopped_rank_0_is_named_by_the_others(ended: list[str]) -> None:
     time.sleep(0.5)
     stop_beating(watches[0])
     reasons = wait_for(ended, 2, 20)
-    assert [reason.partition(" on ")[0] for reason in reasons] == ["rank 1: rank 0", "rank 2: rank 0"]
+    assert [reason.partition(" on ")[0] for reason in reasons] == ["rank 1: stuck: rank 0", "rank 2: stuck: rank 0"]
 
 
 def test_a_rank_that_never_starts_is_named(ended: list[str]) -> None:
@@ -116,7 +114,7 @@ def test_a_store_that_stops_answering_is_blamed_on_rank_0(ended: list[str], monk
 
     monkeypatch.setattr(one, "_beats", ask_without_answer)
     with one:
-        assert "rank 1: rank 0 on " in "".join(wait_for(ended, 1, 20))
+        assert "rank 1: stuck: rank 0 on " in "".join(wait_for(ended, 1, 20))
     answers.set()
 
 

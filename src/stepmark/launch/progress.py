@@ -10,9 +10,8 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from stepmark.launch.running_time import running_time
@@ -20,32 +19,27 @@ from stepmark.launch.thread_frames import frame_of, is_compiling
 
 AUTO, OFF = "auto", "off"
 FLOOR, END_FLOOR = 30.0, 300.0  # seconds: nothing is named, or ended by `auto`, before
-FIRST_END = 3600.0  # seconds, while no step's length is known
+FIRST_END = 3600.0  # seconds, while no step, or batch of an evaluation, has shown how long one lasts
 FACTOR = 10.0  # times the usual step or the longest wait; also from being named to being ended
 ONCE = 3.0  # times the longest step that compiled, or what came between steps so far
 LATEST = 50  # steps of which the median is taken
 FIRST = 2  # steps that may compile, load libraries and allocate
 
-
-@dataclass(frozen=True, eq=False)
-class Phase:
-    """What a thread is doing, in words. `ends`: `step_timeout: auto` ends a run that stays in it."""
-
-    name: str
-    ends: bool = False
-
-
-BEFORE = Phase("before train()")
-START = Phase("before the first step")
-DATA = Phase("waiting for data", ends=True)
-PASSES = Phase("forward and backward passes", ends=True)
-REDUCE = Phase("reducing gradients", ends=True)
-UPDATE = Phase("updating parameters", ends=True)
-BETWEEN = Phase("callbacks and logs")
-EVALUATION = Phase("evaluating")
-METRICS = Phase("metrics and callbacks of an evaluation")
-SAVE = Phase("saving or restoring")  # which has deadlines of its own
-END = Phase("after the last step")
+# What a thread is doing.
+BEFORE = "before train()"
+START = "before the first step"
+DATA = "waiting for data"
+PASSES = "forward and backward passes"
+REDUCE = "reducing gradients"
+UPDATE = "updating parameters"
+BETWEEN = "callbacks and logs"
+EVALUATION = "evaluating"
+METRICS = "metrics and callbacks of an evaluation"
+SAVE = "saving or restoring"  # which has deadlines of its own
+END = "after the last step"
+WITHOUT_STEP = (BEFORE, START, END)
+_STEP = (PASSES, REDUCE, UPDATE)
+_ENDS = (DATA, *_STEP, EVALUATION)  # `step_timeout: auto` ends these; how long a user's code takes nobody knows
 
 
 class Position(NamedTuple):
@@ -54,15 +48,15 @@ class Position(NamedTuple):
 
     step: int
     order: int
-    phase: Phase
+    phase: str
     part: int | None
     since: float
 
     @property
     def words(self) -> str:
         """The phase, for messages."""
-        kind = "batch" if self.phase is EVALUATION else "micro-batch"
-        return self.phase.name if self.part is None else f"{self.phase.name} of {kind} {self.part}"
+        kind = "batch" if self.phase == EVALUATION else "micro-batch"
+        return self.phase if self.part is None else f"{self.phase} of {kind} {self.part}"
 
 
 class Progress:
@@ -72,14 +66,16 @@ class Progress:
         self.timeout = step_timeout
         self.position = Position(0, 0, BEFORE, None, running_time())
         self.thread = threading.get_ident()
+        self.places: Callable[[], dict[int, str]] = dict  # where each rank was seen last
         self._lazy = lazy
         self._step = self._order = 0
-        self._began = self._compiled = 0.0  # the step; the time at which it was last seen compiling
+        self._began: float | None = None  # the step; None between steps
+        self._compiled = 0.0  # the time at which the thread was last seen compiling
         self._graphs: int | None = None
         self._steps: deque[float] = deque(maxlen=LATEST)  # seconds
         self._done = 0
         self._first = 0.0  # seconds of the longest step that compiled
-        self._longest: dict[Phase, float] = {}
+        self._longest: dict[str, float] = {}
 
     @contextmanager
     def follow(self) -> Iterator[None]:
@@ -93,7 +89,7 @@ class Progress:
 
     # What the thread says
 
-    def enter(self, phase: Phase, part: int | None = None) -> None:
+    def enter(self, phase: str, part: int | None = None) -> None:
         left, now = self.position, running_time()
         if now - left.since > FLOOR / FACTOR:  # shorter ones change no limit
             self._longest[left.phase] = max(self._longest.get(left.phase, 0.0), now - left.since)
@@ -110,9 +106,10 @@ class Progress:
 
     def step_ended(self, graphs: int | None) -> None:
         """The step is over; `graphs`: those that were new to the process so far, on a lazy device."""
-        seconds = running_time() - self._began
+        began, self._began = self._began or 0.0, None
+        seconds = running_time() - began
         self._done += 1
-        if self._done <= FIRST or graphs != self._graphs or self._compiled > self._began:
+        if self._done <= FIRST or graphs != self._graphs or self._compiled > began:
             self._first = max(self._first, seconds)
         else:
             self._steps.append(seconds)
@@ -127,33 +124,43 @@ class Progress:
             self._compiled = now
         return now - max(position.since, 0.0 if isinstance(self.timeout, float) else self._compiled)
 
+    def usual_step(self) -> float:
+        """The median of the latest steps, in seconds, without those that compiled; 0 before any is known."""
+        return statistics.median(list(self._steps) or [0.0])
+
+    def rest_of_step(self) -> float:
+        """Seconds until the current step, or the one that waits for data, should end; 0 without one."""
+        began, now = self._began, running_time()
+        if began is None:
+            return self.usual_step() if self.position.phase == DATA else 0.0
+        return max(0.0, self.usual_step() - (now - began))
+
     def limits(self, position: Position) -> tuple[float | None, float | None]:
         """After how many seconds of the phase it is named, and the run ended; None: never."""
-        phase = position.phase
-        if phase is SAVE:
+        phase, named = position.phase, self._named(position.phase)
+        if phase == SAVE:
             return None, None
-        named = self._named(phase)
         if isinstance(self.timeout, float):
             return min(named or self.timeout, self.timeout), self.timeout
-        if self.timeout == OFF or not phase.ends or named is None or (phase is DATA and not self._done):
+        if self.timeout == OFF or phase not in _ENDS or named is None or (phase == DATA and not self._done):
             return named, None
-        return named, max(FACTOR * named, END_FLOOR, END_FLOOR if self._done else FIRST_END)
+        known = position.part not in (None, 1) if phase == EVALUATION else self._done
+        return named, max(FACTOR * named, END_FLOOR if known else FIRST_END)
 
-    def _named(self, phase: Phase) -> float | None:
-        if phase is DATA:
-            return max(FLOOR, FACTOR * self._longest.get(DATA, 0.0))
-        if self._lazy and not self._first and phase is not BEFORE:
+    def _named(self, phase: str) -> float | None:
+        longest = self._longest.get(phase, 0.0)
+        if phase == DATA:
+            return max(FLOOR, FACTOR * longest)
+        if self._lazy and not self._first and phase != BEFORE:
             return None  # a compilation may take hours
-        steps = list(self._steps)
-        usual = FACTOR * statistics.median(steps) if steps else 0.0
-        once = ONCE * self._first if self._lazy or not steps else 0.0
-        return max(FLOOR, usual, once, 0.0 if phase.ends else ONCE * self._longest.get(phase, 0.0))
+        once = ONCE * self._first if self._lazy or not self._steps else 0.0
+        return max(FLOOR, FACTOR * self.usual_step(), once, 0.0 if phase in _STEP else ONCE * longest)
 
 
 _current = threading.local()
 
 
-def entering(phase: Phase, part: int | None = None) -> None:
+def entering(phase: str, part: int | None = None) -> None:
     """The calling thread begins a phase; nothing happens where it does not train."""
     progress = current()
     if progress is not None:
@@ -161,7 +168,7 @@ def entering(phase: Phase, part: int | None = None) -> None:
 
 
 @contextmanager
-def staying(phase: Phase) -> Iterator[None]:
+def staying(phase: str) -> Iterator[None]:
     """Inside the block, the calling thread is in this phase; afterwards in the one before."""
     progress = current()
     before = None if progress is None else progress.position

@@ -85,10 +85,9 @@ def _end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tup
 def _stuck(history: History) -> str:
     found = history.stuck
     if not found:
-        return "the run does not go on: its process exists, and none of its threads runs"
-    where = f", in {found['where']}" if "where" in found else ""
-    phase = f" at step {found['step']}: {found['phase']}" if "phase" in found else ""
-    return f"the run does not go on: rank {found.get('rank')} is{phase}{where}"
+        return "no thread of the process runs"
+    where = f" in {found['where']}, step {found['step']}" if "where" in found else ": no heartbeat"
+    return f"stuck: rank {found.get('rank')}{where}"
 
 
 def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:

@@ -7,16 +7,16 @@ of several, one that is in a function of the user's comes before those that wait
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from stepmark.launch import progress
-from stepmark.launch.progress import BEFORE, Progress
+from stepmark.launch.progress import Progress
 from stepmark.launch.thread_frames import frame_of, innermost, is_waiting, outwards, stack
 
 LEFT = "left"  # in place of a heartbeat: the rank has ended by itself
 _NAMED = 8  # ranks that a message names
-_WITHOUT_STEP = (progress.BEFORE.name, progress.START.name, progress.END.name)
 _OWN = ("stepmark/runtime/rank_heartbeats.py", "stepmark/runtime/stuck_ranks.py")
 
 
@@ -59,8 +59,8 @@ class Beat:
             over=named is not None and seconds > named,
             ends=ended is not None and seconds > ended,
             limit=ended,
-            waits=slow and position.phase is not progress.DATA and is_waiting(frame),
-            outside=position.phase is BEFORE,
+            waits=slow and position.phase != progress.DATA and is_waiting(frame),
+            outside=position.phase == progress.BEFORE,
             stack=stack(frame) if slow else [],
         )
 
@@ -73,7 +73,7 @@ class Beat:
 
     @property
     def place(self) -> str:
-        return self.phase if self.phase in _WITHOUT_STEP else f"in step {self.step}, {self.phase}"
+        return self.phase if self.phase in progress.WITHOUT_STEP else f"in step {self.step}, {self.phase}"
 
     def __str__(self) -> str:
         return f"{self.place}, for {self.seconds:.0f} s, in {self.where}"
@@ -104,25 +104,27 @@ def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Fin
     first = min((beat.step, beat.order) for beat in beats.values())
     behind = [rank for rank in sorted(beats) if (beats[rank].step, beats[rank].order) == first]
     chosen = [rank for rank in behind if not beats[rank].waits] or behind
-    others = [beats[rank].seconds for rank in beats if not beats[rank].outside]
-    if not all(beats[rank].over for rank in chosen):
-        return None
-    longest = max(others, default=0.0)
-    if beats[chosen[0]].outside and longest <= progress.FLOOR:
-        return None  # outside of training a rank is waited for, or nothing is the matter
-    ends = all(beats[rank].ends for rank in chosen) and not (
-        beats[chosen[0]].outside and longest <= (beats[chosen[0]].limit or 0)
+    one = beats[chosen[0]]
+    # A rank outside of training is waited for, or nothing is the matter.
+    waited = (
+        max((beat.seconds for beat in beats.values() if not beat.outside), default=0.0) if one.outside else math.inf
     )
-    named = ", ".join(f"{describe(rank)} {beats[rank]}" for rank in chosen[:_NAMED])
-    more = f" and {len(chosen) - _NAMED} more" if len(chosen) > _NAMED else ""
-    return Finding(chosen[0], beats[chosen[0]], f"{named}{more}{_others(beats, chosen, describe)}", ends=ends)
+    if waited <= progress.FLOOR or not all(beats[rank].over for rank in chosen):
+        return None
+    ends = waited > (one.limit or 0.0) and all(beats[rank].ends for rank in chosen)
+    text = f"{listed([describe(rank) for rank in chosen])} {one}"
+    ahead = [rank for rank in sorted(beats) if rank not in chosen]
+    if ahead and one.waits:
+        other = f"{describe(ahead[0])} ({beats[ahead[0]].place}, in {beats[ahead[0]].where})"
+        text += f"; it is in a collective without {other}: one of the two has skipped one, or added one"
+    elif ahead:
+        text += "; the others wait for it"
+    elif len(chosen) > 1:
+        text += "; all ranks wait there: look at the network and the devices"
+    return Finding(chosen[0], one, text, ends=ends)
 
 
-def _others(beats: Mapping[int, Beat], chosen: list[int], describe: Callable[[int], str]) -> str:
-    others = [rank for rank in sorted(beats) if rank not in chosen]
-    if not others:
-        return "; all ranks wait in the same place: look at the network and the devices" if len(chosen) > 1 else ""
-    if not beats[chosen[0]].waits:
-        return "; the others wait for it"
-    ahead = f"{describe(others[0])} {beats[others[0]]}"
-    return f"; it waits in a collective that {ahead}, does not join: one of the two has skipped one, or added one"
+def listed(ranks: Sequence[str]) -> str:
+    """Described ranks, the first of them where they are many."""
+    more = [f"and {len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
+    return ", ".join([*ranks[:_NAMED], *more])

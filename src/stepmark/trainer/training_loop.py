@@ -250,8 +250,6 @@ class TrainingLoop:
             self._losses.add(statistics)
         if shows_rates(parts.schedule):
             self._learning_rate = float(parts.schedule.get_last_lr()[0])
-        if self._preemption is not None:
-            self._preemption.step_ended()
         callbacks.state.global_step += 1
         callbacks.state.epoch = batch.epoch
         callbacks.state.total_flos += self._flos.of(batch)
@@ -413,8 +411,7 @@ class TrainingLoop:
             return
         self._check_finite()
         self._check_targets()
-        in_save = contextlib.nullcontext() if self._preemption is None else self._preemption.durations.within_save()
-        with self._monitor.within("save", self._step), in_save:
+        with self._monitor.within("save", self._step):
             self._begin_save()
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
             if self._callbacks.has("on_save"):
@@ -443,7 +440,7 @@ class TrainingLoop:
         self._saved_step = self._step
         self._monitor.save_begun(handle)
         if self._preemption is not None:
-            self._preemption.durations.add_save(handle)
+            self._preemption.add_save(handle)
 
     def _best_metric_now(self) -> dict[str, float]:
         """The metric for the best model, where the model was evaluated at this step."""
@@ -487,7 +484,7 @@ class TrainingLoop:
 
     def _stop_if_asked(self) -> None:
         """Before a step: where the run is to stop here, saves what is not saved, and raises RunInterrupted."""
-        if self._preemption is not None and not self._preemption.may_begin_step():
+        if self._preemption is not None and not self._preemption.may_continue():
             self._stop(self._preemption)
 
     def _stop(self, preemption: PreemptionCoordinator, where: str = "") -> NoReturn:

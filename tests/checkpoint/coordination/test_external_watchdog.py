@@ -10,16 +10,21 @@ import sys
 import time
 from pathlib import Path
 
-PROGRAM = """
+import pytest
+
+from stepmark.checkpoint.coordination.external_watchdog_process import PATIENCE
+
+ARM = "watchdog.count_down('save', None, float(sys.argv[1]))"
+PROGRAM = f"""
 import sys, time
 from stepmark.checkpoint.coordination.external_watchdog import ExternalWatchdog
 watchdog = ExternalWatchdog()
-watchdog.arm(float(sys.argv[1]))
+{ARM}
 print("armed", watchdog._process.pid, flush=True)
 if sys.argv[2] == "stuck":
     sum(range(10**11))  # one call of C code, which keeps the interpreter's lock for minutes
 if sys.argv[2] == "disarmed":
-    watchdog.disarm()
+    watchdog.count_down("save", None, None)
 time.sleep(float(sys.argv[3]))
 """
 
@@ -68,7 +73,7 @@ def test_one_that_missed_its_heartbeat_prints_its_stacks_and_is_killed_later(tmp
     """The run's status, which it cannot write itself, says why."""
     status = tmp_path / "status.json"
     beat = f"0.5, 2.5, 'rank 3 in step 7', ({str(status)!r}, {{'state': 'failed', 'step': 7}})"
-    program = PROGRAM.replace("watchdog.arm(float(sys.argv[1]))", f"watchdog.arm(60); watchdog.stand_by({beat})")
+    program = PROGRAM.replace(ARM, f"{ARM}; watchdog.count_down('beat', {beat})")
     process = start("60", "stuck", "60", program=program, RANK="3")[0]
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == -signal.SIGKILL
@@ -80,9 +85,9 @@ def test_one_that_missed_its_heartbeat_prints_its_stacks_and_is_killed_later(tmp
 
 
 def test_a_heartbeat_renews_its_countdown_and_no_other() -> None:
-    beats = "for _ in range(20): watchdog.stand_by(0.5, 1.0, '', None); time.sleep(0.1)"
+    beats = "for _ in range(20): watchdog.count_down('beat', 0.5, 1.0, '', None); time.sleep(0.1)"
     program = PROGRAM.replace(
-        'if sys.argv[2] == "disarmed"', f"{beats}\nwatchdog.stand_by(None, None, '', None)\nif False"
+        'if sys.argv[2] == "disarmed"', f"{beats}\nwatchdog.count_down('beat', None, None, '', None)\nif False"
     )
     process = start("60", "armed", "1", program=program)[0]
     errors = process.communicate(timeout=60)[1]
@@ -117,4 +122,20 @@ def test_a_process_that_is_killed_leaves_none_behind() -> None:
     process, helper = start("60", "armed", "60")
     process.kill()
     process.communicate(timeout=60)
+    wait_until_gone(helper)
+
+
+@pytest.mark.parametrize(("world", "code"), [("2", -signal.SIGKILL), ("1", -signal.SIGTERM)])
+def test_a_stopped_rank_that_its_launcher_asks_to_end_is_killed(world: str, code: int) -> None:
+    """A single process keeps nobody waiting: it gets its signal when it wakes."""
+    process, helper = start("60", "armed", "60", WORLD_SIZE=world)
+    process.send_signal(signal.SIGSTOP)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)  # of two signals that wait, the kernel delivers SIGTERM first
+    process.send_signal(signal.SIGTERM)
+    if world == "1":
+        time.sleep(PATIENCE + 1)
+        process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=60)
+    assert process.returncode == code
     wait_until_gone(helper)

@@ -22,6 +22,7 @@ from stepmark.checkpoint import SaveHandle
 from stepmark.errors import DataError
 from stepmark.launch import process_exit
 from stepmark.launch.failure_report import REPORTS
+from stepmark.launch.progress import SAVE, Progress, staying
 from stepmark.launch.signal_listener import listening
 from stepmark.runtime.context import Context
 from stepmark.runtime.host_group import HostGroup
@@ -113,13 +114,29 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
     slow.succeed(Path("checkpoint-1"))
     slow.seconds = 100.0
     with PreemptionCoordinator(ALONE, 3.0, lambda reason: None, lambda reason: None) as stopper:
-        stopper.durations.add_save(slow)
-        assert stopper.may_begin_step()
-        with stopper.durations.within_save():
+        stopper.add_save(slow)
+        assert stopper.may_continue()
+        with stopper._at.follow(), staying(SAVE):
             os.kill(os.getpid(), signal.SIGTERM)
             assert not ended.wait(1)
         assert ended.wait(2)
         assert heard == []
+    while not heard:
+        time.sleep(0.01)
+
+
+def test_the_reason_says_where_each_rank_is(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
+    """One's own place is newer than that of the last heartbeat."""
+    reasons: list[str] = []
+    monkeypatch.setattr(process_exit, "leave", lambda code: setattr(stopper, "_closed", True))
+    at = Progress()
+    at.places = lambda: {0: "g (b.py, line 1)", 1: "f (a.py, line 3)", 2: "f (a.py, line 3)"}
+    with at.follow(), PreemptionCoordinator(ALONE, 0.3, lambda reason: None, reasons.append) as stopper:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not reasons:
+            time.sleep(0.01)
+    assert "rank 0 in test_the_reason_says_where_each_rank_is (test_preemption.py, line " in reasons[0]
+    assert reasons[0].endswith("rank 1 2 in f (a.py, line 3)")
     while not heard:
         time.sleep(0.01)
 

@@ -24,7 +24,7 @@ from stepmark.launch.process_exit import STDERR
 
 SCRIPT = Path(__file__).with_name("external_watchdog_process.py")
 STACKS = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - 1  # the signal at which this process prints its stacks
-SAVE = "save"  # the countdown of saves and restores
+SAVE, BEAT = "save", "beat"  # the countdowns of saves and restores, and of heartbeats
 CLOSING = 1.0  # seconds
 LONGEST = 1000  # characters: a line is written in one piece
 
@@ -38,21 +38,26 @@ class ExternalWatchdog:
         self._process: subprocess.Popen[bytes] | None = None
         self._disabled = False
 
-    def arm(self, seconds: float) -> None:
-        """Ends this process in so many seconds in which it is running, unless this or `disarm` is called before."""
-        self._send(SAVE, None, max(seconds, 0.0))
-
-    def disarm(self) -> None:
-        """Ends this countdown."""
-        self._send(SAVE, None, None)
-
-    def stand_by(
-        self, prints: float | None, ends: float | None, doing: str, record: tuple[str, dict[str, Any]] | None
+    def count_down(
+        self,
+        name: str,
+        prints: float | None,
+        ends: float | None,
+        doing: str = "",
+        record: tuple[str, dict[str, Any]] | None = None,
     ) -> None:
-        """A countdown of its own: prints this process's stacks after so many seconds, and ends it, unless this is
-        called again before; None for never. `doing` says where the process is; `record` is the status file, with what
-        is to be in it beside the reason."""
-        self._send("beat", prints, ends, doing[:LONGEST], record)
+        """Prints this process's stacks after so many seconds in which it is running, and ends it, unless this is called
+        again with the same name before; None for never. `doing` says where the process is; `record` is the status file,
+        with what is to be in it beside the reason."""
+        if self._process is None and not self._disabled and (prints, ends) != (None, None):
+            self._start()
+        if self._process is None or self._process.stdin is None:
+            return
+        try:
+            line = json.dumps([name, prints, ends, doing[:LONGEST], record])
+            self._process.stdin.write(f"{line}\n".encode())
+        except (OSError, ValueError):  # it was ended
+            self.close()
 
     def _start(self) -> None:
         rank, reports = os.environ.get("RANK", "0"), os.environ.get(REPORTS, "")
@@ -70,17 +75,6 @@ class ExternalWatchdog:
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)  # it may be stopped
             atexit.register(self.close)
-
-    def _send(self, name: str, prints: float | None, ends: float | None, *more: Any) -> None:
-        if self._process is None and not self._disabled and (prints, ends) != (None, None):
-            self._start()
-        if self._process is None or self._process.stdin is None:
-            return
-        try:
-            line = json.dumps([name, prints, ends, *(more or ("", None))])
-            self._process.stdin.write(f"{line}\n".encode())
-        except (OSError, ValueError):  # it was ended
-            self.close()
 
     def close(self) -> None:
         """Ends the other process."""

@@ -18,6 +18,7 @@ import time
 
 LOOK_SECONDS = 0.25
 PRINTING = 0.5  # seconds that the parent has to print its stacks
+PATIENCE = 3.0  # seconds that SIGTERM may wait for a parent that is stopped
 SAVE = "save"
 REASON = (
     "a save or restore has missed its deadline (save_timeout), and the process did not react to it: something holds "
@@ -40,11 +41,13 @@ class Countdown:
 
 def main(parent: int, stacks: int, rank: int, reports: str) -> None:
     """Counts down until standard input is closed or the parent is gone. Only time in which both this process and the
-    parent are running counts."""
+    parent are running counts. A parent that is stopped, and that its launcher asks to end, is killed: it would keep the
+    job from ending."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are the parent's to handle
     countdowns: dict[str, Countdown] = {}
-    looked = time.monotonic()
+    looked, asked = time.monotonic(), 0.0
+    launched = not reports and int(os.environ.get("WORLD_SIZE", "1")) > 1  # by another launcher than ours
     while os.getppid() == parent:
         lines = _read_lines()
         if lines is None:
@@ -52,7 +55,14 @@ def main(parent: int, stacks: int, rank: int, reports: str) -> None:
         now = time.monotonic()
         passed, looked = min(now - looked, 2 * LOOK_SECONDS), now
         renewed = {each.name: each for each in (Countdown(*json.loads(line)) for line in lines)}
-        running = bool(countdowns) and not _is_stopped(parent)
+        stopped, waits = _state(parent)
+        asked = asked + passed if waits else 0.0
+        if launched and asked > PATIENCE:  # torchrun would wait for 30 s
+            with contextlib.suppress(OSError):
+                os.write(2, f"stepmark: rank {rank} is stopped, and was asked to end: it is killed\n".encode())
+            os.kill(parent, signal.SIGKILL)
+            return
+        running = bool(countdowns) and not stopped
         for each in [each for name, each in countdowns.items() if running and name not in renewed]:
             each.passed += passed
             if each.ends is not None and each.passed >= each.ends:
@@ -71,13 +81,16 @@ def _read_lines() -> list[bytes] | None:
     return os.read(0, 65536).splitlines() or None
 
 
-def _is_stopped(process: int) -> bool:
-    """Whether a process is stopped, by SIGSTOP or a debugger; False where that cannot be told."""
+def _state(process: int) -> tuple[bool, bool]:
+    """Whether a process is stopped, by SIGSTOP or a debugger, and whether a SIGTERM waits for it then; False where that
+    cannot be told."""
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
+        with open(f"/proc/{process}/status") as file:
+            lines = dict(line.split(":\t", 1) for line in file)
+        stopped = lines["State"][0] in "Tt"
+        return stopped, stopped and bool(int(lines["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1)
+    except (OSError, KeyError, ValueError):
+        return False, False
 
 
 def _print_stacks(parent: int, stacks: int, reason: str) -> None:

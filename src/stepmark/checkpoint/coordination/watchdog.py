@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stepmark.checkpoint.coordination.external_watchdog import ExternalWatchdog
+from stepmark.checkpoint.coordination.external_watchdog import BEAT, SAVE, ExternalWatchdog
 from stepmark.launch.process_exit import end_process
 from stepmark.launch.running_time import running_time
 
@@ -63,19 +63,15 @@ class Watchdog:
                 self._watches.remove(watch)
                 self._arm()
 
-    def stand_by(
-        self, prints: float | None, ends: float | None, doing: str, record: tuple[str, dict[str, Any]] | None
-    ) -> None:
-        """See `ExternalWatchdog.stand_by`."""
+    def stand_by(self, *countdown: Any) -> None:
+        """See `ExternalWatchdog.count_down`, with what follows the name."""
         with self._changed:
-            self._external.stand_by(prints, ends, doing, record)
+            self._external.count_down(BEAT, *countdown)
 
     def _arm(self) -> None:
-        if not self._watches:
-            self._external.disarm()
-            return
-        left = min(watch.deadline for watch in self._watches) - running_time() + EXTERNAL_DELAY
-        self._external.arm(max(left, EXTERNAL_DELAY))
+        first = min((watch.deadline for watch in self._watches), default=None)
+        ends = None if first is None else max(first - running_time(), 0.0) + EXTERNAL_DELAY
+        self._external.count_down(SAVE, None, ends)
 
     def _run(self) -> None:
         while True:

@@ -1,10 +1,8 @@
 """Stopping at a signal: all ranks at the same place, with a checkpoint if there is time for one.
 
 A run can stop before each step and before each batch of an evaluation, which may take longer than the grace period.
-These are its stop points; every rank reaches the same ones and counts them.
-
-A thread of each rank watches the ranks' key-value store, so that neither a compilation nor a collective in the main
-thread keeps a rank from answering. Nothing is added to a step or to a graph.
+These are its stop points; every rank reaches the same ones and counts them. A thread of each rank watches the ranks'
+key-value store, so that neither a compilation nor a collective in the main thread keeps a rank from answering.
 
 1. request   A rank that gets a signal posts it in the store. Every thread sees the request, notes which stop point its
              main thread has passed, keeps it from passing a later one before the decision, and posts the number.
@@ -13,85 +11,46 @@ thread keeps a rank from answering. Nothing is added to a step or to a graph.
 3. verdict   Once there, rank 0 decides whether the time left suffices for a save, and either all ranks save or none.
              Where a step and a save cannot fit, or a step takes too long, its thread decides before that.
 4. end       At the end of the grace period every thread ends its process, whatever the main thread is doing.
-             Checkpoints are complete or absent, so the last committed one remains. Before that it posts where its main
-             thread is: a run that hangs would otherwise look like one without time for a save, and be requeued forever.
+             Checkpoints are complete or absent, so the last committed one remains. The reason says where each rank is:
+             a run that hangs would otherwise look like one without time for a save, and be requeued forever.
 
 A second signal changes nothing: launchers often send several, and the grace period is the bound. A second Ctrl-C ends
-the process at once (`launch/signal_listener.py`).
-
-The thread acts first and records after that, and does not wait long for the record: the main thread may hang in a file
-system, with the log's lock.
+the process at once (`launch/signal_listener.py`). The thread acts first and records after that, and does not wait long:
+the main thread may hang in a file system, with the log's lock.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
-import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch.distributed as dist
 
 from stepmark.checkpoint import SaveHandle
+from stepmark.launch import progress
 from stepmark.launch.failure_report import FailureReport
 from stepmark.launch.process_exit import RECORDING, end_interrupted, print_stacks, within
+from stepmark.launch.progress import Progress
 from stepmark.launch.signal_listener import RunInterrupted, conclude, listening, program_handler, send_again
 from stepmark.launch.thread_frames import frame_of, innermost
 from stepmark.runtime.context import Context
 
-__all__ = ["DurationEstimates", "PreemptionCoordinator", "RunInterrupted"]
+__all__ = ["PreemptionCoordinator", "RunInterrupted"]
 
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 1.0  # that the thread has to end in
 STUCK = 10  # times the usual step, after which a step counts as one that hangs
 SHOWN = 8  # ranks, and places, that a reason names
-KNOWN_STEPS = 3  # steps after which their usual duration is known
 LEAVE, SAVE = "leave", "save"
 _DECISION = "decision"
 
 logger = logging.getLogger("stepmark")
 _runs = 0
-
-
-class DurationEstimates:
-    """How long steps and saves take, in seconds; 0 where that is not known yet."""
-
-    def __init__(self) -> None:
-        self._steps: deque[float] = deque(maxlen=20)
-        self._saves: deque[SaveHandle] = deque(maxlen=4)
-        self._in_save = False
-
-    def add_step(self, seconds: float) -> None:
-        self._steps.append(seconds)
-
-    def add_save(self, handle: SaveHandle) -> None:
-        self._saves.append(handle)
-
-    @contextmanager
-    def within_save(self) -> Iterator[None]:
-        """Inside the block, the main thread is saving."""
-        self._in_save = True
-        try:
-            yield
-        finally:
-            self._in_save = False
-
-    def step(self) -> float:
-        """The median duration of recent steps, which a step that was compiled does not shift."""
-        steps = list(self._steps)
-        return statistics.median(steps) if len(steps) >= KNOWN_STEPS else 0.0
-
-    def save(self) -> float:
-        """The longest time that one of the last saves took to become durable."""
-        return max((handle.seconds or 0.0 for handle in list(self._saves)), default=0.0)
-
-    def saving(self) -> bool:
-        """Whether a save is in progress."""
-        return self._in_save or not all(handle.done() for handle in list(self._saves))
 
 
 class PreemptionCoordinator:
@@ -107,7 +66,7 @@ class PreemptionCoordinator:
     ) -> None:
         global _runs
         _runs += 1
-        self.durations = DurationEstimates()
+        self._saves: deque[SaveHandle] = deque(maxlen=4)
         self._store = dist.PrefixStore(f"stop/{_runs}", context.store or dist.HashStore())
         self._rank, self._size = context.host.rank, context.host.size
         self._grace = grace
@@ -117,9 +76,8 @@ class PreemptionCoordinator:
         self._listening = ExitStack()
         self._changed = threading.Condition()
         self._passed = 0
-        self._in_step = False
-        self._step_began = self._moved = time.monotonic()
-        self._training = threading.get_ident()
+        self._moved = time.monotonic()
+        self._at = progress.current() or Progress()
         self._signal: str | None = None
         self._deadline = float("inf")
         self._last: int | None = None  # the last stop point that may be passed
@@ -149,13 +107,6 @@ class PreemptionCoordinator:
         if kind is None and name is not None and callable(program_handler(signal.Signals[name])):
             threading.Thread(target=self._pass_on, args=(signal.Signals[name],), daemon=True).start()
 
-    def may_begin_step(self) -> bool:
-        """Whether the next step may begin; False, on all ranks, where the run stops."""
-        if not self.may_continue():
-            return False
-        self._step_began, self._in_step = time.monotonic(), True
-        return True
-
     def may_continue(self) -> bool:
         """Whether the run may pass this stop point; False, on all ranks at the same one, where it stops."""
         with self._changed:
@@ -167,15 +118,14 @@ class PreemptionCoordinator:
             self._passed, self._moved = point, time.monotonic()
             return True
 
-    def step_ended(self) -> None:
-        """The step that had begun is done: its duration is noted."""
-        self.durations.add_step(time.monotonic() - self._step_began)
-        self._in_step = False
+    def add_save(self, handle: SaveHandle) -> None:
+        """A save has begun."""
+        self._saves.append(handle)
 
     def may_save(self) -> bool:
         """Whether there is time for a save, where the run stops; the same on all ranks."""
         if self._rank == 0:
-            self._give_verdict(SAVE if self._left() >= self.durations.save() else LEAVE)
+            self._give_verdict(SAVE if self._left() >= self._save_seconds() else LEAVE)
         with self._changed:
             while self._verdict is None:
                 self._changed.wait()
@@ -189,6 +139,13 @@ class PreemptionCoordinator:
     def explains(self, error: BaseException) -> bool:
         """Whether the error only means that another rank has ended because of the signal."""
         return self._signal is not None and FailureReport.of(error, self._rank).secondary
+
+    def _save_seconds(self) -> float:
+        """The longest time that one of the last saves took to become durable; 0 where that is not known yet."""
+        return max((handle.seconds or 0.0 for handle in list(self._saves)), default=0.0)
+
+    def _saving(self) -> bool:
+        return self._at.position.phase == progress.SAVE or not all(handle.done() for handle in list(self._saves))
 
     # The threads
 
@@ -236,7 +193,7 @@ class PreemptionCoordinator:
                 self._decide()
             if self._verdict is None and self._last is not None:
                 self._watch_time()
-            if self._verdict == LEAVE and not self.durations.saving():
+            if self._verdict == LEAVE and not self._saving():
                 self._end("there was no time for a save")
             if self._left() <= 0:
                 self._end(f"the {self._grace:g} s of signal_grace are over")
@@ -253,16 +210,12 @@ class PreemptionCoordinator:
 
     def _watch_time(self) -> None:
         """Reads rank 0's verdict; on rank 0, gives it once there is certainly no time for a save."""
-        if self._rank == 0 and self._left() < self.durations.save() + self._rest_of_step():
+        if self._rank == 0 and self._left() < self._save_seconds() + self._at.rest_of_step():
             self._give_verdict(LEAVE)
         if self._store.check(["verdict"]):
             with self._changed:
                 self._verdict = self._store.get("verdict").decode()
                 self._changed.notify_all()
-
-    def _rest_of_step(self) -> float:
-        """Seconds until the current step should end; 0 without a current step, and where that is unknown or overdue."""
-        return max(0.0, self.durations.step() - (time.monotonic() - self._step_began)) if self._in_step else 0.0
 
     def _give_verdict(self, verdict: str) -> None:
         self._store.compare_set("verdict", "", verdict)  # the first one counts
@@ -280,24 +233,15 @@ class PreemptionCoordinator:
             send_again(number)
 
     def _end(self, why: str) -> None:
-        """Ends the process. Rank 0 goes last, so that the others do not report a lost connection."""
-        here = innermost(frame_of(self._training))
-        places = [f"rank {self._rank} in {here}"]
-        if time.monotonic() - self._moved > max(STUCK * self.durations.step(), self._grace / 2):
+        """Ends the process. Rank 0, whose reason is recorded, goes last, so that the others do not report a lost
+        connection; it names where the ranks' main threads are, first where the fewest are."""
+        if time.monotonic() - self._moved > max(STUCK * self._at.usual_step(), self._grace / 2):
             print_stacks(f"{self._signal}: {why}")
-        within(RECORDING, lambda: places.insert(0, self._exchange_places(here)))
-        end_interrupted(f"{self._signal}: {why}; the last checkpoint stands; {places[0]}", self._ending)
-
-    def _exchange_places(self, here: str) -> str:
-        """Where the ranks' main threads are, first where the fewest are."""
-        self._store.set(f"place/{self._rank}", here)
+        found: dict[str, list[str]] = {}
+        for rank, place in sorted({**self._at.places(), self._rank: innermost(frame_of(self._at.thread))}.items()):
+            found.setdefault(place, []).append(f"{rank}")
+        fewest = sorted(found.items(), key=lambda each: len(each[1]))
+        places = ", ".join(f"rank {' '.join(ranks[:SHOWN])} in {place}" for place, ranks in fewest[:SHOWN])
         if self._rank == 0 and self._size > 1:
             time.sleep(3 * POLL_SECONDS)
-        found: dict[str, list[str]] = {}
-        for rank in range(self._size):
-            known = self._store.check([f"place/{rank}"])
-            found.setdefault(self._store.get(f"place/{rank}").decode() if known else "an unknown place", []).append(
-                f"{rank}"
-            )
-        fewest = sorted(found.items(), key=lambda each: len(each[1]))
-        return ", ".join(f"rank {' '.join(ranks[:SHOWN])} in {place}" for place, ranks in fewest[:SHOWN])
+        end_interrupted(f"{self._signal}: {why}; the last checkpoint stands; {places}", self._ending)

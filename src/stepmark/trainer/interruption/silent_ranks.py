@@ -38,9 +38,8 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
         run_log.event(STUCK, step(), message=finding.text, **stuck)
         run_log.describe_now(**{STUCK: stuck})
 
-    def ending(reason: str, stuck: bool) -> None:
-        if stuck:
-            run_log.describe(kind=STUCK)
+    def ending(reason: str) -> None:
+        run_log.describe(kind=STUCK)
         run_log.failed(step(), reason, final=final)
 
     def standby(prints: float | None, ends: float | None, doing: str) -> None:
@@ -53,7 +52,6 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
         context.host.size,
         args.save_timeout,
         Progress(args.step_timeout or AUTO, lazy=context.runtime.lazy),
-        setting="save_timeout",
         found=found,
         standby=standby,
         ending=ending,
