@@ -164,10 +164,7 @@ class PeerWatch:
         ended = self._ended_peers() if is_lost_peer(error) and REPORTS not in os.environ else []
         self.close()
         if ended:
-            raise PeerLost(
-                f"{', '.join(ended[:_NAMED])}: is gone: it was killed, or its machine or network has failed; look at "
-                f"its output and that machine, {_THEN}"
-            ) from error
+            raise PeerLost.of(f"{', '.join(ended[:_NAMED])}:") from error
         if error is not None and self._serves_store and REPORTS not in os.environ:
             time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
 
@@ -212,7 +209,7 @@ class PeerWatch:
                 self._exchange(silence)
             except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
                 logger.debug("no longer watching the other ranks: %s", error)
-                self._lost, self._left = True, set(range(self._size)) - {self._rank}
+                self._lost = True
         with contextlib.suppress(RuntimeError):
             if self._named is not None:
                 self._tell(None)
@@ -254,8 +251,8 @@ class PeerWatch:
 
     @property
     def _first(self) -> int:
-        """The first rank that has not left, which judges."""
-        return min(rank for rank in range(self._size) if rank not in self._left)
+        """The first rank that has not left, which judges; without the store a rank judges itself."""
+        return self._rank if self._lost else min(set(range(self._size)) - self._left)
 
     def _beats(self) -> dict[int, Beat | None]:
         """The latest heartbeat of each watched rank; None before it has a first one."""
