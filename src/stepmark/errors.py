@@ -73,6 +73,12 @@ class PeerFailed(LaunchError):
 class PeerLost(PeerFailed):
     """Another rank is gone: it was killed, or its machine or network has failed. Nobody else may be left to say so."""
 
+    @classmethod
+    def of(cls, who: str) -> PeerLost:
+        """The error about these ranks, described."""
+        advice = "look at its output and that machine, then restart the run to resume from its last checkpoint"
+        return cls(f"{who} is gone: it was killed, or its machine or network has failed; {advice}")
+
 
 class CheckpointError(StepmarkError):
     """A checkpoint cannot be written or read."""

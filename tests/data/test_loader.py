@@ -303,6 +303,23 @@ def test_a_worker_that_dies_is_an_error() -> None:
     assert set(multiprocessing.active_children()) <= before  # nor does the other one stay
 
 
+@pytest.mark.parametrize(
+    ("number", "culprit"), [(errno.ENOSPC, "/dev/shm"), (errno.EMFILE, "ulimit -n"), (errno.EAGAIN, "ulimit -u")]
+)
+def test_workers_that_cannot_be_started_are_an_error_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, number: int, culprit: str
+) -> None:
+    """Their locks and queues are files in /dev/shm, and descriptors."""
+
+    def refuse(_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", refuse)
+    with pytest.raises(DataError, match=culprit) as caught:
+        list(DataLoader(Failing(), 2, num_workers=1))
+    assert not is_permanent(caught.value)
+
+
 def test_batched_fetching_is_used_where_available() -> None:
     class Many(list[Any]):
         def __getitems__(self, indices: list[int]) -> list[Any]:

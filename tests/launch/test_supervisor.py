@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import socket
 import subprocess
@@ -153,3 +154,28 @@ def test_a_wrong_call_is_recorded_where_training_had_begun(step: int, recorded: 
     assert done.returncode == 2, done.stderr
     assert done.stdout.strip().endswith(recorded)
     assert bool(done.stdout) == bool(recorded)
+
+
+def test_what_a_killed_supervisor_has_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """And not what belongs to one that is alive."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    script = "import sys; from stepmark.launch.supervisor import supervise; sys.exit(supervise(sys.argv[1:], 1))"
+    sleeping = [sys.executable, "-c", script, "sh", "-c", "echo up; exec sleep 600"]
+    started = [subprocess.Popen(sleeping, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    ranks = []
+    for each in started:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "up\n"
+        ranks.append(int(Path(f"/proc/{each.pid}/task/{each.pid}/children").read_text()))
+    before = set(tmp_path.glob("stepmark-*"))
+    started[0].kill()
+    started[0].wait()
+    assert set(tmp_path.glob("stepmark-*")) == before
+    subprocess.run([sys.executable, "-c", script, "true"], env=environment, check=True, timeout=60)
+    (left,) = set(tmp_path.glob("stepmark-*"))
+    started[1].terminate()
+    started[1].wait(timeout=60)
+    assert not left.exists()
+    os.kill(ranks[0], signal.SIGKILL)  # `sleep` does not follow its supervisor as a rank does
+    for each in started:
+        each.communicate()

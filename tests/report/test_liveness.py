@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,29 @@ def test_a_rank_that_the_others_wait_for_is_named(run: Path) -> None:
     assert "Time left" not in page
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 7, "stuck": None}))
     assert 'id="state">running<' in write_report(run).read_text()
+
+
+@pytest.mark.parametrize(("quiet", "overdue"), [(400.0, True), (60.0, False)])
+def test_a_run_that_has_been_quiet_for_long_does_not_promise_its_end(run: Path, quiet: float, overdue: bool) -> None:
+    now = time.time()
+    lines = [{"step": step, "loss": 1.0, "time": now - quiet - 40.0 * (7 - step)} for step in range(1, 8)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status = {"state": "running", "step": 7, "time": now - quiet, "eta_seconds": 45.0}
+    (run / "status.json").write_text(json.dumps(status))
+    page = write_report(run).read_text()
+    assert ('<li data-kind="overdue">' in page) == overdue
+    assert ("Time left" in page) != overdue
+    assert ("No sign of trouble" in page) != overdue
+
+
+def test_the_time_in_which_a_run_was_down_is_no_pause_between_its_logs(run: Path) -> None:
+    now = time.time()
+    times = [now - 90000.0, now - 600.0, now - 590.0]
+    lines = [{"step": step, "loss": 1.0, "time": at} for step, at in enumerate(times, 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "events.jsonl").write_text(json.dumps({"event": "started", "step": 1, "time": now - 610.0}) + "\n")
+    (run / "status.json").write_text(json.dumps({"state": "running", "step": 3, "time": now - 590.0}))
+    assert '<li data-kind="overdue">' in write_report(run).read_text()
 
 
 def test_a_run_without_a_heartbeat_keeps_its_status(run: Path) -> None:

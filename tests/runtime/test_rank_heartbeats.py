@@ -162,3 +162,21 @@ def test_the_rank_that_was_killed_is_named_by_those_that_lost_their_connection(e
     assert "rank 2" not in str(caught.value)
     assert "rank 3" not in str(caught.value)
     assert not ended
+
+
+def test_a_killed_rank_0_is_named_where_its_store_was_missed_first(ended: list[str]) -> None:
+    """Rank 0 serves the store, and its death is noticed by the heartbeats, and by a collective."""
+
+    class Lost(dist.Store):
+        def __getattribute__(self, name: str) -> object:
+            raise RuntimeError("Connection reset by peer")
+
+    one = watch(dist.HashStore(), 1, 2)
+    watch(dist.HashStore(), 0, 2)
+    one.__enter__()
+    one._store = Lost()
+    wait_for([], 1, 0.5)
+    assert one._lost
+    lost = RuntimeError("Connection closed by peer [127.0.0.1]:8888")
+    with pytest.raises(PeerLost, match="rank 0"):
+        one.__exit__(type(lost), lost, None)

@@ -501,12 +501,17 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Closes it. Raises PeerFailed, which names the rank, in place of torch's error about a collective of the block
+        that has lost another rank."""
+        lost = self._group.explain(error)  # now: closing may take longer than the others take to end
         try:
             self.close()
         except Exception as trouble:
             if error is None:
                 raise
             logger.error("%s", trouble)  # the error that is being raised comes first
+        if lost is not None:
+            raise lost from error
 
     def _runtime_of(self, tensors: Sequence[Tensor]) -> Runtime:
         if self._runtime is None:

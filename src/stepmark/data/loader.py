@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -25,6 +26,7 @@ from stepmark.data.length_groups import LengthGroups
 from stepmark.data.mixture import MixtureOrder
 from stepmark.data.order import BatchLayout, Epoch, Position, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, UsageError
+from stepmark.filesystem.error_advice import with_advice
 from stepmark.launch.signal_handlers import STOPPING
 
 # Version of the algorithm that orders samples; a position saved under another one is rejected.
@@ -264,17 +266,21 @@ class DataLoader:
 
     def _in_workers(self, tasks: Iterator[MicroTask]) -> Iterator[MicroBatch]:
         """The same through PyTorch's worker processes, which fetch ahead and give results in order."""
-        results: Any = iter(
-            torch.utils.data.DataLoader(
-                self._fetcher,
-                batch_size=None,
-                sampler=_TaskSampler(tasks),
-                num_workers=self.num_workers,
-                collate_fn=_same,
-                worker_init_fn=_ignore_signals,
-                generator=torch.Generator(),  # else the workers' seeds are drawn from the caller's generator
-            )
+        loader: Any = torch.utils.data.DataLoader(
+            self._fetcher,
+            batch_size=None,
+            sampler=_TaskSampler(tasks),
+            num_workers=self.num_workers,
+            collate_fn=_same,
+            worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # else the workers' seeds are drawn from the caller's generator
         )
+        try:
+            results: Any = iter(loader)
+        except OSError as error:
+            full = "/dev/shm is full; enlarge it, or lower the number of workers"
+            reason = full if error.errno == errno.ENOSPC else with_advice(error.strerror or str(error), error)
+            raise DataWorkerLost(f"data workers cannot be started: {reason}") from error
         workers = list(results._workers)
         try:
             yield from _checked(results)
@@ -318,8 +324,8 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
         except (RuntimeError, ConnectionError, EOFError) as error:  # the last two of a worker's socket
             reason = str(error).strip().split("\n", 1)[0]
             raise DataWorkerLost(
-                f"a data worker ended unexpectedly ({reason}), out of memory perhaps; lower the number of workers,"
-                " or set it to 0 to see its own error"
+                f"a data worker ended unexpectedly ({reason}), out of memory or of /dev/shm perhaps; lower the number"
+                " of workers, or set it to 0 to see its own error"
             ) from error
         if isinstance(result, WorkerFailure):
             result.reraise()

@@ -15,6 +15,7 @@ _ADVICE = {
     errno.ENFILE: "the machine has too many open files: end other processes, or raise fs.file-max",
     errno.EAGAIN: "raise the limit of processes and threads (ulimit -u), or start fewer",
 }
+_TMPDIR = "free some space in one of them, or set TMPDIR to a folder that has some"
 _ALSO_TEMPORARY = {
     *(errno.EBUSY, errno.ENOMEM, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET),
     *(errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
@@ -35,7 +36,7 @@ def with_advice(message: str, error: BaseException) -> str:
     """The message, and what to do if the error is one of the file system for which that is known and the message does
     not say so yet. Libraries that are written in other languages have errors of their own, with the system's words."""
     if isinstance(error, OSError):
-        advice = _ADVICE.get(error.errno or 0)
+        advice = _ADVICE.get(error.errno or 0, _TMPDIR if "No usable temporary" in message else None)
     else:
         advice = next((words for number, words in _ADVICE.items() if os.strerror(number) in str(error)), None)
     return message if advice is None or advice in message else f"{message}; {advice}"

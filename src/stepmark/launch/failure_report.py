@@ -21,7 +21,7 @@ from stepmark.launch.raised_at import raised_at
 
 REPORTS = "STEPMARK_REPORTS"
 OUTPUT_CLOSED = "nobody reads standard output any more"
-_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for ")  # gloo's words
+TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for ")  # gloo's words
 FAILURES = "failures"  # the folder of the ranks' tracebacks, in the run's
 TITLE = "== "  # begins the line above each of them
 MOST_KEPT = 100_000  # characters of one traceback, and of those before it
@@ -50,7 +50,7 @@ class FailureReport:
         text = _without_traceback(str(error).strip())
         lost = isinstance(error, RuntimeError) and not known and any(sign in text for sign in PEER_LOST)
         message = text if known else f"{type(error).__name__}: {text}" if text else type(error).__name__
-        late = isinstance(error, RuntimeError) and not known and _TIMED_OUT.search(text) is not None
+        late = isinstance(error, RuntimeError) and not known and TIMED_OUT.search(text) is not None
         message = describe_lost_peer(text) if lost or late else with_advice(message, error)
         if isinstance(error, IndexError) and text == "index out of range in self":  # torch's words
             message += "; a token id, or a position, is beyond the model's embeddings: compare them with its vocab_size"
@@ -127,10 +127,10 @@ def is_permanent(error: BaseException) -> bool:
     return known and not isinstance(error, errors.DataWorkerLost) and not is_trouble(error)
 
 
-def describe_lost_peer(text: str) -> str:
+def describe_lost_peer(text: str, who: str = "another rank") -> str:
     """gloo's message about another rank without its place in gloo's source, and what it means: the connection is lost,
     or has been silent for the time limit of collectives, which also counts time in which the job was suspended."""
-    late = _TIMED_OUT.search(text)
+    late = TIMED_OUT.search(text)
     if late is not None:
         return (
             f"a collective has waited for another rank for {int(late[1]) / 1000:g} s, the limit: that rank hangs, or "
@@ -139,7 +139,7 @@ def describe_lost_peer(text: str) -> str:
         )
     plain = re.sub(r"\[\S*/(\S+?)\.cc:\d+\]\s*", "", " ".join(text.split()))
     return (
-        f"the connection to another rank is lost: {plain}; that rank has ended, or its machine or network has failed: "
+        f"the connection to {who} is lost: {plain}; that rank has ended, or its machine or network has failed: "
         "look at its output"
     )
 

@@ -20,11 +20,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from stepmark.errors import LaunchError, UsageError
 from stepmark.filesystem.error_advice import with_advice
+from stepmark.filesystem.locks import try_lock
 from stepmark.launch.failure_report import OUTPUT_CLOSED, REPORTS, FailureReport, read_failure_reports
 from stepmark.launch.process_exit import INTERRUPTED, end_by_signal
 from stepmark.launch.restarts import Restarts
@@ -72,10 +76,11 @@ def supervise(
         0 if all ranks ended with 0; 75 if a signal ended them; else the exit code of the first failure, which is
         printed on stderr as one line. After a second SIGINT that ended ranks, this process ends by SIGINT.
     """
+    make = partial(_Ranks, signal_grace=signal_grace, resumable=resumable, unblocks_sigint=unblocks_sigint)
     with _forwarded_signals() as signals:
         while True:
             try:
-                ended = _attempt(command, nproc, signals, signal_grace, resumable, unblocks_sigint)
+                ended = _attempt(make, command, nproc, signals)
             except OSError as error:  # the limit of processes or descriptors, or no room in TMPDIR
                 ended = _not_started(error)
             if ended.failure is None:
@@ -118,19 +123,11 @@ class _Ending:
     interrupted: bool = False
 
 
-def _attempt(
-    command: Sequence[str],
-    nproc: int,
-    signals: _ForwardedSignals,
-    signal_grace: float,
-    resumable: bool,
-    unblocks_sigint: bool,
-) -> _Ending:
+def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, signals: _ForwardedSignals) -> _Ending:
     """Starts the ranks once, and returns when all have ended. Raises OSError where they cannot be started."""
-    folder = tempfile.TemporaryDirectory(prefix="stepmark-", ignore_cleanup_errors=True)
-    with folder as reports, socket.create_server(("127.0.0.1", 0)) as listener:
+    with _reports_folder() as reports, socket.create_server(("127.0.0.1", 0)) as listener:
         board = StepBoard(reports, nproc)
-        ranks = _Ranks(command, nproc, reports, listener, signal_grace, resumable, unblocks_sigint)
+        ranks = make(command, nproc, reports, listener)
         with signals.to(ranks):
             ranks.start()
             listener.close()
@@ -151,6 +148,21 @@ def _attempt(
         return _Ending(failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes)
 
 
+@contextlib.contextmanager
+def _reports_folder() -> Iterator[str]:
+    """A folder for the ranks' reports, which is locked, and removed afterwards. Those that no living process has locked
+    any more, since the supervisor was killed, are removed too."""
+    folder = tempfile.TemporaryDirectory(prefix="stepmark-ranks-", ignore_cleanup_errors=True)
+    with folder as own, open(f"{own}/locked.part", "wb") as lock:
+        try_lock(lock.fileno())
+        os.rename(lock.name, f"{own}/locked")  # it has this name only while it is locked
+        for other in Path(own).parent.glob("stepmark-ranks-*/locked"):
+            with contextlib.suppress(OSError), other.open("r+b") as theirs:
+                if other.parent != Path(own) and try_lock(theirs.fileno()):
+                    shutil.rmtree(other.parent, ignore_errors=True)
+        yield own
+
+
 def _not_started(error: OSError) -> _Ending:
     what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
     problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
@@ -168,38 +180,30 @@ def follow_supervisor() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@dataclass
 class _Ranks:
-    def __init__(
-        self,
-        command: Sequence[str],
-        nproc: int,
-        reports: str,
-        listener: socket.socket,
-        signal_grace: float,
-        resumable: bool,
-        unblocks_sigint: bool = False,
-    ) -> None:
-        self._command = list(command)
-        self._nproc = nproc
-        self._reports = reports
-        self._listener = listener
-        self._signal_grace = signal_grace
-        self._resumable = resumable
-        self._blocked = [signal.SIGINT] if unblocks_sigint else []
-        self._started = False
-        self._waiting: list[int] = []  # signals that arrived before all ranks were started
-        self._interrupts = Interrupts()
-        self._at_once: float | None = None  # the deadline after a second SIGINT
-        self._signal_deadline: float | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._first_exit: tuple[int, int] | None = None
+    command: Sequence[str]
+    nproc: int
+    reports: str
+    listener: socket.socket
+    signal_grace: float
+    resumable: bool
+    unblocks_sigint: bool = False
+    _started: bool = False
+    _waiting: list[int] = field(default_factory=list)  # signals that arrived before all ranks were started
+    _interrupts: Interrupts = field(default_factory=Interrupts)
+    _at_once: float | None = None  # the deadline after a second SIGINT
+    _signal_deadline: float | None = None
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _first_exit: tuple[int, int] | None = None
 
     @property
     def failed(self) -> bool:
         return self._first_exit is not None
 
     def start(self) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)  # ranks inherit what is blocked
+        blocked = [signal.SIGINT] if self.unblocks_sigint else []  # which ranks inherit
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             self._start_all()
         except OSError:
@@ -214,31 +218,28 @@ class _Ranks:
             self.send(number)
 
     def _start_all(self) -> None:
-        for rank in range(self._nproc):
-            descriptors = (self._listener.fileno(),) if rank == 0 else ()
-            self._processes.append(
-                subprocess.Popen(
-                    self._command, env=self._environment(rank), pass_fds=descriptors, start_new_session=True
-                )
-            )
+        for rank in range(self.nproc):
+            descriptors = (self.listener.fileno(),) if rank == 0 else ()
+            options: dict[str, Any] = {"pass_fds": descriptors, "start_new_session": True}
+            self._processes.append(subprocess.Popen(self.command, env=self._environment(rank), **options))
 
     def _environment(self, rank: int) -> dict[str, str]:
-        threads = max(1, (os.cpu_count() or 1) // self._nproc)
+        threads = max(1, (os.cpu_count() or 1) // self.nproc)
         # Where a rank has failed, torch would print the C++ stack of every other one before the rank's error.
         environment = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
         environment |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._nproc),
-            "LOCAL_WORLD_SIZE": str(self._nproc),
+            "WORLD_SIZE": str(self.nproc),
+            "LOCAL_WORLD_SIZE": str(self.nproc),
             "GROUP_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._listener.getsockname()[1]),
-            REPORTS: self._reports,
+            "MASTER_PORT": str(self.listener.getsockname()[1]),
+            REPORTS: self.reports,
             SUPERVISOR: str(os.getpid()),
         }
         if rank == 0:
-            environment[STORE_FD] = str(self._listener.fileno())
+            environment[STORE_FD] = str(self.listener.fileno())
         return environment
 
     def wait(self) -> None:
@@ -280,13 +281,13 @@ class _Ranks:
     def expect_end(self) -> None:
         """A signal was sent to the ranks: starts the time in which they end by themselves."""
         if self._signal_deadline is None:
-            self._signal_deadline = time.monotonic() + self._signal_grace + GRACE_SECONDS
+            self._signal_deadline = time.monotonic() + self.signal_grace + GRACE_SECONDS
 
     def interrupted(self, reported: list[FailureReport]) -> bool:
         """Whether a signal ended the run: at least one rank reports so, and no other has a primary failure."""
         codes = self.exit_codes
         ended_by_it = {0, *(-number for number in (*STOPPING, signal.SIGKILL))}
-        signalled = self._resumable and self._signal_deadline is not None and codes <= ended_by_it
+        signalled = self.resumable and self._signal_deadline is not None and codes <= ended_by_it
         return (INTERRUPTED in codes or signalled) and all(failure.secondary for failure in reported)
 
     @property
@@ -295,11 +296,7 @@ class _Ranks:
         return {process.returncode for process in self._processes}
 
     def _find_failed(self) -> tuple[int, int] | None:
-        for rank, process in enumerate(self._processes):
-            code = process.poll()
-            if code not in (None, 0):
-                return rank, code
-        return None
+        return next(((rank, code) for rank, process in enumerate(self._processes) if (code := process.poll())), None)
 
     def send(self, number: int) -> None:
         """Sends a signal to the ranks, and SIGKILL to their process groups. Other signals spare the data workers: a
@@ -317,14 +314,11 @@ class _Ranks:
         rank, code = self._first_exit
         with_reports = {failure.rank for failure in reported}
         if rank in with_reports:  # it lost its peer: look for the peer that ended without a report
-            silent = [
-                (other, process.returncode)
-                for other, process in enumerate(self._processes)
-                if other not in with_reports and process.returncode not in (0, None)
-            ]
-            if not silent:
+            ended = ((other, process.returncode) for other, process in enumerate(self._processes))
+            silent = next(((other, found) for other, found in ended if found and other not in with_reports), None)
+            if silent is None:
                 return reported[0]
-            rank, code = silent[0]
+            rank, code = silent
         return FailureReport(rank, _describe(code), "", 1, False, time.time())
 
 

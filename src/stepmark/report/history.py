@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.failure_report import FAILURES, kept_failures
+from stepmark.launch.progress import FLOOR
 from stepmark.report.liveness import Liveness, read_liveness
 from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS
 
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size
 JUST_BEFORE = 60.0  # seconds: ranks leave their tracebacks before the status says that the run has failed
+RECENT = 20  # logs over which a speed is measured
 RUNNING, NOT_RUNNING, STUCK = "running", "not running", "stuck"
 ENDED = ("done", "failed", "interrupted")
 Line = dict[str, Any]
@@ -118,6 +122,16 @@ class History:
         """When the run last wrote anything, in seconds since 1970."""
         times = [self.status.get("time"), *(line.get("time") for line in [*self.logs[-1:], *self.events[-1:]])]
         return max((time for time in times if isinstance(time, (int, float))), default=None)
+
+    @property
+    def overdue(self) -> tuple[float, float] | None:
+        """Of a run that is "running" and has written nothing for much longer than between its logs before: for how many
+        seconds, and the longest time between two of the last logs; else None."""
+        lines, began = [self.started, *self.logs[-RECENT:]], _time_of(self.started) or 0.0
+        times = [at for line in lines if (at := _time_of(line)) is not None and at >= began]
+        usual = max((after - before for before, after in pairwise(times)), default=0.0)
+        age = time.time() - (self.last_update or math.inf)
+        return (age, usual) if self.state == RUNNING and len(times) > 1 and age > max(3 * usual, FLOOR) else None
 
     @property
     def target_tokens(self) -> int | None:

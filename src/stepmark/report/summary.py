@@ -10,12 +10,11 @@ from typing import Any
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
-from stepmark.report.history import NOT_RUNNING, STUCK, History
+from stepmark.report.history import NOT_RUNNING, RECENT, STUCK, History
 
 STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad", STUCK: "bad"}
 CORRUPTED = {"corrupted": "is corrupted", "quarantined": "was corrupted and is quarantined"}
 SHOWN_RANKS = 8  # whose failures are listed
-RECENT = 20  # logs over which the median of a speed is taken
 
 
 def header(history: History) -> str:
@@ -68,6 +67,9 @@ def _end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tup
         return kept
     if history.state == STUCK:
         return [(STUCK, _stuck(history))]
+    if history.overdue is not None:
+        age, usual = map(text.seconds, history.overdue)
+        return [("overdue", f"nothing was recorded for {age}, and before that for {usual} at most: look at its output")]
     if history.state != NOT_RUNNING or history.liveness is None:
         return []
     host = f" on {history.liveness.host}" if history.liveness.host else ""
@@ -157,7 +159,7 @@ def _size(history: History) -> list[tuple[str, str, str]]:
     if tokens:
         found.append(("Tokens seen", text.count(tokens), _tokens_note(history)))
     left, update = history.status.get("eta_seconds"), history.status.get("time")
-    if history.state == "running" and isinstance(left, (int, float)):
+    if history.state == "running" and history.overdue is None and isinstance(left, (int, float)):
         end = f"about {text.moment(update + left)}" if isinstance(update, (int, float)) else "at the pace so far"
         found.append(("Time left", text.seconds(left), end))
     return found

@@ -6,6 +6,7 @@ Every call is collective: all ranks of the group make it, in the same order.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from stepmark.launch.failure_report import is_lost_peer
+from stepmark.errors import PeerFailed
+from stepmark.launch.failure_report import TIMED_OUT, describe_lost_peer, is_lost_peer
 from stepmark.launch.process_exit import within
 from stepmark.runtime.process_groups import Group
 
 _PROBE = 0x5EE  # the tag of messages that nobody receives
+_NOTICED = 1.0  # seconds after which all connections to a rank that has ended are known to be lost
 _STORE_SECONDS = 1.0  # that a question to the ranks' store may take
 
 
@@ -70,6 +73,19 @@ class HostGroup:
         except RuntimeError as error:
             return is_lost_peer(error)
         return False
+
+    def gone(self) -> str:
+        """The ranks that are gone, for a message; empty where there are none."""
+        return ", ".join(f"rank {rank}" for rank in range(self.size) if self.is_gone(rank))
+
+    def explain(self, error: BaseException | None) -> PeerFailed | None:
+        """What torch's error of a collective that has lost another rank, or waited too long, means; None of others."""
+        if not isinstance(error, RuntimeError) or not (is_lost_peer(error) or TIMED_OUT.search(str(error))):
+            return None
+        until = time.monotonic() + _NOTICED
+        while not (gone := self.gone()) and is_lost_peer(error) and time.monotonic() < until:
+            time.sleep(_NOTICED / 20)
+        return PeerFailed(describe_lost_peer(str(error), gone or "another rank"))
 
     def tell(self, topic: str, text: str) -> None:
         """Leaves a text in the ranks' store, if that answers."""

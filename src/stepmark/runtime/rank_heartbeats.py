@@ -157,10 +157,7 @@ class PeerWatch:
         ended = self._ended_peers() if lost and not supervised else []
         self.close()
         if ended:
-            raise PeerLost(
-                f"{listed(ended)}: is gone: it was killed, or its machine or network has failed; look at its output "
-                f"and that machine, {_THEN}"
-            ) from error
+            raise PeerLost.of(f"{listed(ended)}:") from error
         if error is not None and self._store is not None and not (self._rank or launcher_serves() or supervised):
             time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
 
@@ -199,7 +196,7 @@ class PeerWatch:
                 self._exchange(silence)
             except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
                 logger.debug("no longer watching the other ranks: %s", error)
-                self._reachable, self._left = None, set(range(self._size)) - {self._rank}
+                self._reachable = None
         with contextlib.suppress(RuntimeError):
             if self._named is not None:
                 self._tell(None)
@@ -234,8 +231,8 @@ class PeerWatch:
 
     @property
     def _first(self) -> int:
-        """The first rank that has not left, which judges."""
-        return min(rank for rank in range(self._size) if rank not in self._left)
+        """The first rank that has not left, which judges; without the store a rank judges itself."""
+        return self._rank if self._reachable is None else min(set(range(self._size)) - self._left)
 
     def _beats(self) -> dict[int, Beat | None]:
         """The latest heartbeat of each watched rank; None before it has a first one."""

@@ -101,7 +101,7 @@ class RunCallbacks:
         self.run_log.describe(total_steps=total_steps, process=os.getpid(), host=socket.gethostname())
         if self.args.prometheus_file is not None:
             self.run_log.prometheus = PrometheusFile(Path(self.args.prometheus_file), self.args.output_dir)
-        self.run_log.stays_done = self.state.global_step >= total_steps and self.run_log.is_done()
+        self.run_log.stays_done = self.state.global_step >= total_steps and self.run_log.recorded_state() == "done"
         self.run_log.status("running", self.state.global_step)
         self.begun = self._training = True
 

@@ -17,12 +17,12 @@ from stepmark.errors import LaunchError, StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import is_trouble
 from stepmark.filesystem.sizes import distinct_sizes
+from stepmark.filesystem.visibility import PATIENCE
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.adapters import Adapter
 from stepmark.trainer.overrides import accepts
 
 _PROBE = ".stepmark-"
-VISIBLE_WITHIN = 30.0  # seconds that a network file system may take to show a new file
 
 
 def prepare_output_folder(folder: Path, host: HostGroup) -> None:
@@ -65,12 +65,12 @@ def _remove_old_probes(folder: Path, own: str) -> None:
     now = (folder / own).stat().st_mtime
     for path in folder.glob(f"{_PROBE}*"):
         with contextlib.suppress(OSError):
-            if now - path.stat().st_mtime > 2 * VISIBLE_WITHIN:
-                files.remove_file(path)
+            if now - path.stat().st_mtime > 2 * PATIENCE:
+                files.remove_tree(path)
 
 
 def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + VISIBLE_WITHIN
+    deadline = time.monotonic() + PATIENCE
     while not path.exists():
         if time.monotonic() > deadline:
             return False

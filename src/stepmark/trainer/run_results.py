@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import StepmarkError
 from stepmark.filesystem.error_advice import with_advice
-from stepmark.launch.failure_report import FailureReport, keep_failure
+from stepmark.launch.failure_report import REPORTS, FailureReport, keep_failure
 from stepmark.launch.process_exit import say
 from stepmark.launch.restarts import may_be_restarted
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
@@ -64,9 +65,12 @@ def _count(name: str, datasets: Sequence[Any]) -> dict[str, int]:
     return {name: sum(len(dataset) for dataset in datasets)} if counted else {}
 
 
-def record_end(callbacks: RunCallbacks, error: BaseException) -> None:
-    """Records in the run's status that it did not reach its end; a status that cannot be written hides no error."""
+def record_end(callbacks: RunCallbacks, error: BaseException, host: HostGroup) -> None:
+    """Records in the run's status that it did not reach its end; a status that cannot be written hides no error. Where
+    rank 0 was killed, and no supervisor knows, the first rank that is left does so."""
     run_log, step = callbacks.run_log, callbacks.state.global_step
+    if host.rank and REPORTS not in os.environ and all(map(host.is_gone, range(host.rank))):
+        run_log.writes = run_log.recorded_state() == "running"
     if isinstance(error, RunInterrupted) and error.recorded:
         return
     if isinstance(error, RunInterrupted):

@@ -614,7 +614,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 finished(folder)
                 return output
             except BaseException as error:
-                record_end(self._callbacks, error)
+                record_end(self._callbacks, error, self.context.host)
                 raise
             finally:
                 parts.step.close()

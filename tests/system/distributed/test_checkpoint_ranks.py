@@ -9,11 +9,13 @@ import signal
 import subprocess
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from stepmark.checkpoint import Checkpointer, SaveHandle
@@ -319,6 +321,35 @@ def die_in_a_save(rank: int, folder: Path, dies: int, phase: str) -> str:
     except StepmarkError as error:
         return str(error)
     return "saved"
+
+
+def lose_a_rank_in_an_own_loop(rank: int, folder: Path, ending: str) -> str:
+    """The collective is the script's own, as of its gradients."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    try:
+        with Checkpointer(folder) as checkpointer:
+            checkpointer.save(1, make(0), block=True)
+            if rank == 1 and ending == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 1 and ending == "hangs":
+                time.sleep(8)
+            elif ending == "own":
+                raise RuntimeError("of the script's own")
+            dist.all_reduce(torch.ones(1), group=group)
+    except (StepmarkError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("ending", "culprit"), [("killed", "rank 1"), ("hangs", "that rank hangs"), ("own", "RuntimeError: of the")]
+)
+def test_a_script_with_its_own_loop_reads_which_rank_it_has_lost(tmp_path: Path, ending: str, culprit: str) -> None:
+    told = run_ranks(3, lose_a_rank_in_an_own_loop, tmp_path, ending)
+    for message in (told[0], told[2]):
+        assert culprit in message
+        assert message.startswith("RuntimeError" if ending == "own" else "PeerFailed")
+        assert ".cc" not in message
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,16 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(run: SlurmRun, undisturbe
     run.ends_like(undisturbed, run.submit(*ON_TWO))
 
 
+def test_a_cancelled_step_is_killed_and_the_next_job_continues(run: SlurmRun, undisturbed: SlurmRun) -> None:
+    """Slurm ends a step of its own accord with SIGKILL alone, so that nothing can be saved or recorded."""
+    job = run.submit(*ON_TWO, slowly=True)
+    wait_until(lambda: any(run.out.glob("checkpoint-*")), LONG)
+    run.cluster.cancel(f"{job}.0")
+    assert run.cluster.finish(job, LONG) == "FAILED"
+    assert run.status() == "running"
+    run.ends_like(undisturbed, run.submit(*ON_TWO))
+
+
 def test_further_signals_change_nothing(run: SlurmRun, undisturbed: SlurmRun) -> None:
     """As schedulers send them: another SIGTERM at any moment from the first one to the end of the last process."""
     job = run.submit(*ON_TWO, slowly=True)

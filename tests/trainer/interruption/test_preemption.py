@@ -19,7 +19,7 @@ from typing import Any, cast
 import pytest
 
 from stepmark.checkpoint import SaveHandle
-from stepmark.errors import DataError
+from stepmark.errors import DataError, PeerLost
 from stepmark.launch import process_exit
 from stepmark.launch.failure_report import REPORTS
 from stepmark.launch.progress import SAVE, Progress, staying
@@ -31,6 +31,8 @@ from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunI
 from stepmark.trainer.run_results import record_end
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.telemetry.run_log import RunLog
+from tests.support.processes import wait_until
+from tests.system.distributed.checkpoint_world import run_ranks
 
 ALONE = cast(Context, SimpleNamespace(store=None, host=HostGroup()))
 
@@ -217,7 +219,7 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
         args=SimpleNamespace(max_restarts=0, output_dir=str(tmp_path)),
     )
     for error in (RunInterrupted("SIGTERM: saved"), ValueError("x")):
-        record_end(callbacks, error)
+        record_end(callbacks, error, HostGroup())
     with pytest.raises(OSError, match="No space"):
         journal.status("done", 3)
 
@@ -248,9 +250,40 @@ def test_a_run_that_may_be_started_again_has_not_failed_yet(
         begun=True,
         args=SimpleNamespace(max_restarts=max_restarts, output_dir=str(tmp_path)),
     )
-    record_end(callbacks, error)
+    record_end(callbacks, error, HostGroup())
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["step"], status["reason"]) == (state, 3, f"{type(error).__name__}: x")
+
+
+def lose_rank_0(rank: int, folder: Path, state: str) -> None:
+    """Rank 0 is killed; the others find that it is gone, one after the other."""
+    host = HostGroup.of_processes()
+    run_log = RunLog(folder, writes=rank == 0)
+    run_log.status(state, 3)
+    host.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_until(lambda: host.is_gone(0), 20)
+    callbacks: Any = SimpleNamespace(
+        run_log=run_log,
+        state=SimpleNamespace(global_step=3),
+        begun=True,
+        args=SimpleNamespace(max_restarts=0, output_dir=str(folder)),
+    )
+    record_end(callbacks, PeerLost("rank 0 is gone"), host)
+    (folder / f"recorded-{rank}").touch()
+    wait_until(lambda: len(list(folder.glob("recorded-*"))) == 2, 20)
+
+
+@pytest.mark.parametrize(("before", "after"), [("running", ("failed", "rank 0 is gone")), ("done", ("done", None))])
+def test_where_rank_0_was_killed_the_first_rank_that_is_left_records_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: tuple[str, str | None]
+) -> None:
+    monkeypatch.delenv(REPORTS, raising=False)
+    run_ranks(3, lose_rank_0, tmp_path, before)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["reason"]) == after
+    assert (tmp_path / "events.jsonl").read_text().count(after[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -274,7 +307,7 @@ def test_a_peer_that_a_signal_has_ended_is_no_failure(
     )
     if stops:
         run_log.stopping(3, "SIGINT: stopping")
-    record_end(callbacks, error)
+    record_end(callbacks, error, HostGroup())
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == state
     if state == "interrupted":

@@ -163,20 +163,14 @@ class StatusStore:
         late = [rank for rank in ranks if not self.has(topic, rank)]
         gone = [rank for rank in late if self._silence(rank, now) > _SILENT and self._group.is_gone(rank)]
         if gone:
-            raise PeerLost(
-                f"{self.describe(gone)} is gone: it was killed, or its machine or network has failed; look at its "
-                "output and that machine, then restart the run to resume from its last checkpoint"
-            )
+            raise PeerLost.of(self.describe(gone))
 
     def _raise_failure(self, present: set[str]) -> None:
         for name in sorted(present):
             topic, _, rank = name.partition(".")
             if topic == _FAILED and rank.isdigit() and int(rank) != self.rank:
-                raise RankFailed(f"rank {rank}: {self._read_failure(name)}")
-
-    def _read_failure(self, name: str) -> Any:
-        path = self.folder / name
-        return json.loads(when_visible(path.read_bytes, path))
+                path = self.folder / name
+                raise RankFailed(f"rank {rank}: {json.loads(when_visible(path.read_bytes, path))}")
 
     def missing(self, topic: str, ranks: Collection[int]) -> str | None:
         """Which of these ranks have not posted under the topic, and what they are doing; None where all have."""

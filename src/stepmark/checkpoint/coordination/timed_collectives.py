@@ -95,8 +95,8 @@ class TimedGroup:
             print_stacks(str(self._broken))
             raise self._broken from None
         if isinstance(error, RuntimeError):  # what gloo raises when the connection to another rank is gone
-            gone = [f"rank {rank}" for rank in range(self.size) if self.group.is_gone(rank)]
-            missing = f"{what}: {', '.join(gone)} is gone" if gone else self._missing_soon(what, board, absent)
+            gone = self.group.gone()
+            missing = f"{what}: {gone} is gone" if gone else self._missing_soon(what, board, absent)
             self._broken = CheckpointError(f"{missing}; {describe_lost_peer(str(error))}")
             raise self._broken from error
         if error is not None:

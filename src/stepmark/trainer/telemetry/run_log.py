@@ -124,12 +124,12 @@ class RunLog:
         if self._last is not None and self._last[0] == "running":
             self.try_status(*self._last)
 
-    def is_done(self) -> bool:
-        """Whether the run has finished, by its status."""
+    def recorded_state(self) -> str | None:
+        """The run's state by its status; None where that cannot be read."""
         try:
-            return bool(json.loads((self._folder / STATUS).read_bytes())["state"] == "done")
+            return str(json.loads((self._folder / STATUS).read_bytes())["state"])
         except (OSError, ValueError, KeyError, TypeError):
-            return False
+            return None
 
     def earlier_details(self) -> dict[str, Any]:
         """What the process that trained has written; another one may record how it ended."""
