@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stepmark.launch.console import keep_console
+
 logger = logging.getLogger("stepmark")
 
 
@@ -47,6 +49,7 @@ class FailedRun:
         failed = state == status.get("state") == "failed" and status.get("time", 0.0) >= self._began
         if not (running or failed or (first and not status)) or held_by_another(self._folder):
             return
+        keep_console(self._folder)
         reason = str(status.get("reason") or "")
         if failed and (reason == message or message.endswith(f": {reason}")):
             return

@@ -11,6 +11,7 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointError
+from stepmark.launch.console import keep_console
 from stepmark.launch.restarts import Restarts
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 
@@ -54,6 +55,7 @@ class RestartedRun:
         log.describe(**{**log.earlier_details(), RESTART_DELAY: delay})
         log.event("restarting", step, attempt=attempt, reason=failure, delay=delay)
         log.try_status("running", step, f"{failure}; attempt {attempt} starts in {delay:g} s")
+        keep_console(self._folder)
         at = f" at step {step}" if step else ""
         print(f"failed{at}: {failure}; attempt {attempt} starts in {delay:g} s", file=sys.stderr, flush=True)
 

@@ -18,6 +18,8 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
+from stepmark.launch import console
+from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.results import evaluation_line
 from stepmark.trainer.setup import RunParts, count_epochs
 from stepmark.trainer.strategies import StrategyCallback
@@ -91,6 +93,9 @@ class RunCallbacks:
 
     def begin(self, total_steps: int) -> None:
         """Training begins, at the step of `state`."""
+        console.install(self.args.log_format)
+        if not extracting_graphs():
+            console.keep_console(Path(self.args.output_dir))
         self.progress = ProgressDisplay(
             shows=self.run_log.writes,
             total=total_steps,

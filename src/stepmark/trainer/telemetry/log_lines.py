@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from typing import Any
 
+from stepmark.launch.console import json_line
+
 SHOWN = {"loss": "loss {:.4f}", "learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} tokens/s"}
-
-
-def message_line(text: str, log_format: str) -> str:
-    """A message, as it is or as an object with its time."""
-    return json_line({"message": text}) if log_format == "json" else text
 
 
 def log_line(step: int, total: int, values: dict[str, Any], seconds_left: float | None, log_format: str) -> str:
@@ -36,13 +31,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
-
-
-def json_line(values: dict[str, Any]) -> str:
-    """The values as an object, with a level and the time in seconds since 1970; non-finite numbers are words."""
-    finite = {key: value if not _is_broken(value) else str(value) for key, value in values.items()}
-    return json.dumps({"time": time.time(), "level": "info", **finite})
-
-
-def _is_broken(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

@@ -6,7 +6,8 @@ import sys
 import time
 from typing import Any
 
-from stepmark.trainer.telemetry.log_lines import json_line, log_line, message_line
+from stepmark.launch.console import json_line
+from stepmark.trainer.telemetry.log_lines import log_line
 
 REFRESH_SECONDS = 2.0
 LINE_SECONDS = 30.0
@@ -95,7 +96,7 @@ class ProgressDisplay:
 
     def line(self, text: str) -> None:
         if self._shows:
-            self._console.print(message_line(text, self._format), markup=False, emoji=False)
+            self._console.print(text, markup=False, emoji=False)
 
     def close(self) -> None:
         if self._bar is not None:
