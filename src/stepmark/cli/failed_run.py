@@ -17,8 +17,8 @@ logger = logging.getLogger("stepmark")
 class FailedRun:
     """The run in `folder`, whose ranks this process starts. Create it before they start."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, prometheus_file: str | None = None) -> None:
+        self._folder, self._prometheus_file = folder, prometheus_file
         self._began = time.time()
 
     def write(self, message: str, *, first: bool = False) -> None:
@@ -54,7 +54,10 @@ class FailedRun:
         if failed and (reason == message or message.endswith(f": {reason}")):
             return
         step = status.get("step")
-        RunLog(self._folder, writes=True).try_status(state, step if isinstance(step, int) else 0, message)
+        log = RunLog(self._folder, writes=True)
+        if self._prometheus_file is not None:
+            log.export(self._prometheus_file)
+        log.try_status(state, step if isinstance(step, int) else 0, message)
 
     def _status(self) -> dict[str, Any]:
         from stepmark.trainer.telemetry.run_log import STATUS

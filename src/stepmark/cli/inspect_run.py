@@ -50,7 +50,7 @@ def summarize(history: History) -> dict[str, Any]:
 def _lines(summary: dict[str, Any]) -> list[str]:
     from stepmark.report import text
 
-    total, eta = summary["total_steps"], summary["eta_seconds"]
+    total, eta, best = summary["total_steps"], summary["eta_seconds"], summary["best"]
     step = text.NOTHING if summary["step"] is None else f"{summary['step']:,}"
     step += f" of {total:,}" if total else ""
     step += f", {text.seconds(eta)} left" if eta is not None else ""
@@ -62,7 +62,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         "devices": None if not summary["device"] else f"{text.plural(summary['ranks'], 'rank')} on {summary['device']}",
         "loss": None if summary["loss"] is None else text.value(summary["loss"]),
         "speed": None if not summary["tokens_per_second"] else f"{summary['tokens_per_second']:,.0f} tokens/s",
-        "best": summary["best"] and "{metric} {value:.4f} at step {step}".format(**summary["best"]),
+        "best": best and f"{best['metric']} {text.value(best['value'])} at step {best['step']:,}",
         "saved": ", ".join(f"checkpoint-{step}" for step in summary["checkpoints"]) or "no checkpoint",
     }
     return [f"{name:<9} {value}" for name, value in rows.items() if value]

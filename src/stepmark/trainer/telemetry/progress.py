@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from stepmark.launch.console import json_line
-from stepmark.trainer.telemetry.log_lines import log_line
+from stepmark.trainer.telemetry.log_lines import decimals, log_line
 
 REFRESH_SECONDS = 2.0
 LINE_SECONDS = 30.0
@@ -105,4 +105,4 @@ class ProgressDisplay:
 
 
 def _status(loss: float, tokens_per_second: float | None) -> str:
-    return f"loss {loss:.4f}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")
+    return f"loss {decimals(loss)}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")

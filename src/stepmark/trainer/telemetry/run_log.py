@@ -51,6 +51,12 @@ class RunLog:
         self.prometheus: PrometheusFile | None = None
         self._warned = False  # that events cannot be written
 
+    def export(self, path: str) -> None:
+        """Also keeps the newest numbers in a file for Prometheus from now on."""
+        if self.writes:
+            self.prometheus = PrometheusFile(Path(path), str(self._folder), read_lines(self._folder / EVENTS))
+            self._numbers = {name: value for line in read_metrics(self._folder) for name, value in line.items()}
+
     def metrics(self, values: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, flushed to the system. Floats keep full precision."""
         self._numbers |= values
@@ -61,6 +67,8 @@ class RunLog:
         not end the run."""
         try:
             self._append(EVENTS, {"event": event, "step": step, **values})
+            if self.prometheus is not None:
+                self.prometheus.count({"event": event, "step": step, "time": time.time(), **values})
         except OSError as error:
             if not self._warned:
                 logger.warning("cannot write %s: %s", self._folder / EVENTS, error.strerror)
