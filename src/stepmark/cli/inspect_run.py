@@ -44,11 +44,13 @@ def summarize(history: History) -> dict[str, Any]:
         "best": None if best is None else {"metric": best.metric, "step": best.step, "value": best.value},
         "checkpoints": sorted(step for path in checkpoints(history.folder) if (step := step_of(path)) is not None),
         "resumed": len(history.resumptions()),
+        "failures": history.failures,
     }
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
     from stepmark.report import text
+    from stepmark.report.summary import SHOWN_RANKS
 
     total, eta, best = summary["total_steps"], summary["eta_seconds"], summary["best"]
     step = text.NOTHING if summary["step"] is None else f"{summary['step']:,}"
@@ -65,4 +67,5 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         "best": best and f"{best['metric']} {text.value(best['value'])} at step {best['step']:,}",
         "saved": ", ".join(f"checkpoint-{step}" for step in summary["checkpoints"]) or "no checkpoint",
     }
-    return [f"{name:<9} {value}" for name, value in rows.items() if value]
+    kept = [f"{name}: {title}" for name, title in list(summary["failures"].items())[:SHOWN_RANKS]]
+    return [*(f"{name:<9} {value}" for name, value in rows.items() if value), *kept]

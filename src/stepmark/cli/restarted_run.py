@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
@@ -14,9 +13,7 @@ from stepmark.errors import CheckpointError
 from stepmark.launch.console import keep_console
 from stepmark.launch.restarts import Restarts
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
-
-if TYPE_CHECKING:
-    from stepmark.trainer.telemetry.run_log import RunLog
+from stepmark.trainer.telemetry.run_log import RESTART_DELAY, RunLog
 
 _SHOWN = 8  # samples that an error names
 
@@ -49,8 +46,6 @@ class RestartedRun:
         return [*self._command, "--resume_from_checkpoint", newest]
 
     def _announce(self, failure: str, step: int, attempt: int, delay: float) -> None:
-        from stepmark.trainer.telemetry.run_log import RESTART_DELAY
-
         log = self._log()
         log.describe(**{**log.earlier_details(), RESTART_DELAY: delay})
         log.event("restarting", step, attempt=attempt, reason=failure, delay=delay)
@@ -67,8 +62,6 @@ class RestartedRun:
         print(f"interrupted by {reason}", file=sys.stderr, flush=True)
 
     def _log(self) -> RunLog:
-        from stepmark.trainer.telemetry.run_log import RunLog
-
         return RunLog(self._folder, writes=self._folder.is_dir())
 
 

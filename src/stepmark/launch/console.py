@@ -60,7 +60,7 @@ class Console:
 
     def _complete(self, text: str) -> list[str]:
         """The lines that `text` completes, as they stand in the end: a progress bar overwrites its own."""
-        *lines, rest = (getattr(self._thread, "rest", "") + text).split("\n")
+        *lines, rest = f"{getattr(self._thread, 'rest', '')}{text}".split("\n")
         self._thread.rest = rest.rpartition("\r")[2][:MOST_KEPT]
         return [_CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in lines]
 
@@ -73,8 +73,7 @@ class Console:
             return line
         if not line[0].isspace():  # a traceback goes on
             self._thread.level = _level(line)
-        level = getattr(self._thread, "level", "info")
-        return json_line({"message": line}, level, self.rank)
+        return json_line({"message": line}, getattr(self._thread, "level", "info"), self.rank)
 
     def keep(self, lines: Sequence[str]) -> None:
         """Adds the lines to the file; what cannot be written is left out."""
@@ -123,12 +122,9 @@ def keep_console(folder: Path) -> None:
 def json_line(values: dict[str, Any], level: str = "info", rank: int | None = 0) -> str:
     """The values as an object, with the time in seconds since 1970, a level and a rank; non-finite numbers are
     words."""
-    finite = {key: str(value) if _is_broken(value) else value for key, value in values.items()}
+    broken = {key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    finite = {key: str(value) if key in broken else value for key, value in values.items()}
     return json.dumps({"time": time.time(), "level": level, "rank": rank, **finite}, default=str)
-
-
-def _is_broken(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _level(line: str) -> str:

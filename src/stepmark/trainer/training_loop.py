@@ -381,7 +381,9 @@ class TrainingLoop:
             self._postpone(evaluation)
             self._stop(self._preemption, "in the evaluation ")
         except Exception:
-            if evaluation.metrics_failed and self._callbacks.control.should_save:  # what was trained is not lost
+            # What was trained is not lost, where all ranks are here: a single one, or those whose metrics failed.
+            all_here = evaluation.metrics_failed or self._parts.context.host.size == 1
+            if all_here and self._callbacks.control.should_save:
                 self._postpone(evaluation)
                 self._save()
                 self._checkpointer.wait()

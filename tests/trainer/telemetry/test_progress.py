@@ -116,6 +116,7 @@ def test_a_huge_number_is_short_everywhere(tmp_path: Path, capsys: pytest.Captur
     log.metrics({"step": 2, "epoch": 1.0, "loss": 3.4e38, "learning_rate": 1e-3})
     log.metrics({"step": 2, "epoch": 1.0, "eval_loss": 623.6, "eval_perplexity": 3.1e270})
     log.event("started", 0, total_steps=4, metric_for_best_model="eval_perplexity", greater_is_better=True)
+    log.status("done", 2)
     assert run(["inspect", str(tmp_path)]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert rows["best"].endswith("perplexity 3.1e+270 at step 2")

@@ -93,7 +93,7 @@ def test_what_has_happened_is_counted_over_all_processes(log: RunLog, tmp_path: 
             "tokens_total": 640,
             "restarts_total": 1,
         }
-        assert samples["stepmark_save_seconds"] == 2.5
+        assert samples["stepmark_last_save_seconds"] == 2.5
         assert samples["stepmark_newest_checkpoint_step"] == 4
         assert abs(samples["stepmark_unsaved_since"] - time.time()) < 60
         assert samples["stepmark_loss"] == 1.0
@@ -114,7 +114,7 @@ def test_a_run_writes_what_alerts_need(tmp_path: Path, capsys: pytest.CaptureFix
     saved = [line for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines() if '"saved"' in line]
     assert samples["stepmark_saves_total"] == len(saved) == 2
     assert samples["stepmark_newest_checkpoint_step"] == 2
-    assert samples["stepmark_save_seconds"] == pytest.approx(json.loads(saved[-1])["durable_seconds"])
+    assert samples["stepmark_last_save_seconds"] == pytest.approx(json.loads(saved[-1])["durable_seconds"])
     assert samples["stepmark_tokens_total"] > 0
     assert labels.keys() == {"run", "job", "host"}
     for path in ("docs/operations.md", "docs/metrics.md"):

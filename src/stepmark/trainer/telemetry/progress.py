@@ -82,17 +82,13 @@ class ProgressDisplay:
             self._print_log(step, values)
 
     def _print_log(self, step: int, values: dict[str, Any]) -> None:
-        self._console.print(
-            log_line(step, self._total, values, self.seconds_left(step), self._format), markup=False, emoji=False
-        )
+        self.line(log_line(step, self._total, values, self.seconds_left(step), self._format))
         self._last = time.monotonic()
 
     def evaluated(self, step: int, metrics: dict[str, Any], text: str) -> None:
         """Shows an evaluation: its metrics where lines are JSON, else the text."""
         values = {"step": step, "total_steps": self._total, **metrics}
-        if self._shows:
-            line = json_line(values) if self._format == "json" else text
-            self._console.print(line, markup=False, emoji=False)
+        self.line(json_line(values) if self._format == "json" else text)
 
     def line(self, text: str) -> None:
         if self._shows:

@@ -43,7 +43,7 @@ class PrometheusFile:
         if kind == "saved":
             seconds = event.get("durable_seconds") or 0.0
             self._counts["save_seconds"] += seconds
-            self._gauges |= {"save_seconds": seconds, "newest_checkpoint_step": event.get("step")}
+            self._gauges |= {"last_save_seconds": seconds, "newest_checkpoint_step": event.get("step")}
         if kind in ("saved", "started"):
             self._gauges["unsaved_since"] = event.get("time")
 

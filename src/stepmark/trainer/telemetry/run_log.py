@@ -134,19 +134,12 @@ class RunLog:
 
     def is_done(self) -> bool:
         """Whether the run has finished, by its status."""
-        try:
-            return bool(json.loads((self._folder / STATUS).read_bytes())["state"] == "done")
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        return read_status(self._folder).get("state") == "done"
 
     def earlier_details(self) -> dict[str, Any]:
         """What the process that trained has written; another one may record how it ended."""
-        try:
-            earlier = json.loads((self._folder / STATUS).read_bytes())
-        except (OSError, ValueError):
-            return {}
         known = ("state", "step", "time", "reason")
-        return {k: v for k, v in earlier.items() if k not in known} if isinstance(earlier, dict) else {}
+        return {name: value for name, value in read_status(self._folder).items() if name not in known}
 
     def try_status(self, state: str, step: int, reason: str | None = None) -> None:
         """The same, but a status that cannot be written is a warning: it must not change how the process ends."""
@@ -193,6 +186,19 @@ class RunLog:
         except (FileNotFoundError, ValueError):
             return None
         return values if isinstance(values, dict) else None
+
+
+def read_status(folder: Path, *, strictly: bool = False) -> dict[str, Any]:
+    """What status.json holds; nothing where there is none, or it cannot be read. `strictly`: then raises OSError."""
+    try:
+        status = json.loads((folder / STATUS).read_bytes())
+    except OSError as error:
+        if strictly and not isinstance(error, FileNotFoundError):
+            raise
+        return {}
+    except ValueError:
+        return {}
+    return status if isinstance(status, dict) else {}
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
