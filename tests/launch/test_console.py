@@ -150,6 +150,8 @@ def test_a_run_that_fails_before_training_keeps_why(tmp_path: Path, capsys: pyte
     printed = objects(capsys.readouterr().err)
     assert printed[-1]["level"] == "error"
     assert "text.txt" in json.loads(kept(tmp_path / "out")[-1])["message"]
+    assert run(["inspect", str(tmp_path / "out")]) == 0
+    assert "failures/rank-0.txt" in capsys.readouterr().out
 
 
 def test_a_wrong_call_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
