@@ -272,6 +272,7 @@ class TrainingLoop:
             self._log()
         if self._callbacks.control.should_evaluate:
             self._evaluate()
+            self._callbacks.control.should_evaluate = False  # also where an earlier process has announced it
             self._skip_rest_of_epoch()
         if self._callbacks.control.should_save:  # an evaluation may have set it
             self._save()
