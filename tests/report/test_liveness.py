@@ -13,6 +13,7 @@ import pytest
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.coordination.heartbeat import STALE
+from stepmark.cli.main import run as call
 from stepmark.report import liveness
 from stepmark.report.liveness import read_liveness
 from stepmark.report.write import write_report
@@ -45,7 +46,7 @@ def heartbeat_elsewhere(run: Path, age: float) -> Path:
     return path
 
 
-def test_a_killed_run_is_not_reported_as_running(run: Path) -> None:
+def test_a_killed_run_is_not_reported_as_running(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(run)], stdout=subprocess.PIPE)
     try:
         assert owner.stdout is not None
@@ -57,6 +58,8 @@ def test_a_killed_run_is_not_reported_as_running(run: Path) -> None:
     page = write_report(run).read_text()
     assert 'id="state">not running<' in page
     assert '<li data-kind="killed">the run ended without a status' in page
+    assert call(["inspect", str(run)]) == 0
+    assert "the run ended without a status" in capsys.readouterr().out
     assert "No sign of trouble" not in page
 
 

@@ -269,6 +269,27 @@ def test_what_was_trained_is_saved_where_the_metrics_of_the_step_fail(tmp_path: 
     assert recorder.order == ["evaluate 4", "save 4"]
 
 
+class FailsInEvaluation(TrainerCallback):
+    """As a callback that uploads metrics."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self.fail)
+
+    def fail(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 4:
+            raise ConnectionError("no answer")
+
+
+@pytest.mark.parametrize("event", ["on_evaluate", "on_prediction_step"])
+def test_what_was_trained_is_saved_where_a_callback_of_the_evaluation_fails(tmp_path: Path, event: str) -> None:
+    made, _ = trainer(tmp_path, FailsInEvaluation(event), **BOTH)
+    with pytest.raises(ConnectionError):
+        made.train()
+    assert (tmp_path / "checkpoint-4").is_dir()
+    recorder = run(tmp_path, resume_from_checkpoint=True, **BOTH)
+    assert recorder.order[-1] == "save 4"
+
+
 def test_a_huge_number_is_short() -> None:
     line = evaluation_line(3, {"eval_perplexity": 3.1e270, "eval_loss": 623.6, "eval_runtime": 1.0}, "eval")
     assert "perplexity 3.1e+270, loss 623.6000" in line

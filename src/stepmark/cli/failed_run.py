@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
+
+from stepmark.launch.console import keep_console
 
 logger = logging.getLogger("stepmark")
 
@@ -15,8 +14,8 @@ logger = logging.getLogger("stepmark")
 class FailedRun:
     """The run in `folder`, whose ranks this process starts. Create it before they start."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, prometheus_file: str | None = None) -> None:
+        self._folder, self._prometheus_file = folder, prometheus_file
         self._began = time.time()
 
     def write(self, message: str, *, first: bool = False) -> None:
@@ -38,25 +37,21 @@ class FailedRun:
     def _write(self, state: str, message: str, first: bool) -> None:
         from stepmark.checkpoint.coordination.folder_claim import held_by_another
         from stepmark.runtime.xla_environment import extracting_graphs
-        from stepmark.trainer.telemetry.run_log import RunLog
+        from stepmark.trainer.telemetry.run_log import RunLog, read_status
 
         if extracting_graphs():
             return
-        status = self._status()
+        status = read_status(self._folder)
         running = status.get("state") == "running"
         failed = state == status.get("state") == "failed" and status.get("time", 0.0) >= self._began
         if not (running or failed or (first and not status)) or held_by_another(self._folder):
             return
+        keep_console(self._folder)
         reason = str(status.get("reason") or "")
         if failed and (reason == message or message.endswith(f": {reason}")):
             return
         step = status.get("step")
-        RunLog(self._folder, writes=True).try_status(state, step if isinstance(step, int) else 0, message)
-
-    def _status(self) -> dict[str, Any]:
-        from stepmark.trainer.telemetry.run_log import STATUS
-
-        with contextlib.suppress(OSError, ValueError):
-            status = json.loads((self._folder / STATUS).read_bytes())
-            return status if isinstance(status, dict) else {}
-        return {}
+        log = RunLog(self._folder, writes=True)
+        if self._prometheus_file is not None:
+            log.export(self._prometheus_file)
+        log.try_status(state, step if isinstance(step, int) else 0, message)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 
 HELP = "show what a checkpoint holds (step, mesh, tensors, files), or how a run is doing"
+RUN_FILES = ("status.json", "failures")  # a run that fails before it trains may have no status
 CONFIG_HELP = "the model's config.json, for checkpoints of other tools that have none"
 
 
@@ -37,7 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
         return show_foreign(parsed.checkpoint, parsed.config, parsed.json)
     if not parsed.checkpoint.is_dir():
         raise CheckpointNotFound(f"there is no checkpoint {parsed.checkpoint}; name a checkpoint-N folder, or a run's")
-    is_run = (parsed.checkpoint / "status.json").is_file() or checkpoints(parsed.checkpoint)
+    is_run = any((parsed.checkpoint / each).exists() for each in RUN_FILES) or checkpoints(parsed.checkpoint)
     if is_run and not (parsed.checkpoint / MANIFEST).exists():
         print_run(parsed.checkpoint, as_json=parsed.json)
         return 0

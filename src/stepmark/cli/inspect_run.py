@@ -21,7 +21,8 @@ def print_run(folder: Path, *, as_json: bool) -> None:
 def summarize(history: History) -> dict[str, Any]:
     """The state, progress, newest log, best evaluation and checkpoints; None where something is unknown."""
     from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
-    from stepmark.report.summary import recent_median
+    from stepmark.report.checkpoints import read_checkpoints
+    from stepmark.report.summary import end_of_run, recent_median
 
     status, started = history.status, history.started
     last, best = (history.logs or [{}])[-1], history.best()
@@ -44,13 +45,14 @@ def summarize(history: History) -> dict[str, Any]:
         "best": None if best is None else {"metric": best.metric, "step": best.step, "value": best.value},
         "checkpoints": sorted(step for path in checkpoints(history.folder) if (step := step_of(path)) is not None),
         "resumed": len(history.resumptions()),
+        "trouble": [told for kind, told in end_of_run(history, read_checkpoints(history)) if kind != "failed"],
     }
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
     from stepmark.report import text
 
-    total, eta = summary["total_steps"], summary["eta_seconds"]
+    total, eta, best = summary["total_steps"], summary["eta_seconds"], summary["best"]
     step = text.NOTHING if summary["step"] is None else f"{summary['step']:,}"
     step += f" of {total:,}" if total else ""
     step += f", {text.seconds(eta)} left" if eta is not None else ""
@@ -62,7 +64,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         "devices": None if not summary["device"] else f"{text.plural(summary['ranks'], 'rank')} on {summary['device']}",
         "loss": None if summary["loss"] is None else text.value(summary["loss"]),
         "speed": None if not summary["tokens_per_second"] else f"{summary['tokens_per_second']:,.0f} tokens/s",
-        "best": summary["best"] and "{metric} {value:.4f} at step {step}".format(**summary["best"]),
+        "best": best and f"{best['metric']} {text.value(best['value'])} at step {best['step']:,}",
         "saved": ", ".join(f"checkpoint-{step}" for step in summary["checkpoints"]) or "no checkpoint",
     }
-    return [f"{name:<9} {value}" for name, value in rows.items() if value]
+    return [*(f"{name:<9} {value}" for name, value in rows.items() if value), *summary["trouble"]]

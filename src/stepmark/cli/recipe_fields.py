@@ -9,6 +9,7 @@ from typing import Any
 from stepmark.config.field_help import FIELD_HELP, help_of
 from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe
 from stepmark.config.unknown_field_message import unknown_field
+from stepmark.launch import console
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +57,12 @@ def explain_unknown_argument(argument: str) -> str:
 
 
 def recipe_of(parsed: argparse.Namespace) -> Recipe:
-    """The recipe, overridden by the flags; the path may come after a flag without a value. Raises UsageError that names
-    the field."""
+    """The recipe, overridden by the flags; the path may come after a flag without a value. What is printed from now on
+    has its `log_format`. Raises UsageError that names the field."""
     given = {n: value for n in (*all_fields(), DO_TRAIN) if (value := getattr(parsed, n)) is not None}
     for name, value in given.items():
         if parsed.recipe is None and is_switch(name) and value.endswith((".yaml", ".yml")):
             parsed.recipe, given[name] = value, "true"
-    return read_recipe(parsed.recipe, given)
+    recipe = read_recipe(parsed.recipe, given)
+    console.install(recipe.training.log_format, launcher=parsed.nproc is not None)
+    return recipe

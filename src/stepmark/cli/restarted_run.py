@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointError
+from stepmark.launch.console import keep_console
 from stepmark.launch.restarts import Restarts
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
-
-if TYPE_CHECKING:
-    from stepmark.trainer.telemetry.run_log import RunLog
+from stepmark.trainer.telemetry.run_log import RESTART_DELAY, RunLog
 
 _SHOWN = 8  # samples that an error names
 
@@ -48,12 +46,11 @@ class RestartedRun:
         return [*self._command, "--resume_from_checkpoint", newest]
 
     def _announce(self, failure: str, step: int, attempt: int, delay: float) -> None:
-        from stepmark.trainer.telemetry.run_log import RESTART_DELAY
-
         log = self._log()
         log.describe(**{**log.earlier_details(), RESTART_DELAY: delay})
         log.event("restarting", step, attempt=attempt, reason=failure, delay=delay)
         log.try_status("running", step, f"{failure}; attempt {attempt} starts in {delay:g} s")
+        keep_console(self._folder)
         at = f" at step {step}" if step else ""
         print(f"failed{at}: {failure}; attempt {attempt} starts in {delay:g} s", file=sys.stderr, flush=True)
 
@@ -65,8 +62,6 @@ class RestartedRun:
         print(f"interrupted by {reason}", file=sys.stderr, flush=True)
 
     def _log(self) -> RunLog:
-        from stepmark.trainer.telemetry.run_log import RunLog
-
         return RunLog(self._folder, writes=self._folder.is_dir())
 
 

@@ -53,7 +53,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _supervise(parsed: argparse.Namespace, training: TrainingFields) -> int:
     from stepmark.cli.restarted_run import RestartedRun
 
-    record = FailedRun(Path(training.output_dir))
+    record = FailedRun(Path(training.output_dir), training.prometheus_file)
     return start_ranks(
         parsed,
         training.signal_grace,
@@ -85,16 +85,16 @@ def _train(recipe: Recipe) -> int:
         try:
             train(recipe)
         except Exception as error:
-            _keep(error, folder)
+            _keep(error, folder, recipe.training.prometheus_file)
             raise
     return 0
 
 
-def _keep(error: Exception, folder: Path) -> None:
+def _keep(error: Exception, folder: Path, prometheus_file: str | None) -> None:
     """Records why this rank failed, also before training; a supervisor judges for all ranks. A run that was refused
     leaves no status."""
     rank = World.from_environment().rank
     keep_failure(folder, error, rank)
     failure = FailureReport.of(error, rank)
     if REPORTS not in os.environ and not isinstance(error, StepmarkError) and not failure.secondary:
-        FailedRun(folder).write(failure.message, first=True)
+        FailedRun(folder, prometheus_file).write(failure.message, first=True)

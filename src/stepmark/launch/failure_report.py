@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stepmark.filesystem.error_advice import is_trouble, with_advice
+from stepmark.launch.console import keep_console
 from stepmark.launch.raised_at import raised_at
 
 REPORTS = "STEPMARK_REPORTS"
@@ -98,6 +99,7 @@ def keep_failure(folder: Path, error: BaseException, rank: int) -> None:
 
     if not isinstance(error, (UsageError, CheckpointBusy)) and not getattr(error, _KEPT, False):
         FailureReport.of(error, rank).keep(folder)
+        keep_console(folder)
         with contextlib.suppress(AttributeError):  # a class with slots
             setattr(error, _KEPT, True)
 

@@ -7,11 +7,13 @@ import ctypes
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from stepmark.launch.console import Console, installed
 from stepmark.launch.failure_report import REPORTS, FailureReport
 
 INTERRUPTED = 75  # exit code: ended by a signal, and can be resumed
@@ -31,13 +33,24 @@ def say(line: str) -> None:
 
 
 def _write(line: str, *, stacks: bool = False) -> None:
+    console = installed() or Console(None, None)
+
     def write() -> None:
+        lines = console.shaped([*line.splitlines(), *(_stacks() if stacks else ())])
         with contextlib.suppress(OSError):  # no longer read
-            os.write(STDERR, f"{line}\n".encode())
-            if stacks:
-                faulthandler.dump_traceback(file=STDERR, all_threads=True)
+            os.write(STDERR, "".join(f"{each}\n" for each in lines).encode())
+        console.keep(lines)
 
     within(FLUSHING, write, name="stepmark-stderr")  # a thread that stays in a pipe that is full
+
+
+def _stacks() -> list[str]:
+    """Those of all threads. Not through a pipe: faulthandler would hold the interpreter's lock while that is full."""
+    named = hasattr(os, "memfd_create")
+    with open(os.memfd_create("stacks"), "w+b") if named else tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace").splitlines()
 
 
 def within(seconds: float, function: Callable[[], object], name: str = "stepmark-bounded") -> bool:

@@ -20,7 +20,6 @@ from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_c
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
-from stepmark.trainer.telemetry.log_lines import message_line
 
 if TYPE_CHECKING:
     from stepmark.evaluation.metric_functions import MetricsFunctions
@@ -46,7 +45,7 @@ def train(recipe: Recipe) -> None:
     )
     trainer.checkpoint_files.append(lambda folder: write_used_recipe(folder, recipe))
     trainer.train(save_model=True)
-    _say(context, _last_line(recipe, trainer.state), recipe.training.log_format)
+    _say(context, _last_line(recipe, trainer.state))
 
 
 def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
@@ -67,9 +66,9 @@ def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
     context = start(args.device_name, args.join_timeout)
     open_compile_cache(context.runtime, args.compile_cache, context.world)
     ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
-    _say(context, f"device: {context.runtime.name}, {ranks}", args.log_format)
+    _say(context, f"device: {context.runtime.name}, {ranks}")
     if unreachable:
-        _say(context, "the Hugging Face hub does not answer; what was downloaded before is used", args.log_format)
+        _say(context, "the Hugging Face hub does not answer; what was downloaded before is used")
     return functions, context
 
 
@@ -180,7 +179,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
 
     with context.leader_first("preparing data") as leads:
         config = recipe.data if leads else dataclasses.replace(recipe.data, overwrite_cache=False)
-        return prepare(config, tokenizer, progress=lambda text: _say(context, text, recipe.training.log_format))
+        return prepare(config, tokenizer, progress=lambda text: _say(context, text))
 
 
 def _check_names(args: TrainingFields) -> None:
@@ -222,6 +221,6 @@ def _last_line(recipe: Recipe, state: Any) -> str:
     return f"{done}; {model} is in {folder}; next: stepmark report {folder}, or stepmark evaluate {folder}{more}"
 
 
-def _say(context: Context, text: str, log_format: str) -> None:
+def _say(context: Context, text: str) -> None:
     if context.host.rank == 0:
-        print(message_line(text, log_format), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)

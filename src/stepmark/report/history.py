@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.failure_report import FAILURES, kept_failures
 from stepmark.launch.progress import FLOOR
 from stepmark.report.liveness import Liveness, read_liveness
-from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS
+from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS, read_status
 
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size
@@ -171,7 +170,7 @@ def read_history(folder: Path) -> History:
     known = (METRICS, STATUS, EVENTS, FAILURES)
     if not any((folder / name).exists() for name in known) and not any(folder.glob("checkpoint-*")):
         raise UsageError(f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint")
-    history = History(folder, folder.resolve().name, status=_read_status(folder))
+    history = History(folder, folder.resolve().name, status=read_status(folder))
     history.failures = kept_failures(folder, history.status.get("time", 0.0) - JUST_BEFORE)
     if not history.status and history.failures:  # it has failed before it trained
         history.status = {"state": "failed", "reason": next(iter(history.failures.values()))}
@@ -186,14 +185,6 @@ def read_history(folder: Path) -> History:
 def number(value: Any) -> int | None:
     """The value if it is an integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _read_status(folder: Path) -> Line:
-    try:
-        status = json.loads((folder / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
 
 
 def _sort_metrics(history: History, lines: Sequence[Line]) -> None:

@@ -39,7 +39,7 @@ def header(history: History) -> str:
 def trouble(history: History, checkpoints: Sequence[Checkpoint]) -> str:
     """Everything that is wrong, once each and the run's end first; one quiet line if nothing is."""
     found = [
-        *_end_of_run(history, checkpoints),
+        *end_of_run(history, checkpoints),
         *((str(event.get("kind", "trouble")), str(event.get("message", ""))) for event in history.of_kind("trouble")),
         *(("save_failed", f"the save of step {event.get('step')} failed") for event in history.of_kind("save_failed")),
         *(
@@ -58,7 +58,7 @@ def trouble(history: History, checkpoints: Sequence[Checkpoint]) -> str:
     return f'<section class="trouble" id="trouble"><h2>Trouble</h2><ul>{items}</ul></section>'
 
 
-def _end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
+def end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
     """Why the run failed, or that it was killed."""
     kept = [("traceback", f"{name}: {title}") for name, title in history.failures.items()][:SHOWN_RANKS]
     if history.state == "failed":

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from stepmark.filesystem import sizes
+
 NOTHING = "\N{EN DASH}"
 
 
 def size(count: float | None) -> str:
     """Bytes in a suitable unit."""
-    if count is None:
-        return NOTHING
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.2f} TB"
+    return NOTHING if count is None else sizes.size(count)
 
 
 def seconds(count: float | None) -> str:

@@ -18,11 +18,12 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
+from stepmark.launch import console
+from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.results import evaluation_line
 from stepmark.trainer.setup import RunParts, count_epochs
 from stepmark.trainer.strategies import StrategyCallback
 from stepmark.trainer.telemetry.progress import ProgressDisplay
-from stepmark.trainer.telemetry.prometheus import PrometheusFile
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_arguments import TrainingArguments
 
@@ -91,6 +92,9 @@ class RunCallbacks:
 
     def begin(self, total_steps: int) -> None:
         """Training begins, at the step of `state`."""
+        console.install(self.args.log_format)
+        if not extracting_graphs():
+            console.keep_console(Path(self.args.output_dir))
         self.progress = ProgressDisplay(
             shows=self.run_log.writes,
             total=total_steps,
@@ -100,7 +104,7 @@ class RunCallbacks:
         )
         self.run_log.describe(total_steps=total_steps, process=os.getpid(), host=socket.gethostname())
         if self.args.prometheus_file is not None:
-            self.run_log.prometheus = PrometheusFile(Path(self.args.prometheus_file), self.args.output_dir)
+            self.run_log.export(self.args.prometheus_file)
         self.run_log.stays_done = self.state.global_step >= total_steps and self.run_log.recorded_state() == "done"
         self.run_log.status("running", self.state.global_step)
         self.begun = self._training = True

@@ -3,7 +3,6 @@ first step."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from stepmark.errors import StepmarkError
 from stepmark.filesystem.json_files import read_lines
 from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.finished_runs import RECORDS, move_to_earlier_run
-from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS
+from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, read_status
 
 logger = logging.getLogger("stepmark")
 
@@ -61,12 +60,4 @@ def _same_run(folder: Path, resumes: bool) -> bool:
     events = read_lines(folder / EVENTS)
     if events and events[-1].get("event") == RESTARTING:
         return True
-    return resumes and _state(folder) not in ("failed", "done")
-
-
-def _state(folder: Path) -> str | None:
-    try:
-        status = json.loads((folder / STATUS).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return status.get("state") if isinstance(status, dict) else None
+    return resumes and read_status(folder).get("state") not in ("failed", "done")

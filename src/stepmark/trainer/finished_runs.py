@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.errors import StepmarkError
+from stepmark.launch.console import CONSOLE
 from stepmark.launch.failure_report import FAILURES
 from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.xla_environment import extracting_graphs
@@ -27,6 +28,7 @@ RECORDS = (  # of a run, in its folder
     "used_recipe.yaml",
     SYSTEM,
     FAILURES,
+    CONSOLE,
     "trainer_state.json",
     "train_results.json",
     "eval_results.json",

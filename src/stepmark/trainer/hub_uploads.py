@@ -16,6 +16,8 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.launch.console import CONSOLE
+from stepmark.launch.failure_report import FAILURES
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.finished_runs import EARLIER
 from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS, SYSTEM
@@ -29,7 +31,7 @@ CARD = "README.md"
 # Files of a run that are not part of its model, and files that are being written.
 NOT_MODEL = [
     *("checkpoint-*", "checkpoint-*/**", ".*", ".*/**", "best"),
-    *(METRICS, EVENTS, STATUS, f"{SYSTEM}/**", f"{EARLIER}*/**"),
+    *(METRICS, EVENTS, STATUS, f"{SYSTEM}/**", f"{FAILURES}/**", f"{CONSOLE}/**", f"{EARLIER}*/**"),
 ]
 NOT_OF_MODEL = ["optimizer/**", "manifest.json", "state.json", "trainer_state.json"]  # in a checkpoint
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from stepmark.trainer.telemetry.log_lines import decimals
+
 
 class TrainOutput(NamedTuple):
     """What `Trainer.train` returns, as transformers' does."""
@@ -34,7 +36,7 @@ class EvalLoopOutput(NamedTuple):
 def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
     """A heading with the name of the split, and a line for each metric in the order of their names."""
     width = max((len(name) for name in metrics), default=0)
-    shown = {name: _shown(value) if isinstance(value, float) else str(value) for name, value in metrics.items()}
+    shown = {name: decimals(value) if isinstance(value, float) else str(value) for name, value in metrics.items()}
     return [f"{split} metrics:", *(f"  {name:<{width}} = {shown[name]}" for name in sorted(shown))]
 
 
@@ -42,13 +44,8 @@ def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
     """The step, the metrics without their `prefix`, and the seconds that the evaluation took."""
     quiet = ("_runtime", "_per_second")
     shown = [
-        f"{key.removeprefix(prefix + '_')} {_shown(value)}"
+        f"{key.removeprefix(prefix + '_')} {decimals(value)}"
         for key, value in metrics.items()
         if isinstance(value, float) and key != "epoch" and not key.endswith(quiet)
     ]
     return f"evaluated step {step}: {', '.join(shown)} ({metrics[f'{prefix}_runtime']:.1f} s)"
-
-
-def _shown(value: float) -> str:
-    """With four decimals, or of a number so large that these say nothing its four first digits."""
-    return f"{value:.4f}" if abs(value) < 1e9 else f"{value:.4g}"

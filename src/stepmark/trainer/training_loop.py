@@ -270,6 +270,7 @@ class TrainingLoop:
             self._log()
         if self._callbacks.control.should_evaluate:
             self._evaluate()
+            self._callbacks.control.should_evaluate = False  # also where an earlier process has announced it
             self._skip_rest_of_epoch()
         if self._callbacks.control.should_save:  # an evaluation may have set it
             self._save()
@@ -379,7 +380,9 @@ class TrainingLoop:
             self._postpone(evaluation)
             self._stop(self._preemption, "in the evaluation ")
         except Exception:
-            if evaluation.metrics_failed and self._callbacks.control.should_save:  # what was trained is not lost
+            # What was trained is not lost, where all ranks are here: a single one, or those whose metrics failed.
+            all_here = evaluation.metrics_failed or self._parts.context.host.size == 1
+            if all_here and self._callbacks.control.should_save:
                 self._postpone(evaluation)
                 self._save()
                 self._checkpointer.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ from stepmark.checkpoint.coordination.folder_claim import heartbeat_files
 from stepmark.checkpoint.coordination.heartbeat import STALE
 from stepmark.checkpoint.coordination.leases import Leases
 from stepmark.launch.running_time import running_time
+from stepmark.trainer.telemetry.run_log import read_status
 
-STATUS = "status.json"
 STARTING = 600.0  # seconds that ranks which are started again may take until the run is claimed
 ENDED = ("done", "failed", "interrupted")
 
@@ -42,8 +41,8 @@ class RunState:
         if self.alive():
             self._silent_since = None
             return None
-        status = self._status()
-        if status is None:
+        status = read_status(self._run)
+        if not status:
             return None
         if status.get("state") in ENDED:
             return str(status["state"])
@@ -52,10 +51,3 @@ class RunState:
         if running_time() - self._silent_since < patience:
             return None
         return f"without a heartbeat for {patience:.0f} s"
-
-    def _status(self) -> dict[str, Any] | None:
-        try:
-            status = json.loads((self._run / STATUS).read_bytes())
-        except (OSError, ValueError):
-            return None
-        return status if isinstance(status, dict) else None

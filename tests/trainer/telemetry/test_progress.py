@@ -13,6 +13,7 @@ import pytest
 from stepmark.cli.main import run
 from stepmark.trainer.telemetry.log_lines import duration, log_line
 from stepmark.trainer.telemetry.progress import ProgressDisplay
+from stepmark.trainer.telemetry.run_log import RunLog
 from tests.support.recipes import write_recipe
 
 LOG = re.compile(r"\d\d:\d\d:\d\d  step (\d)/4  loss \d\.\d{4}  lr \d\.\d\de[-+]\d\d  [\d,]+ tokens/s  \d+ s left")
@@ -69,10 +70,14 @@ def test_a_run_that_is_too_short_to_log_or_evaluate_says_so(printed: Any) -> Non
     assert "4 steps, and eval_steps is 50; lower it" in notes[1]
 
 
-def test_status_and_prometheus_file_tell_how_far_the_run_is(printed: Any, tmp_path: Path) -> None:
+def test_status_and_prometheus_file_tell_how_far_the_run_is(
+    printed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import os
     import socket
 
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     printed(
         prometheus_file=str(tmp_path / "run.prom"), load_best_model_at_end=True, eval_strategy="steps", eval_steps=2
     )
@@ -82,9 +87,7 @@ def test_status_and_prometheus_file_tell_how_far_the_run_is(printed: Any, tmp_pa
     assert status["newest_checkpoint"] == "checkpoint-4"
     assert isinstance(status["best_metric"], float)
     text = (tmp_path / "run.prom").read_text()
-    label = f'run="{tmp_path / "out"}"'
-    for line in text.splitlines():
-        assert re.fullmatch(r"# TYPE stepmark_\w+ gauge|stepmark_\w+\{.*\} \S+", line)
+    label = f'run="{tmp_path / "out"}",job="",host="{socket.gethostname()}"'
     assert f"stepmark_step{{{label}}} 4\n" in text
     assert f'stepmark_state{{{label},state="done"}} 1.0\n' in text
     assert re.search(rf"stepmark_loss{{{re.escape(label)}}} \d", text)
@@ -106,3 +109,19 @@ def test_what_is_unknown_is_left_out_of_a_line() -> None:
     assert json.loads(log_line(1, 9, {"loss": math.nan}, None, "json"))["loss"] == "nan"
     assert ProgressDisplay(shows=True, total=9, done=3).seconds_left(3) is None
     assert [duration(seconds) for seconds in (59.4, 200, 7500)] == ["59 s", "3:20 min", "2:05 h"]
+
+
+def test_a_huge_number_is_short_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(tmp_path, writes=True)
+    log.metrics({"step": 2, "epoch": 1.0, "loss": 3.4e38, "learning_rate": 1e-3})
+    log.metrics({"step": 2, "epoch": 1.0, "eval_loss": 623.6, "eval_perplexity": 3.1e270})
+    log.event("started", 0, total_steps=4, metric_for_best_model="eval_perplexity", greater_is_better=True)
+    log.status("done", 2)
+    assert run(["inspect", str(tmp_path)]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["best"].endswith("perplexity 3.1e+270 at step 2")
+    assert len(rows["loss"]) < 12
+    assert len(log_line(2, 4, {"loss": 3.4e38}, None, "text")) < 40
+    assert run(["report", str(tmp_path)]) == 0
+    assert "0" * 30 not in (tmp_path / "report.html").read_text().partition("<script")[0]
+    capsys.readouterr()

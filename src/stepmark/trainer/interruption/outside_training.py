@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
 from stepmark.checkpoint.coordination.heartbeat import BEAT
@@ -18,7 +16,7 @@ from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.process_exit import say
 from stepmark.launch.world import World
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.telemetry.run_log import STATUS, RunLog, keep_others_from_writing
+from stepmark.trainer.telemetry.run_log import RunLog, keep_others_from_writing, read_status
 
 logger = logging.getLogger("stepmark")
 
@@ -37,10 +35,8 @@ def ending_outside_training(folder: Path) -> Iterator[None]:
             record_interruption(folder, reason, began)
 
     def is_done() -> bool:
-        with contextlib.suppress(OSError):
-            status = _read_status(folder)
-            return status.get("state") == "done" and status.get("time", 0.0) >= began
-        return False
+        status = read_status(folder)
+        return status.get("state") == "done" and status.get("time", 0.0) >= began
 
     with ending_at_signals("not training", record, is_done):
         yield
@@ -57,7 +53,7 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
     if World.from_environment().rank != 0 or _a_rank_has_failed() or extracting_graphs():
         return
     try:
-        status = _read_status(folder)
+        status = read_status(folder, strictly=True)
         state = status.get("state")
         ended = state == "done" or (state != "running" and status.get("time", 0.0) >= began)
         if ended or held_by_another(folder, watch=1.5 * BEAT):
@@ -66,14 +62,6 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
         RunLog(folder, writes=True).status("interrupted", int(status.get("step", 0)), reason)
     except OSError as error:
         logger.warning("cannot write the run's status: %s", error)
-
-
-def _read_status(folder: Path) -> dict[str, Any]:
-    try:
-        status = json.loads((folder / STATUS).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
 
 
 def _a_rank_has_failed() -> bool:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from typing import Any
 
-SHOWN = {"loss": "loss {:.4f}", "learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} tokens/s"}
+from stepmark.launch.console import json_line
 
-
-def message_line(text: str, log_format: str) -> str:
-    """A message, as it is or as an object with its time."""
-    return json_line({"message": text}) if log_format == "json" else text
+SHOWN = {"learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} tokens/s"}
 
 
 def log_line(step: int, total: int, values: dict[str, Any], seconds_left: float | None, log_format: str) -> str:
@@ -20,12 +15,19 @@ def log_line(step: int, total: int, values: dict[str, Any], seconds_left: float 
     if log_format == "json":
         return json_line({"step": step, "total_steps": total, **values, "eta_seconds": seconds_left})
     parts = [f"step {step}/{total}"]
+    if values.get("loss") is not None:
+        parts.append(f"loss {decimals(values['loss'])}")
     for name, form in SHOWN.items():
         if values.get(name) is not None:
             parts.append(form.format(values[name]))
     if seconds_left is not None:
         parts.append(f"{duration(seconds_left)} left")
     return f"{time.strftime('%H:%M:%S')}  " + "  ".join(parts)
+
+
+def decimals(value: float) -> str:
+    """With four decimals, or of a number so large that these say nothing its four first digits."""
+    return f"{value:.4f}" if abs(value) < 1e9 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
@@ -36,13 +38,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
-
-
-def json_line(values: dict[str, Any]) -> str:
-    """The values as an object, with a level and the time in seconds since 1970; non-finite numbers are words."""
-    finite = {key: value if not _is_broken(value) else str(value) for key, value in values.items()}
-    return json.dumps({"time": time.time(), "level": "info", **finite})
-
-
-def _is_broken(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

@@ -6,7 +6,8 @@ import sys
 import time
 from typing import Any
 
-from stepmark.trainer.telemetry.log_lines import json_line, log_line, message_line
+from stepmark.launch.console import json_line
+from stepmark.trainer.telemetry.log_lines import decimals, log_line
 
 REFRESH_SECONDS = 2.0
 LINE_SECONDS = 30.0
@@ -81,21 +82,17 @@ class ProgressDisplay:
             self._print_log(step, values)
 
     def _print_log(self, step: int, values: dict[str, Any]) -> None:
-        self._console.print(
-            log_line(step, self._total, values, self.seconds_left(step), self._format), markup=False, emoji=False
-        )
+        self.line(log_line(step, self._total, values, self.seconds_left(step), self._format))
         self._last = time.monotonic()
 
     def evaluated(self, step: int, metrics: dict[str, Any], text: str) -> None:
         """Shows an evaluation: its metrics where lines are JSON, else the text."""
         values = {"step": step, "total_steps": self._total, **metrics}
-        if self._shows:
-            line = json_line(values) if self._format == "json" else text
-            self._console.print(line, markup=False, emoji=False)
+        self.line(json_line(values) if self._format == "json" else text)
 
     def line(self, text: str) -> None:
         if self._shows:
-            self._console.print(message_line(text, self._format), markup=False, emoji=False)
+            self._console.print(text, markup=False, emoji=False)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -104,4 +101,4 @@ class ProgressDisplay:
 
 
 def _status(loss: float, tokens_per_second: float | None) -> str:
-    return f"loss {loss:.4f}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")
+    return f"loss {decimals(loss)}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")

@@ -1,11 +1,13 @@
-"""The newest metrics of a run as a text file for Prometheus, which node_exporter's textfile collector reads."""
+"""The newest numbers of a run as a text file for Prometheus, which node_exporter's textfile collector reads."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +16,63 @@ from stepmark.filesystem import files
 logger = logging.getLogger("stepmark")
 
 STATES = ("running", "done", "interrupted", "failed")
+COUNTED = {"saved": "saves", "save_failed": "save_failures", "trouble": "troubles"}  # events
 _INVALID = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class PrometheusFile:
-    """The file at `path`, replaced atomically each time. `run` labels all values."""
+    """The file at `path`, replaced atomically each time. `events` are those of the run so far, which is `run`."""
 
-    def __init__(self, path: Path, run: str) -> None:
+    def __init__(self, path: Path, run: str, events: Iterable[Mapping[str, Any]]) -> None:
         self._path = path
-        self._labels = {"run": run}
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+        self._labels = {"run": run, "job": job, "host": socket.gethostname()}
         self._warned = False
+        self._counts: dict[str, float] = dict.fromkeys((*COUNTED.values(), "save_seconds"), 0)
+        self._gauges: dict[str, Any] = {}
+        self._starts = 0
+        for event in events:
+            self.count(event)
+
+    def count(self, event: Mapping[str, Any]) -> None:
+        """Counts one line of events.jsonl."""
+        kind = event.get("event")
+        self._starts += kind == "started"
+        if kind in COUNTED:
+            self._counts[COUNTED[kind]] += 1
+        if kind == "saved":
+            seconds = event.get("durable_seconds") or 0.0
+            self._counts["save_seconds"] += seconds
+            self._gauges |= {"last_save_seconds": seconds, "newest_checkpoint_step": event.get("step")}
+        if kind in ("saved", "started"):
+            self._gauges["unsaved_since"] = event.get("time")
 
     def write(self, status: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         """Writes the numbers of the newest log and of the status. A file that cannot be written does not end the
         run."""
-        numbers = {**metrics, **status}
-        lines = [line for name, value in numbers.items() if _is_number(value) for line in self._gauge(name, value)]
+        counts = {**self._counts, "tokens": metrics.get("target_tokens"), "restarts": max(self._starts - 1, 0)}
+        numbers = {**metrics, **status, **self._gauges, **{f"{name}_total": count for name, count in counts.items()}}
+        shown = {f"stepmark_{_INVALID.sub('_', name)}": value for name, value in numbers.items() if _is_number(value)}
+        shown.pop("stepmark_state", None)  # a metric of that name
+        counters = {f"stepmark_{name}_total" for name in counts}
+        lines = []
+        for name, value in shown.items():
+            lines += [_type(name, counter=name in counters), _sample(name, self._labels, value)]
         lines += self._state(str(status.get("state")))
         try:
-            files.replace_file(self._path, ("\n".join(lines) + "\n").encode())
+            files.replace_file(self._path, ("\n".join(lines) + "\n").encode(errors="replace"))
         except OSError as error:
             if not self._warned:
                 logger.warning("prometheus_file: cannot write %s: %s", self._path, error.strerror)
             self._warned = True
 
-    def _gauge(self, name: str, value: float) -> list[str]:
-        full = f"stepmark_{_INVALID.sub('_', name)}"
-        return [f"# TYPE {full} gauge", _sample(full, self._labels, value)]
-
     def _state(self, state: str) -> list[str]:
         name = "stepmark_state"
-        return [
-            f"# TYPE {name} gauge",
-            *(_sample(name, {**self._labels, "state": each}, float(each == state)) for each in STATES),
-        ]
+        return [_type(name), *(_sample(name, {**self._labels, "state": each}, float(each == state)) for each in STATES)]
+
+
+def _type(name: str, *, counter: bool = False) -> str:
+    return f"# TYPE {name} {'counter' if counter else 'gauge'}"
 
 
 def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
@@ -60,8 +85,8 @@ def _escaped(text: str) -> str:
 
 
 def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(value)
+    if isinstance(value, int) or math.isfinite(value):
+        return repr(value if isinstance(value, int) else float(value))  # a number of numpy's is one of Python's too
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 

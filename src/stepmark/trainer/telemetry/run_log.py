@@ -51,6 +51,12 @@ class RunLog:
         self.prometheus: PrometheusFile | None = None
         self._warned = False  # that events cannot be written
 
+    def export(self, path: str) -> None:
+        """Also keeps the newest numbers in a file for Prometheus from now on."""
+        if self.writes:
+            self.prometheus = PrometheusFile(Path(path), str(self._folder), read_lines(self._folder / EVENTS))
+            self._numbers = {name: value for line in read_metrics(self._folder) for name, value in line.items()}
+
     def metrics(self, values: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, flushed to the system. Floats keep full precision."""
         self._numbers |= values
@@ -61,6 +67,8 @@ class RunLog:
         not end the run."""
         try:
             self._append(EVENTS, {"event": event, "step": step, **values})
+            if self.prometheus is not None:
+                self.prometheus.count({"event": event, "step": step, "time": time.time(), **values})
         except OSError as error:
             if not self._warned:
                 logger.warning("cannot write %s: %s", self._folder / EVENTS, error.strerror)
@@ -126,19 +134,12 @@ class RunLog:
 
     def recorded_state(self) -> str | None:
         """The run's state by its status; None where that cannot be read."""
-        try:
-            return str(json.loads((self._folder / STATUS).read_bytes())["state"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return read_status(self._folder).get("state")
 
     def earlier_details(self) -> dict[str, Any]:
         """What the process that trained has written; another one may record how it ended."""
-        try:
-            earlier = json.loads((self._folder / STATUS).read_bytes())
-        except (OSError, ValueError):
-            return {}
         known = ("state", "step", "time", "reason")
-        return {k: v for k, v in earlier.items() if k not in known} if isinstance(earlier, dict) else {}
+        return {name: value for name, value in read_status(self._folder).items() if name not in known}
 
     def try_status(self, state: str, step: int, reason: str | None = None) -> None:
         """The same, but a status that cannot be written is a warning: it must not change how the process ends."""
@@ -185,6 +186,19 @@ class RunLog:
         except (FileNotFoundError, ValueError):
             return None
         return values if isinstance(values, dict) else None
+
+
+def read_status(folder: Path, *, strictly: bool = False) -> dict[str, Any]:
+    """What status.json holds; nothing where there is none, or it cannot be read. `strictly`: then raises OSError."""
+    try:
+        status = json.loads((folder / STATUS).read_bytes())
+    except OSError as error:
+        if strictly and not isinstance(error, FileNotFoundError):
+            raise
+        return {}
+    except ValueError:
+        return {}
+    return status if isinstance(status, dict) else {}
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
