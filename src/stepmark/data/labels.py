@@ -62,10 +62,7 @@ class LabelRule:
         return {name: inputs[name] for name in names if _is_integer(inputs.get(name))}
 
     def count(self, inputs: Any) -> TargetCount | None:
-        """The targets among the labels; None where samples are counted instead.
-
-        Raises DataError for a token that the model does not know, which some devices read as another one.
-        """
+        """The targets among the labels; None where samples are counted. DataError for tokens the model lacks."""
         self._check_tokens(inputs)
         if self.by_sample:
             return None
