@@ -157,6 +157,7 @@ def test_torch_xla_has_one_door() -> None:
         ("import stepmark", {"torch", "transformers", "datasets", "torch_xla", "yaml", "rich"}),
         ("from stepmark.cli.main import build_parser; build_parser()", {"torch", "transformers", "datasets"}),
         ("import stepmark.launch.supervisor", {"torch", "transformers", "torch_xla"}),
+        ("from stepmark.cli.main import run; run('precompile --learning_rat 1'.split())", {"torch", "transformers"}),
         ("import stepmark.report.write", {"torch", "transformers", "numpy", "matplotlib"}),
     ],
 )

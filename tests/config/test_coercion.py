@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepmark.config.coercion import convert, convert_all, field_names
+from stepmark.config.recipe import read_recipe
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 
@@ -114,3 +116,16 @@ def test_invalid_yaml(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         parse_yaml(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text("output_dir: ~/run\nmodel_name_or_path: ~/model\ntrain_file: ~/text.txt\n")
+    flags = {"tokenizer_name": "~/tokenizer", "resume_from_checkpoint": "~/run/checkpoint-2", "compile_cache": "true"}
+    recipe = read_recipe(str(tmp_path / "recipe.yaml"), flags)
+    assert recipe.model.model_name_or_path == f"{tmp_path}/model"
+    assert recipe.model.tokenizer_name == f"{tmp_path}/tokenizer"
+    assert recipe.data.train_file == f"{tmp_path}/text.txt"
+    assert recipe.training.output_dir == f"{tmp_path}/run"
+    assert recipe.training.resume_from_checkpoint == f"{tmp_path}/run/checkpoint-2"
+    assert recipe.training.compile_cache is True

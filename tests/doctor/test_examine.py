@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 import socket
 import subprocess
 from pathlib import Path
@@ -264,6 +265,27 @@ def test_data_workers_need_shared_memory(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("stepmark.doctor.machine.LITTLE_SHARED_MEMORY", 1 << 62)
     assert statuses(list(look_at_machine(4)))["/dev/shm"] == Status.WARNING
     assert statuses(list(look_at_machine(0)))["/dev/shm"] == Status.OK
+
+
+def test_a_folder_for_temporary_files_that_is_missing_or_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, expected in ((tmp_path, Status.OK), (tmp_path / "file", Status.FAILURE), ("/proc", Status.FAILURE)):
+        monkeypatch.setenv("TMPDIR", str(folder))
+        assert statuses(list(look_at_machine(0)))["TMPDIR"] == expected
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (machine.TRIED_BYTES // 2, before[1]))  # a write stops half way
+    try:
+        assert statuses(list(look_at_machine(0)))["TMPDIR"] == Status.FAILURE
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_few_descriptors_are_a_risk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 4096))
+    assert statuses(list(look_at_machine(0)))["open files"] == Status.WARNING
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (65536, 65536))
+    assert statuses(list(look_at_machine(0)))["open files"] == Status.OK
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.errors import UsageError
+from stepmark.errors import DataError, UsageError
+from stepmark.trainer.setup import reporters
 from stepmark.trainer.transformers_arguments import converted
-from tests.support.programs import Blocks, tiny_model
+from tests.support.programs import VOCABULARY, Blocks, tiny_model
 
 # Where torch_xla is installed, transformers' arguments create its device.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -99,3 +102,44 @@ def test_the_hooks_of_a_script_read_the_fields_that_it_added(tmp_path: Path) -> 
     trainer = Trainer(tiny_model(), given)
     assert (trainer.args.alpha, trainer.args.beta) == (0.7, 3)
     assert trainer.args.device.type == "cpu"
+
+
+SWAPPED: list[tuple[str, dict[str, object]]] = [
+    ("data_collator", {"data_collator": Blocks(8)}),
+    ("train_dataset", {"train_dataset": len}),
+    ("train_dataset", {"train_dataset": "wikitext"}),
+    ("eval_dataset", {"train_dataset": Blocks(8), "eval_dataset": "wikitext"}),
+    ("eval_dataset", {"train_dataset": Blocks(8), "eval_dataset": tiny_model()}),
+    ("callbacks", {"callbacks": transformers.EarlyStoppingCallback()}),
+    ("callbacks", {"callbacks": ["early_stopping"]}),
+    ("optimizers", {"optimizers": torch.optim.AdamW(tiny_model().parameters())}),
+    ("optimizers", {"optimizers": "adamw"}),
+]
+
+
+@pytest.mark.parametrize(("name", "given"), SWAPPED)
+def test_an_argument_that_stands_where_another_belongs_is_named(
+    tmp_path: Path, name: str, given: dict[str, object]
+) -> None:
+    with pytest.raises(UsageError, match=name):
+        Trainer(tiny_model(), TrainingArguments(str(tmp_path), device="cpu"), **given)  # type: ignore[arg-type]
+
+
+def test_a_reporter_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "tensorboard" in name else found(name))
+    for named in ("tensorboard", ["wandb", "tensorboard"]):
+        with pytest.raises(UsageError, match="report_to: (tensorboard|wandb)"):
+            reporters(TrainingArguments(str(tmp_path), report_to=named))
+    assert reporters(TrainingArguments(str(tmp_path), report_to="none")) == []
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, -1])
+def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, token: int) -> None:
+    """Some devices read it as another token, without an error."""
+    samples = [{"input_ids": [1, 2, token, 3], "labels": [1, 2, 3, 4]}] * 8
+    args = TrainingArguments(str(tmp_path), device="cpu", max_steps=1, disable_tqdm=True)
+    trainer = Trainer(tiny_model(), args, train_dataset=samples, eval_dataset=samples)  # type: ignore[arg-type]
+    for use in (trainer.train, trainer.evaluate):
+        with pytest.raises(DataError, match=f"input_ids: {token} "):
+            use()

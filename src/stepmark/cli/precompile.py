@@ -25,9 +25,9 @@ explain_unknown = explain_unknown_argument
 
 
 def run(parsed: argparse.Namespace) -> int:
+    recipe = recipe_of(parsed)  # before torch is imported
     from stepmark.compilation.neuron import needs_parallel_compile, run_parallel_compile
 
-    recipe = recipe_of(parsed)
     if needs_parallel_compile(recipe.training.device_name):
         run_parallel_compile(parsed.arguments, recipe.training.compile_cache)
     if parsed.nproc is not None:

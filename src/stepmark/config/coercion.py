@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -47,9 +48,10 @@ def convert(name: str, value: Any, annotation: Any) -> Any:
 
 
 def convert_all(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` as the types that the dataclass `kind` declares for them."""
+    """Returns `values` as the types that the dataclass `kind` declares for them. Text with `~` in front is a path."""
     hints = typing.get_type_hints(kind)
-    return {name: convert(name, value, hints[name]) for name, value in values.items()}
+    converted = {name: convert(name, value, hints[name]) for name, value in values.items()}
+    return {name: os.path.expanduser(value) if isinstance(value, str) else value for name, value in converted.items()}
 
 
 def field_names(kind: type) -> list[str]:

@@ -191,11 +191,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
             setattr(self, name, _bool_or_path(getattr(self, name)))
         if not self.output_dir.strip():
             raise UsageError("output_dir: is empty; name the folder that the run writes to")
-        self.output_dir = os.path.abspath(os.path.expanduser(self.output_dir))
+        self.output_dir = os.path.abspath(self.output_dir)
         if isinstance(self.compile_cache, str) and not self.compile_cache.strip():
             raise UsageError("compile_cache: is empty; name a folder, or set it to true or false")
         if self.prometheus_file is not None:
-            self.prometheus_file = os.path.abspath(os.path.expanduser(self.prometheus_file))
+            self.prometheus_file = os.path.abspath(self.prometheus_file)
         _check_ranges(self)
         _check_agreement(self)
         if self.metric_for_best_model is None and self._follows_metric():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from stepmark.data.packing import IGNORED
+from stepmark.errors import DataError
 
 POSITIONS = ("start_positions", "end_positions")
 SEQUENCES = ("input_ids", "inputs_embeds")
@@ -36,6 +37,7 @@ class LabelRule:
             from a batch.
         own_sequence: labels are a sequence of their own, that of a decoder beside an encoder. Otherwise labels of which
             a sample has several are those of its tokens, or of several tasks.
+        vocabulary: number of tokens that `input_ids` may name. None: unknown.
     """
 
     names: tuple[str, ...] = ("labels",)
@@ -44,6 +46,7 @@ class LabelRule:
     by_sample: bool = False
     skips_ignored: bool = True
     own_sequence: bool = False
+    vocabulary: int | None = None
 
     def present(self, inputs: Any) -> dict[str, Any]:
         """The labels of a batch, by name."""
@@ -59,7 +62,8 @@ class LabelRule:
         return {name: inputs[name] for name in names if _is_integer(inputs.get(name))}
 
     def count(self, inputs: Any) -> TargetCount | None:
-        """The targets among the labels; None where samples are counted instead."""
+        """The targets among the labels; None where samples are counted. DataError for tokens the model lacks."""
+        self._check_tokens(inputs)
         if self.by_sample:
             return None
         integers = self.integers(inputs)
@@ -70,6 +74,15 @@ class LabelRule:
         if POSITIONS[0] in integers:
             return self._count_positions(integers[POSITIONS[0]], inputs)
         return None
+
+    def _check_tokens(self, inputs: Any) -> None:
+        tokens: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        if self.vocabulary is None or not _is_integer(tokens) or tokens.device.type != "cpu" or not tokens.numel():
+            return
+        for token in map(int, tokens.aminmax()):
+            if not 0 <= token < self.vocabulary:
+                remedy = "use the model's own tokenizer, or call model.resize_token_embeddings"
+                raise DataError(f"input_ids: {token} is outside the model's vocabulary of {self.vocabulary}; {remedy}")
 
     def _count_labels(self, labels: Tensor) -> TargetCount:
         counted = labels != self.ignored

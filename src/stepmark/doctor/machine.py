@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -22,6 +23,7 @@ TOPIC = "machine"
 SHARED_MEMORY = Path("/dev/shm")
 LITTLE_SHARED_MEMORY = 1 << 30
 FEW_FILES = 4096
+TRIED_BYTES = 1 << 20
 MEMORY = Path("/proc/meminfo")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -30,6 +32,7 @@ def look_at_machine(workers: int) -> Iterator[Finding]:
     """`workers`: the recipe's `dataloader_num_workers`, whose batches go through shared memory."""
     yield from _memory()
     yield from _shared_memory(workers)
+    yield _written("TMPDIR", Path(os.environ.get("TMPDIR") or tempfile.gettempdir()))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     status = Status.WARNING if soft < FEW_FILES else Status.OK
     remedy = f"; raise it with ulimit -n (up to {hard})" if status == Status.WARNING else ""
@@ -149,10 +152,16 @@ def look_at_compile_cache(device: str, setting: Setting) -> Iterator[Finding]:
     if "://" in place:
         return
     folder = Path(place).expanduser()
+    yield _written("compile_cache", folder)
+
+
+def _written(name: str, folder: Path) -> Finding:
+    """Whether files can be written in the folder, or where it would be made."""
     parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:
-        with tempfile.TemporaryFile(dir=parent):
-            yield Finding(TOPIC, "compile_cache", f"{folder} can be written")
+        with tempfile.TemporaryFile(dir=parent, buffering=0) as file:
+            if file.write(bytes(TRIED_BYTES)) < TRIED_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
-        text = f"cannot write to {folder}: {error.strerror}; name another folder"
-        yield Finding(TOPIC, "compile_cache", text, Status.FAILURE)
+        return Finding(TOPIC, name, f"cannot write to {folder}: {error.strerror}; name another folder", Status.FAILURE)
+    return Finding(TOPIC, name, f"{folder} can be written")

@@ -42,7 +42,7 @@ def build_tokenizer(config: ModelArguments) -> Any:
 
 def _chat_template(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(f"chat_template_path: {path} cannot be read ({error}); name a text file with Jinja") from error
 

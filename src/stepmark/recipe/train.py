@@ -183,12 +183,14 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
 
 
 def _check_names(args: TrainingFields) -> None:
-    """Raises UsageError for an optimizer or schedule that does not exist, before anything is built."""
+    """Raises UsageError for an optimizer, schedule or reporter that does not exist, before anything is built."""
     from stepmark.config.optimizers import check_optimizer
+    from stepmark.trainer.setup import reporters
     from stepmark.training.learning_rate_schedule import check_schedule
 
     check_optimizer(args.optim)
     check_schedule(args.lr_scheduler_type)
+    reporters(args)
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, recipe: Recipe) -> None:

@@ -49,6 +49,7 @@ from stepmark.training.step import TrainStep
 logger = logging.getLogger(__name__)
 
 OPTIMIZER_STATES = 2  # of a parameter, as many as the usual optimizers have, each fp32
+_NOT_LISTED = ("flyte", "azure_ml")  # transformers does not say whether these are installed
 
 
 @dataclass(frozen=True)
@@ -261,13 +262,18 @@ def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: C
 
 
 def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:
-    """transformers' callbacks for the `report_to` names."""
-    from transformers.integrations import get_reporting_integration_callbacks
+    """transformers' callbacks for the `report_to` names. Raises UsageError where a package is not installed."""
+    from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
+    installed = get_available_reporting_integrations()
+    names = installed if args.reporters == ["all"] else args.reporters
     try:
-        return get_reporting_integration_callbacks(args.reporters)
-    except (ValueError, RuntimeError) as error:
+        found = get_reporting_integration_callbacks(names)
+    except ValueError as error:
         raise UsageError(f"report_to: {error}") from error
+    if absent := [name for name in names if name not in (*installed, *_NOT_LISTED)]:
+        raise UsageError(f"report_to: {absent[0]} is not installed; install its package, or leave it out of report_to")
+    return found
 
 
 def reports(callback: TrainerCallback | type[TrainerCallback]) -> bool:

@@ -68,7 +68,7 @@ from stepmark.trainer.special_tokens import align_special_tokens
 from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
-from stepmark.trainer.transformers_arguments import converted
+from stepmark.trainer.transformers_arguments import check_kinds, converted
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import autocast, autocast_dtype
@@ -167,6 +167,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         check_restarts(self.args.max_restarts)
         model, self._factory = model_of(model, model_init, self.args.seed)
         model = without_wrapper(model)
+        check_kinds(data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset)
+        check_kinds(callbacks=callbacks, optimizers=optimizers)
         check_packed(model, train_dataset, eval_dataset)
         prepare_compile_cache(self.args.compile_cache)
         self.context: Context = start(self.args.device_name, self.args.join_timeout)

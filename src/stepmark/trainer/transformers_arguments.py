@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -32,9 +33,7 @@ def converted(args: Any) -> Any:
     if isinstance(args, TrainingFields):
         return TrainingArguments.of(args)
     if not hasattr(args, "output_dir"):
-        raise UsageError(
-            f"args: should be TrainingArguments, and is a {type(args).__name__}; the order is Trainer(model, args, …)"
-        )
+        raise UsageError(f"args: should be TrainingArguments, and is a {type(args).__name__}; {_ORDER}")
     if not isinstance(args, transformers.TrainingArguments):
         return args
     others = _of_other_trainers(args)
@@ -55,6 +54,28 @@ def converted(args: Any) -> Any:
     for name in vars(args).keys() - vars(default).keys() - set(own):  # a script's own, which its hooks read
         setattr(made, name, getattr(args, name))
     return made
+
+
+def check_kinds(**arguments: Any) -> None:
+    """Raises UsageError for an argument of the Trainer that stands where another one belongs."""
+    for name, value in arguments.items():
+        wanted, fits = _KINDS[name]
+        if value is not None and not fits(value):
+            raise UsageError(f"{name}: should be {wanted}, and is a {type(value).__name__}; {_ORDER}")
+
+
+def _is_dataset(value: Any) -> bool:
+    return not isinstance(value, str) and (hasattr(value, "__getitem__") or hasattr(value, "__iter__"))
+
+
+_ORDER = "the order is Trainer(model, args, data_collator, train_dataset, eval_dataset, …)"
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "data_collator": ("a function", callable),
+    "train_dataset": ("a dataset", _is_dataset),
+    "eval_dataset": ("a dataset", _is_dataset),
+    "callbacks": ("a list", lambda given: isinstance(given, Sequence) and str not in map(type, given)),
+    "optimizers": ("an optimizer, a schedule", lambda given: _is_dataset(given) and not hasattr(given[0], "get_lr")),
+}
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:

@@ -28,7 +28,21 @@ def label_rule(model: nn.Module) -> LabelRule:
         by_sample=_is_ctc(model),
         skips_ignored=_skips_ignored(model),
         own_sequence=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+        vocabulary=_vocabulary(model),
     )
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """The tokens of a model of transformers; None where inputs of other kinds have token ids too, such as images."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or not type(model).__module__.startswith("transformers."):
+        return None
+    try:
+        embeddings = None if model.config.sub_configs else model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
 
 
 def _skips_ignored(model: nn.Module) -> bool:
