@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,6 +21,7 @@ from stepmark.config.field_help import FIELD_HELP
 from stepmark.config.recipe import all_fields
 
 ROOT = Path(__file__).resolve().parents[1]
+TABLE = re.compile(r"<!-- table ([\w-]+) -->")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
 
 
@@ -34,6 +36,17 @@ def on_files(files: Files, config: Any) -> Files:
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Puts the data of docs/data/NAME.json in place of `<!-- table NAME -->`; assets/tables.js shows them."""
+    return TABLE.sub(lambda found: _table(found[1]), html)
+
+
+def _table(name: str) -> str:
+    data = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text(encoding="utf-8"))
+    text = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
+    return f'<div class="data-table"><script type="application/json">{text}</script></div>'
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
