@@ -10,6 +10,7 @@ import argparse
 import inspect
 import json
 import re
+import runpy
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -32,6 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/fields.md": fields_page(),
         "reference/commands.md": commands_page(),
         "reference/errors.md": errors_page(),
+        "reference/source-map.md": source_map(),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -121,6 +123,12 @@ def commands_page() -> str:
             lines += ["", "It also takes every [recipe field](fields.md) as a flag."]
         lines.append("")
     return "\n".join(lines)
+
+
+def source_map() -> str:
+    """Every module with the first sentence of its docstring: scripts/source_map.py."""
+    made: str = runpy.run_path(str(ROOT / "scripts" / "source_map.py"))["page"]()
+    return made
 
 
 def errors_page() -> str:
