@@ -142,7 +142,7 @@ def errors_page() -> str:
             lines.append(f"| `{name}` | `{base}` | {kind.exit_code} | {_cell(text)} |")
     lines += [
         "",
-        "All exit codes, also those of interrupted runs and of launchers: [operations](../operations.md#exit-codes).",
+        "All exit codes, also those of interrupted runs and of launchers: [running](../running.md#exit-codes).",
     ]
     return "\n".join(lines)
 
