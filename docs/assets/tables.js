@@ -28,6 +28,7 @@ function show(place) {
   for (const column of columns) {
     const values = [...new Set(rows.map((row) => row[column]))].sort();
     if (values.length < 2 || values.length > FEW || values.some((value) => value.length > 40)) continue;
+    if (values.every((value) => /^\d*$/.test(value))) continue; // quantities
     const choice = element("select", "", controls);
     choice.setAttribute("aria-label", column);
     element("option", `${column}: any`, choice).value = "any";
