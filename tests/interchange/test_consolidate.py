@@ -29,7 +29,7 @@ from stepmark.interchange import consolidate as module
 from stepmark.interchange import gather
 from stepmark.interchange.consolidate import Consolidated, ConsolidationListener, consolidate
 from stepmark.interchange.model_files import parse_size, split_into_files
-from stepmark.runtime.host_group import HostGroup
+from stepmark.liveness.host_group import HostGroup
 from stepmark.sharding.layout import Box, Layout, annotate
 from tests.support.checkpoint_states import bits, net
 from tests.support.corruption import flip_bit

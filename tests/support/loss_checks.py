@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepmark.data.loader import DataLoader
+from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.runtime.mesh import Mesh

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepmark.data.loader import DataLoader
+from stepmark.data.loader.loader import DataLoader
 from stepmark.errors import UsageError
 from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.runtime.mesh import Mesh

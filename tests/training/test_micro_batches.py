@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.optim.protocols import ReducedGradients
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scripts.pipeline_comparison import pipeline_mesh, tokens_for
-from stepmark.data.batch import MicroBatch
+from stepmark.data.loader.batch import MicroBatch
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.transfers import Activation, Transfers
 from stepmark.parallel.tensor.parallelize import parallelize

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepmark.data.collate import PadTo
-from stepmark.data.loader import DataLoader
+from stepmark.data.loader.collate import PadTo
+from stepmark.data.loader.loader import DataLoader
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import ComputeMetrics, summarize

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.batch import MicroBatch, StepBatch
-from stepmark.launch.progress import PASSES, entering
+from stepmark.data.loader.batch import MicroBatch, StepBatch
+from stepmark.liveness.progress import PASSES, entering
 from stepmark.optim.arrivals import Arrivals
 from stepmark.optim.protocols import GradientReducer
 from stepmark.runtime.base import Runtime

@@ -11,6 +11,7 @@ from torch import nn
 
 from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
+from stepmark.liveness.host_group import HostGroup
 from stepmark.optim.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
 from stepmark.optim.elementwise import sharding_unit, updates_elements
 from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
@@ -21,7 +22,6 @@ from stepmark.parallel.parameter_optimizer import ParameterOptimizer
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of
 from stepmark.training.parameter_kinds import ParameterKinds

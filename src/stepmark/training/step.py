@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.config.reduce_dtypes import check_reduce_dtype
-from stepmark.data.batch import StepBatch
-from stepmark.launch.progress import PASSES, REDUCE, UPDATE, entering
+from stepmark.data.loader.batch import StepBatch
+from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.optim.arrivals import of_known_libraries
 from stepmark.optim.protocols import ReducedGradients, StepOptimizer
 from stepmark.parallel.gradient_math import scale_to
