@@ -175,7 +175,7 @@ def test_a_killed_rank_0_is_named_where_its_store_was_missed_first(ended: list[s
     one.__enter__()
     one._store = Lost()
     wait_for([], 1, 0.5)
-    assert one._lost
+    assert one._reachable is None
     lost = RuntimeError("Connection closed by peer [127.0.0.1]:8888")
     with pytest.raises(PeerLost, match="rank 0"):
         one.__exit__(type(lost), lost, None)

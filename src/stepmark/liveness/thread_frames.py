@@ -8,10 +8,11 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-_collecting = threading.Lock()
+_collecting = threading.RLock()  # of a thread that a signal's handler interrupts, too
 _PACKAGE = Path(__file__).parents[1]
 _COMPILERS = ("_compile", "compile_fx_inner")  # of torch._dynamo and torch._inductor, while they compile
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -22,17 +23,11 @@ def frame_of(thread: int) -> FrameType | None:
     ended.
 
     Python 3.11 may collect garbage while it gathers the frames of all threads, and then holds a lock that the end of a
-    `threading.local` waits for: the process would hang for ever (CPython issue 106883). So nothing is collected
+    `threading.local` waits for: the process would hang forever (CPython issue 106883). So no garbage is collected
     meanwhile.
     """
-    with _collecting:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            frame = sys._current_frames().get(thread)
-        finally:
-            if enabled:
-                gc.enable()
+    with _no_collection():
+        frame = sys._current_frames().get(thread)
     return frame.f_back if frame is not None and thread == threading.get_ident() else frame
 
 
@@ -69,11 +64,30 @@ def stack(frame: FrameType | None, frames: int = 12) -> list[str]:
     return shown[:frames][::-1]
 
 
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frame and those that called it."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def outwards(frame: FrameType | None) -> list[FrameType]:
+    """The frame and those that called it.
+
+    Reading `f_back` makes an object for the caller's frame. In Python 3.11 that may collect garbage, and so let the
+    frame's own thread return from it first: what is read then is freed memory. So no garbage is collected meanwhile.
+    """
+    found = []
+    with _no_collection():
+        while frame is not None:
+            found.append(frame)
+            frame = frame.f_back
+    return found
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    with _collecting:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 def _is_library(frame: FrameType) -> bool:

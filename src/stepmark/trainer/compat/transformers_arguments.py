@@ -13,6 +13,7 @@ import transformers
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import TrainingFields
 from stepmark.config.transformers_defaults import known_fields
+from stepmark.data.collate import PadTo
 from stepmark.errors import UsageError
 from stepmark.trainer.compat.seq2seq_arguments import Seq2SeqTrainingArguments
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -70,7 +71,7 @@ def _is_dataset(value: Any) -> bool:
 
 _ORDER = "the order is Trainer(model, args, data_collator, train_dataset, eval_dataset, …)"
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "data_collator": ("a function", callable),
+    "data_collator": ("a function", lambda given: callable(given) or isinstance(given, PadTo)),
     "train_dataset": ("a dataset", _is_dataset),
     "eval_dataset": ("a dataset", _is_dataset),
     "callbacks": ("a list", lambda given: isinstance(given, Sequence) and str not in map(type, given)),
