@@ -19,7 +19,6 @@ FILE = re.compile(r"[\w./-]*\w\.py\Z")
 FOLDER = re.compile(r"(?:[a-z_0-9]+/)+\Z")
 MODULE = re.compile(r"stepmark(?:\.\w+)+\Z")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
-MAP = re.compile(r"^### (\w+)/$(.*?)(?=^##)", re.DOTALL | re.MULTILINE)
 TOPS = ("src", "tests", "docs", "examples", "scripts", "benchmarks", "constraints")
 EXAMPLES = {"my_module.py"}  # files of the reader
 ON_DISK = {"optimizer/", "state/"}  # folders in a checkpoint
@@ -44,17 +43,6 @@ def missing_paths(text: str, paths: list[str]) -> Iterator[str]:
                 yield quoted
 
 
-def mapped_files(text: str) -> Iterator[Path]:
-    """The files of the tables under "Where to find what". A name without a folder is beside the first of its row."""
-    for package, table in MAP.findall(text):
-        for line in table.splitlines():
-            names = QUOTED.findall(line.split("|")[1]) if line.startswith("|") else []
-            names = [name for name in names if FILE.match(name)]
-            for name in names:
-                folder = Path(package) / Path(names[0]).parent
-                yield folder / name if "/" not in name else Path(package) / name
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_and_modules_exist(page: Path) -> None:
     assert list(missing_paths(page.read_text(encoding="utf-8"), repository())) == []
@@ -64,14 +52,6 @@ def test_paths_and_modules_exist(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
-
-
-def test_the_map_of_the_source_has_every_file() -> None:
-    mapped = list(mapped_files((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
-    packages = sorted({path.parts[0] for path in mapped})
-    assert packages == ["checkpoint", "doctor", "parallel", "planning", "trainer"]
-    files = {path.relative_to(SOURCE) for package in packages for path in (SOURCE / package).rglob("*.py")}
-    assert sorted(mapped) == sorted(path for path in files if path.name != "__init__.py")
 
 
 @pytest.mark.parametrize(

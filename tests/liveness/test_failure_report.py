@@ -123,7 +123,7 @@ def test_signals_without_a_name() -> None:
 @pytest.mark.parametrize("reports", ["missing", None])
 def test_a_process_ends_whatever_becomes_of_its_words(tmp_path: Path, reports: str | None) -> None:
     """The folder for reports is gone, and standard output, which has unflushed text, is not read."""
-    script = "import sys; from stepmark.liveness.process_exit import end_process; print('left'); end_process(OSError('x'), 3)"
+    script = "from stepmark.liveness.process_exit import end_process; print('left'); end_process(OSError('x'), 3)"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONUNBUFFERED", REPORTS)}
     if reports:
         environment[REPORTS] = str(tmp_path / reports)

@@ -256,9 +256,8 @@ class PeerWatch:
         if self._named is None:
             self._tell(finding)
         if finding.ends:
-            self._end(
-                self._reason(finding.rank, finding.text, "stopped the process" if finding.silent else "it waits for")
-            )
+            cause = "find out what stopped the process" if finding.silent else "find out what it waits for"
+            self._end(self._reason(finding.rank, finding.text, cause))
 
     def _silent(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> Finding | None:
         """Those that have had no heartbeat for too long, while any trains."""
@@ -280,8 +279,8 @@ class PeerWatch:
             ) else f"step_timeout: {timeout}"
         return self._limit, f"save_timeout: {self._limit:g}"
 
-    def _reason(self, rank: int, text: str, what: str) -> str:
-        return f"stuck: {text} ({self._deadline(rank)[1]}); find out what {what}, {_THEN}"
+    def _reason(self, rank: int, text: str, remedy: str) -> str:
+        return f"stuck: {text} ({self._deadline(rank)[1]}); {remedy}, {_THEN}"
 
     def _tell(self, finding: Finding | None) -> None:
         """Says once which rank keeps the others waiting, or with None that it goes on. Of the first rank's silence one
@@ -318,7 +317,7 @@ class PeerWatch:
                 say(f"stepmark: stuck: {text}; {_CAUSES}")
             told = seconds > self._quiet
             if seconds > self._deadline(self._rank)[0] and not self._latest[self._rank].outside:
-                self._end(self._reason(self._rank, text, "stopped the process"))
+                self._end(self._reason(self._rank, text, "find out what stopped the process"))
         self._standby(None, None, "")
 
     def _arm(self) -> None:

@@ -1,0 +1,1 @@
+"""`stepmark doctor`: what is on this machine, and what of it would make a run fail."""

@@ -13,7 +13,7 @@ import transformers
 from stepmark.config.coercion import field_names
 from stepmark.config.training_fields import TrainingFields
 from stepmark.config.transformers_defaults import known_fields
-from stepmark.data.collate import PadTo
+from stepmark.data.loader.collate import PadTo
 from stepmark.errors import UsageError
 from stepmark.trainer.compat.seq2seq_arguments import Seq2SeqTrainingArguments
 from stepmark.trainer.training_arguments import TrainingArguments
