@@ -27,7 +27,7 @@ ORDER = [
     "checkpoint",
     "parallel",
     "training",
-    "interchange",
+    "model_folder",
     "evaluation",
     "trainer",
     "recipe",
@@ -36,6 +36,7 @@ ORDER = [
     "doctor",
     "watcher",
     "report",
+    "interchange",
     "cli",
 ]
 # Inside checkpoint/. What stands in one line does not import each other; sub-packages are save, restore and so on.
@@ -47,9 +48,19 @@ CHECKPOINT_ORDER = [
     {"save", "restore", "single_file"},
     {"checkpointer"},
 ]
+# Inside interchange/: its rooms, and the modules that bring them together.
+INTERCHANGE_ORDER = [
+    {"tensors"},
+    {"models"},
+    {"sources"},
+    {"neuron"},
+    {"sinks"},
+    {"recognition", "export_checkpoint"},
+]
 FORMAT_MAY_IMPORT = ("stepmark.errors", "stepmark.filesystem", "stepmark.sharding", "stepmark.checkpoint.format")
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem == "errors")
-CHECKPOINT_FILES = sorted((SOURCE / "checkpoint").glob("*/*.py")) + sorted((SOURCE / "checkpoint").glob("[!_]*.py"))
+WINGS = {"checkpoint": CHECKPOINT_ORDER, "interchange": INTERCHANGE_ORDER}
+WING_FILES = [path for wing in WINGS for glob in ("*/*.py", "[!_]*.py") for path in sorted((SOURCE / wing).glob(glob))]
 
 
 def module_of(path: Path) -> str:
@@ -108,23 +119,35 @@ def test_imports_come_from_earlier_stages(path: Path) -> None:
     assert not later
 
 
-def room(module: str) -> str | None:
-    """The sub-package or module of checkpoint/ that a name is in."""
+def room(module: str, wing: str) -> str | None:
+    """The sub-package or module of a wing that a name is in."""
     parts = module.split(".")
-    return parts[2] if parts[:2] == ["stepmark", "checkpoint"] and len(parts) > 2 else None
+    return parts[2] if parts[:2] == ["stepmark", wing] and len(parts) > 2 else None
 
 
-def level(name: str) -> int:
-    return next(index for index, rooms in enumerate(CHECKPOINT_ORDER) if name in rooms)
+def level(name: str, order: list[set[str]]) -> int:
+    return next(index for index, rooms in enumerate(order) if name in rooms)
 
 
-@pytest.mark.parametrize("path", CHECKPOINT_FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_the_rooms_of_checkpoint_have_an_order(path: Path) -> None:
+@pytest.mark.parametrize("path", WING_FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_rooms_of_a_wing_have_an_order(path: Path) -> None:
     """A sub-package imports from lower levels and from itself: save and restore do not know each other."""
-    mine = room(module_of(path))
+    wing = path.relative_to(SOURCE).parts[0]
+    mine = room(module_of(path), wing)
     assert mine is not None
-    others = {found for name in imported_modules(path, typing=True) if (found := room(name)) not in (None, mine)}
-    assert not {other for other in others if level(other) >= level(mine)}
+    names = imported_modules(path, typing=True)
+    others = {found for name in names if (found := room(name, wing)) not in (None, mine)}
+    order = WINGS[wing]
+    assert not {other for other in others if level(other, order) >= level(mine, order)}
+
+
+def test_the_command_line_alone_knows_other_programs_formats() -> None:
+    users = {
+        path.relative_to(SOURCE).parts[0]
+        for path in SOURCE.rglob("*.py")
+        if any(name.split(".")[:2] == ["stepmark", "interchange"] for name in imported(path))
+    }
+    assert users == {"cli", "interchange"}
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "checkpoint/format").glob("*.py")), ids=lambda path: path.stem)

@@ -18,17 +18,18 @@ from safetensors.torch import load_file
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
-from stepmark.interchange import array_reader, torch_writer
-from stepmark.interchange.array_reader import ArrayReader
 from stepmark.interchange.export_checkpoint import export_checkpoint
-from stepmark.interchange.exported import ExportOptions
-from stepmark.interchange.foreign import ForeignTensor, ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
-from stepmark.interchange.output_files import torch_file
 from stepmark.interchange.recognition import open_foreign
-from stepmark.interchange.records import Record
-from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.verification import RecordChecks
+from stepmark.interchange.sinks.export_plan import ExportOptions
+from stepmark.interchange.sinks.output_files import torch_file
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sources.foreign import ImportOptions
+from stepmark.interchange.tensors import array_reader, torch_writer
+from stepmark.interchange.tensors.array_reader import ArrayReader
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.records import Record
+from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.interchange.tensors.verification import RecordChecks
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, truth
 from tests.support.ranks import Ranks
@@ -167,7 +168,7 @@ def test_titan_state_loads_the_store(own: Path, tmp_path: Path) -> None:
 
 def test_chunks_of_rows(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors are cut, and stores have several files."""
-    from stepmark.interchange.exports import dcp
+    from stepmark.interchange.sinks import dcp
 
     monkeypatch.setattr(dcp, "CHUNK", 600)
     monkeypatch.setattr(dcp, "FILE", 50_000)
@@ -284,7 +285,7 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytes
     """The fields for large sizes and positions, where small ones count as large."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from stepmark.interchange.output_files import Streams
+    from stepmark.interchange.sinks.output_files import Streams
 
     data = torch.arange(3000, dtype=torch.bfloat16)
     (tmp_path / "data").write_bytes(data.view(torch.uint8).numpy().tobytes())
@@ -383,7 +384,7 @@ def test_optimizer_that_is_no_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_disk_that_fails_midway(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepmark.interchange import output_files
+    from stepmark.interchange.sinks import output_files
 
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -14,10 +14,10 @@ import torch
 
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.export_checkpoint import export_checkpoint
-from stepmark.interchange.exported import ExportOptions
-from stepmark.interchange.foreign import ImportOptions
-from stepmark.interchange.import_checkpoint import write_checkpoint
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sinks.export_plan import ExportOptions
+from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
+from stepmark.interchange.sources.foreign import ImportOptions
 from tests.interchange.test_peer_checkpoints import FOLDERS, ROOT, SILENT, VARIABLE, described, loaded
 
 NEURON = {

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.interchange.pickle_reader import PickledObject, read_pickle
-from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import read_torch_file
+from stepmark.interchange.tensors.pickle_reader import PickledObject, read_pickle
+from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.interchange.tensors.torch_file import read_torch_file
 
 
 class Runs:

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from stepmark.interchange.foreign import ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
-from stepmark.interchange.model_folder import write_model_folder
-from stepmark.interchange.optimizer_names import numbered_names
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sinks.hf_model import write_model_folder
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sources.foreign import ImportOptions
+from stepmark.interchange.sources.optimizer_names import numbered_names
 from tests.support.foreign_checkpoints import torch_xla_folder, truth
 
 SILENT = ImportListener(lambda size: None, lambda size: None)

@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Returns 0. Raises UsageError for a folder that is not there, or arguments that make no sense."""
     from stepmark.compilation.cache_entries import find_entries
     from stepmark.compilation.cache_trimming import choose, delete, failed, parse_age
-    from stepmark.interchange.model_files import parse_size
+    from stepmark.model_folder.model_files import parse_size
 
     age = None if parsed.older_than is None else parse_age(parsed.older_than, "--older-than")
     size = None if parsed.max_size is None else parse_size(parsed.max_size, "--max-size")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepmark.interchange.exported import ExportOptions
+    from stepmark.interchange.sinks.export_plan import ExportOptions
 
 HELP = "write a checkpoint as another tool's, so that the other tool continues training from it"
 NEURON = ("optimum-neuron", "nxd")
@@ -48,7 +48,7 @@ def options_of(parsed: argparse.Namespace) -> ExportOptions:
     """What the user asks for. Raises UsageError for an option that the format does not have."""
     from stepmark.cli.import_command import config_file
     from stepmark.errors import UsageError
-    from stepmark.interchange.exported import ExportOptions
+    from stepmark.interchange.sinks.export_plan import ExportOptions
 
     allowed = {"tp": NEURON, "pp": NEURON, "dp": ("nxd",), "titan": ("dcp",)}
     for name, formats in allowed.items():
@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.export_checkpoint import export_checkpoint
-    from stepmark.interchange.import_checkpoint import ImportListener
+    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
 
     leave_out_torch_xla()
     progress = BytesProgress("exporting")
