@@ -28,8 +28,6 @@ from stepmark.model_folder.writers import THREADS
 FORMATS = {
     "dcp": "dcp",
     "hf-trainer": "hf_trainer",
-    "optimum-neuron": "optimum_neuron",
-    "nxd": "neuronx_distributed",
 }
 
 
@@ -59,7 +57,7 @@ def export_checkpoint(
         source: A checkpoint, or a run: its newest checkpoint is used.
         out: The folder to create. It must not exist, or be empty.
         form: A name of FORMATS.
-        options: The mesh and the like.
+        options: What the user asks for.
         listener: Progress callbacks.
 
     Returns:

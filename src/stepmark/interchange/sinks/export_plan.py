@@ -14,7 +14,6 @@ from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.interchange.sinks.output_files import OutputFile
 from stepmark.interchange.sources.finish import CONFIG
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
-from stepmark.interchange.sources.torch_optimizer import STEP
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 
 
@@ -23,16 +22,10 @@ class ExportOptions:
     """What the user asks for.
 
     Args:
-        tp: Tensor parallel ranks, of the Neuron formats.
-        pp: Pipeline stages, of the Neuron formats.
-        dp: Data parallel ranks over which ZeRO-1 divides the optimizer; None for an optimizer that is not divided.
         titan: Whether torch.distributed.checkpoint gets torchtitan's names.
         config: The model's config.json, where the checkpoint has none.
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int | None = None
     titan: bool = False
     config: Path | None = None
 
@@ -62,20 +55,6 @@ def optimizer_of(source: ForeignCheckpoint) -> ForeignOptimizer:
             "alone use `stepmark consolidate`"
         )
     return source.optimizer
-
-
-def adamw_states(source: ForeignCheckpoint) -> dict[str, dict[str, Any]]:
-    """The states of an Adam by parameter name. Raises CheckpointMismatch, naming the key, for any other optimizer."""
-    optimizer = optimizer_of(source)
-    known = {STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER}
-    for name, state in optimizer.states.items():
-        if not {STEP, "exp_avg", "exp_avg_sq"} <= state.keys() <= known:
-            other = next(iter(sorted(state.keys() - known)), "no exp_avg")
-            raise CheckpointMismatch(
-                f"{source.folder}: the optimizer's state of {name!r} is not that of an Adam ({other}), and this format "
-                "takes no other; use --to dcp or --to hf-trainer"
-            )
-    return optimizer.states
 
 
 def outline_for(source: ForeignCheckpoint, options: ExportOptions) -> ModelOutline:
