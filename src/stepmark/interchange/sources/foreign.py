@@ -1,7 +1,7 @@
 """What a checkpoint of another tool holds, in one form for all formats: global tensors by name, and where they lie.
 
-A format is a module of `sources` or `neuron` with two functions, `recognize` and `open_checkpoint`. They read names and headers and
-do the arithmetic; nothing of a tensor is read before it is written to the new checkpoint.
+A format is a module of `sources` or `neuron` with two functions, `recognize` and `open_checkpoint`. They read names and
+headers and do the arithmetic; nothing of a tensor is read before it is written to the new checkpoint.
 """
 
 from __future__ import annotations

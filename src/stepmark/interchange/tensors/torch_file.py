@@ -1,7 +1,7 @@
 """Files of `torch.save`, without torch: the nested values in them, and where their tensors are in the file.
 
-Both of torch's formats: the zip archive, whose records are not compressed, and the one before torch 1.6, a few pickles
-with the storages behind them. Checksums of a zip's records are verified by `Record.check`, or while they are read.
+They are zip archives whose records are not compressed; the records' checksums are verified by `Record.check`, or while
+they are read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.read_errors import cannot_read
-from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.interchange.tensors.file_window import FileWindow
 from stepmark.interchange.tensors.pickle_reader import (
     UNTYPED,
@@ -32,7 +32,7 @@ from stepmark.interchange.tensors.source_files import open_file
 from stepmark.interchange.tensors.stored_array import StoredArray
 
 _LARGEST_PICKLE = 512 << 20
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_BEFORE_ARCHIVES = b"\x80\x02\x8a\x0a"
 Leaf = TypeVar("Leaf")
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 
@@ -78,10 +78,15 @@ def read_torch_file(path: Path, begin: int = 0, size: int | None = None) -> Torc
 
 def _read(path: Path, file: BinaryIO, begin: int, size: int) -> TorchFile:
     window = FileWindow(file, begin, size)
-    if window.read(4) == b"PK\x03\x04":
-        return _read_archive(path, file, begin, window)
-    window.seek(0)
-    return TorchFile(_read_legacy(path, begin, window), ())
+    start = window.read(4)
+    if start == _BEFORE_ARCHIVES:
+        raise CheckpointMismatch(
+            "it is in the format that torch had before version 1.6; load it with torch and save it again: "
+            "torch.save(torch.load(FILE, weights_only=True), FILE)"
+        )
+    if start != b"PK\x03\x04":
+        raise CheckpointDamaged("it is not a file of torch.save")
+    return _read_archive(path, file, begin, window)
 
 
 # The zip archive
@@ -162,56 +167,6 @@ def _storage_of(identity: Any) -> PickledStorage:
     if len(identity) == 6 and identity[5] is not None:
         raise CheckpointError("it has views of storages as torch wrote them before version 0.4; save it again")
     return PickledStorage(key, dtype, numel)
-
-
-# The format before torch 1.6
-
-
-def _read_legacy(path: Path, begin: int, window: FileWindow) -> Any:
-    try:
-        magic = read_pickle(window)  # type: ignore[arg-type]
-    except CheckpointError:
-        magic = None
-    if magic != _LEGACY_MAGIC:
-        raise CheckpointDamaged("it is not a file of torch.save")
-    if read_pickle(window) != 1001:  # type: ignore[arg-type]
-        raise CheckpointDamaged("its version is unknown")
-    read_pickle(window)  # type: ignore[arg-type]
-    storages: dict[str, PickledStorage] = {}
-
-    def storage(identity: Any) -> PickledStorage:
-        found = _storage_of(identity)
-        return storages.setdefault(found.key, found)
-
-    start = window.tell()
-    value = read_pickle(window, storage)  # type: ignore[arg-type]
-    pickled = window.tell() - start
-    keys = read_pickle(window)  # type: ignore[arg-type]
-    places = _legacy_places(window, keys, storages, begin)
-    return _Resolver(path, lambda found: places[found.key], pickled).resolve(value)
-
-
-def _legacy_places(
-    window: FileWindow, keys: Any, storages: dict[str, PickledStorage], begin: int
-) -> dict[str, tuple[int, int]]:
-    """Where each storage's data begin, and their bytes."""
-    if type(keys) is not list or any(type(key) is not str for key in keys):
-        raise ValueError("its list of storages is malformed")
-    places: dict[str, tuple[int, int]] = {}
-    for key in keys:
-        (numel,) = struct.unpack("<q", window.read(8))
-        if key not in storages or numel < 0:
-            raise ValueError("its list of storages is malformed")
-        dtype = storages[key].dtype
-        size = numel if dtype is None else numel * item_size(dtype)  # storages without a type count bytes
-        if window.tell() + size > window.size:
-            raise CheckpointDamaged(f"it is truncated: storage {key[:40]} is incomplete")
-        places[key] = (begin + window.tell(), size)
-        window.seek(size, io.SEEK_CUR)
-    missing = storages.keys() - places.keys()
-    if missing:
-        raise CheckpointDamaged(f"storage {min(missing)[:40]} is missing")
-    return places
 
 
 # Tensors in nested values
