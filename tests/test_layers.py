@@ -29,13 +29,14 @@ ORDER = [
     "checkpoint",
     "parallel",
     "training",
-    "interchange",
+    "model_folder",
     "evaluation",
     "trainer",
     "recipe",
     "preflight",
     "watcher",
     "report",
+    "interchange",
     "cli",
 ]
 INNER_ORDER: dict[str, list[list[str]]] = tomllib.loads(Path(__file__).with_name("inner_order.toml").read_text())
@@ -124,6 +125,15 @@ def test_the_table_of_rooms_is_complete() -> None:
     rooms = {found for module in MODULES if (found := room(module)) is not None}
     listed = [(package, each) for package, levels in INNER_ORDER.items() for row in levels for each in row]
     assert sorted(listed) == sorted(rooms)
+
+
+def test_the_command_line_alone_knows_other_programs_formats() -> None:
+    users = {
+        path.relative_to(SOURCE).parts[0]
+        for path in SOURCE.rglob("*.py")
+        if any(name.split(".")[:2] == ["stepmark", "interchange"] for name in imported(path))
+    }
+    assert users == {"cli", "interchange"}
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "checkpoint/format").glob("*.py")), ids=lambda path: path.stem)
