@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stepmark.launch.world import World
+from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged
-from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.collectives import NoCollectives
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime

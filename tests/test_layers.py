@@ -23,7 +23,6 @@ ORDER = [
     "sharding",
     "runtime",
     "data",
-    "optim",
     "checkpoint",
     "parallel",
     "training",
@@ -38,18 +37,32 @@ ORDER = [
     "report",
     "cli",
 ]
-# Inside checkpoint/. What stands in one line does not import each other; sub-packages are save, restore and so on.
-CHECKPOINT_ORDER = [
-    {"format"},
-    {"threads", "timestamps", "retention"},
-    {"coordination"},
-    {"host_memory", "sections", "save_handle"},
-    {"save", "restore", "single_file"},
-    {"checkpointer"},
-]
+# Inside a package. What stands in one line does not import each other; names are of modules or sub-packages.
+INNER_ORDER = {
+    "checkpoint": [
+        {"format"},
+        {"threads", "timestamps", "retention"},
+        {"coordination"},
+        {"host_memory", "sections", "save_handle"},
+        {"save", "restore", "single_file"},
+        {"checkpointer"},
+    ],
+    "parallel": [
+        {"buckets", "model_size", "model_digest"},
+        {"gradients", "tensor"},
+        {"optimizer", "pipeline"},
+        {"parallelize"},
+        {"loading"},
+    ],
+}
 FORMAT_MAY_IMPORT = ("stepmark.errors", "stepmark.filesystem", "stepmark.sharding", "stepmark.checkpoint.format")
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem == "errors")
-CHECKPOINT_FILES = sorted((SOURCE / "checkpoint").glob("*/*.py")) + sorted((SOURCE / "checkpoint").glob("[!_]*.py"))
+ORDERED_FILES = [
+    path
+    for package in INNER_ORDER
+    for pattern in ("*/*.py", "[!_]*.py")
+    for path in sorted((SOURCE / package).glob(pattern))
+]
 
 
 def module_of(path: Path) -> str:
@@ -108,23 +121,24 @@ def test_imports_come_from_earlier_stages(path: Path) -> None:
     assert not later
 
 
-def room(module: str) -> str | None:
-    """The sub-package or module of checkpoint/ that a name is in."""
+def room(module: str, package: str) -> str | None:
+    """The sub-package or module of a package that a name is in."""
     parts = module.split(".")
-    return parts[2] if parts[:2] == ["stepmark", "checkpoint"] and len(parts) > 2 else None
+    return parts[2] if parts[:2] == ["stepmark", package] and len(parts) > 2 else None
 
 
-def level(name: str) -> int:
-    return next(index for index, rooms in enumerate(CHECKPOINT_ORDER) if name in rooms)
+def level(package: str, name: str) -> int:
+    return next(index for index, rooms in enumerate(INNER_ORDER[package]) if name in rooms)
 
 
-@pytest.mark.parametrize("path", CHECKPOINT_FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_the_rooms_of_checkpoint_have_an_order(path: Path) -> None:
+@pytest.mark.parametrize("path", ORDERED_FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_rooms_of_a_package_have_an_order(path: Path) -> None:
     """A sub-package imports from lower levels and from itself: save and restore do not know each other."""
-    mine = room(module_of(path))
+    package = path.relative_to(SOURCE).parts[0]
+    mine = room(module_of(path), package)
     assert mine is not None
-    others = {found for name in imported_modules(path, typing=True) if (found := room(name)) not in (None, mine)}
-    assert not {other for other in others if level(other) >= level(mine)}
+    others = {room(name, package) for name in imported_modules(path, typing=True)} - {None, mine}
+    assert not {other for other in others if other and level(package, other) >= level(package, mine)}
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "checkpoint/format").glob("*.py")), ids=lambda path: path.stem)
