@@ -25,7 +25,6 @@ ORDER = [
     "sharding",
     "runtime",
     "data",
-    "optim",
     "checkpoint",
     "parallel",
     "training",

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
-from stepmark.optim.elementwise import sharding_unit
-from stepmark.optim.protocols import GradientReducer
-from stepmark.optim.wrapped import load_hyperparameters, load_learning_rates, plain
-from stepmark.parallel.data_parallel import data_parallel_gradients
-from stepmark.parallel.gathered_parameters import GatheredParameters
-from stepmark.parallel.parameter_division import ROUND_ELEMENTS, Round, divide, make_rounds
-from stepmark.parallel.parameter_optimizer import ParameterOptimizer
+from stepmark.parallel.gradients.data_parallel import data_parallel_gradients
+from stepmark.parallel.gradients.protocols import GradientReducer
+from stepmark.parallel.optimizer.elementwise import sharding_unit
+from stepmark.parallel.optimizer.gathered_parameters import GatheredParameters
+from stepmark.parallel.optimizer.parameter_division import ROUND_ELEMENTS, Round, divide, make_rounds
+from stepmark.parallel.optimizer.parameter_optimizer import ParameterOptimizer
+from stepmark.parallel.optimizer.wrapped import load_hyperparameters, load_learning_rates, plain
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, Shard, layout_of
 

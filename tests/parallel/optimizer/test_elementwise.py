@@ -7,8 +7,8 @@ import torch
 from transformers.optimization import Adafactor
 
 from stepmark.errors import UsageError
-from stepmark.optim.elementwise import check_elementwise, sharding_unit, uses_complete_parameters
-from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.parallel.optimizer.elementwise import check_elementwise, sharding_unit, uses_complete_parameters
+from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
 
 ACCEPTED = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 WHOLE = ["Adafactor", "Muon"]

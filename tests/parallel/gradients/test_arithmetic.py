@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepmark.parallel.gradient_math import LONG, norms, squares
+from stepmark.parallel.gradients.arithmetic import LONG, norms, squares
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.parallel.buckets import Bucket
-from stepmark.parallel.gradient_hooks import GradientHooks
+from stepmark.parallel.gradients.hooks import GradientHooks
 from stepmark.runtime.base import Runtime
 
 Weight = Tensor | float  # a tensor where a number would have to be waited for

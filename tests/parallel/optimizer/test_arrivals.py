@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from stepmark.optim.arrivals import Arrivals, ArrivingParameter, of_known_libraries
+from stepmark.parallel.optimizer.arrivals import Arrivals, ArrivingParameter, of_known_libraries
+
+MADE: list[Arrivals] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_on_its_way() -> Iterator[None]:
+    """The hook of all modules is gone before other tests run."""
+    yield
+    while MADE:
+        MADE.pop().settle()
 
 
 def on_its_way(*shape: int) -> tuple[nn.Parameter, Arrivals, list[int]]:
@@ -28,6 +38,7 @@ def on_its_way(*shape: int) -> tuple[nn.Parameter, Arrivals, list[int]]:
         parameter.data.fill_(1.0)
 
     arrivals = Arrivals([[parameter]])
+    MADE.append(arrivals)
     arrivals.defer = arrivals._trial.over = True
     arrivals.start({0: finish})
     arrivals.watch()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepmark import ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
-from stepmark.parallel.gradient_sums import GradientSums
+from stepmark.parallel.gradients.sums import GradientSums
 from stepmark.runtime.collectives import NoCollectives
 from stepmark.runtime.mesh import Mesh
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from stepmark import Checkpointer, Trainer, TrainingArguments
 from stepmark.errors import UsageError
-from stepmark.optim.eight_bit import adamw_8bit_class
-from stepmark.optim.elementwise import sharding_unit
-from stepmark.parallel.parameter_optimizer import ParameterOptimizer
+from stepmark.parallel.optimizer.eight_bit import adamw_8bit_class
+from stepmark.parallel.optimizer.elementwise import sharding_unit
+from stepmark.parallel.optimizer.parameter_optimizer import ParameterOptimizer
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.parameter_kinds import ParameterKinds, parameter_kinds

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from stepmark.optim.protocols import ReducedGradients
-from stepmark.parallel.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
 from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, make_buckets
-from stepmark.parallel.gradient_hooks import GradientHooks, weakly
-from stepmark.parallel.gradient_math import add_ends, add_partial, norms, squares
-from stepmark.parallel.rank_weights import RankWeights
-from stepmark.parallel.shown_gradients import show
+from stepmark.parallel.gradients.arithmetic import add_ends, add_partial, norms, squares
+from stepmark.parallel.gradients.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
+from stepmark.parallel.gradients.hooks import GradientHooks, weakly
+from stepmark.parallel.gradients.protocols import ReducedGradients
+from stepmark.parallel.gradients.rank_weights import RankWeights
+from stepmark.parallel.gradients.shown import show
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
-from stepmark.optim.arrivals import Arrivals
-from stepmark.optim.master_weights import WrittenParameters, follow
-from stepmark.optim.protocols import GradientReducer
-from stepmark.optim.wrapped import (
+from stepmark.parallel.buckets import check_real
+from stepmark.parallel.gradients.data_parallel import data_parallel_gradients
+from stepmark.parallel.gradients.protocols import GradientReducer
+from stepmark.parallel.optimizer.arrivals import Arrivals
+from stepmark.parallel.optimizer.master_weights import WrittenParameters, follow
+from stepmark.parallel.optimizer.wrapped import (
     load_hyperparameters,
     load_learning_rates,
     load_plain_values,
     plain,
     take_empty_step,
 )
-from stepmark.parallel.buckets import check_real
-from stepmark.parallel.data_parallel import data_parallel_gradients
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Shard, layout_of

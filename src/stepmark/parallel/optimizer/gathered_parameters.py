@@ -14,8 +14,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from stepmark.optim.master_weights import follow
-from stepmark.parallel.parameter_division import ROUND_ELEMENTS, divide, runs_of
+from stepmark.parallel.optimizer.master_weights import follow
+from stepmark.parallel.optimizer.parameter_division import ROUND_ELEMENTS, divide, runs_of
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, layout_of

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stepmark.optim.protocols import GradientReducer, ReducedGradients
-from stepmark.parallel.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
 from stepmark.parallel.buckets import Bucket
-from stepmark.parallel.gradient_hooks import GradientHooks, weakly
-from stepmark.parallel.rank_weights import RankWeights
-from stepmark.parallel.shown_gradients import show
+from stepmark.parallel.gradients.bucketed_gradients import BucketedGradients, add_ends_of_buckets, totals
+from stepmark.parallel.gradients.hooks import GradientHooks, weakly
+from stepmark.parallel.gradients.protocols import GradientReducer, ReducedGradients
+from stepmark.parallel.gradients.rank_weights import RankWeights
+from stepmark.parallel.gradients.shown import show
 from stepmark.runtime.collectives import GroupCollectives, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.optim.arrivals import Arrivals
-from stepmark.optim.elementwise import check_elementwise
-from stepmark.optim.master_weights import WrittenParameters, follow
-from stepmark.optim.protocols import GradientReducer
-from stepmark.optim.wrapped import (
+from stepmark.parallel.buckets import Bucket, complete_on_host, make_buckets
+from stepmark.parallel.gradients.protocols import GradientReducer
+from stepmark.parallel.gradients.sharded_gradients import sharded_gradients
+from stepmark.parallel.optimizer.arrivals import Arrivals
+from stepmark.parallel.optimizer.elementwise import check_elementwise
+from stepmark.parallel.optimizer.master_weights import WrittenParameters, follow
+from stepmark.parallel.optimizer.wrapped import (
     load_hyperparameters,
     load_learning_rates,
     load_plain_values,
     plain,
     take_empty_step,
 )
-from stepmark.parallel.buckets import Bucket, complete_on_host, make_buckets
-from stepmark.parallel.zero.sharded_gradients import sharded_gradients
 from stepmark.runtime.collectives import start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Shard

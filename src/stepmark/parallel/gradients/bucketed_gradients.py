@@ -10,11 +10,11 @@ from torch import Tensor
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket
-from stepmark.parallel.gradient_hooks import weakly
-from stepmark.parallel.gradient_math import add_ends, squares
-from stepmark.parallel.gradient_sums import GradientSums
-from stepmark.parallel.overlapped_reduction import OverlappedReduction
-from stepmark.parallel.rank_weights import RankWeights
+from stepmark.parallel.gradients.arithmetic import add_ends, squares
+from stepmark.parallel.gradients.hooks import weakly
+from stepmark.parallel.gradients.overlap import OverlappedReduction
+from stepmark.parallel.gradients.rank_weights import RankWeights
+from stepmark.parallel.gradients.sums import GradientSums
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 

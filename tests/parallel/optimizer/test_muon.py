@@ -18,7 +18,7 @@ from transformers import (
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError
-from stepmark.optim.muon import MuonAdamW
+from stepmark.parallel.optimizer.muon import MuonAdamW
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.parameter_kinds import decays_by_default, parameter_kinds

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.optim.elementwise import sharding_unit, updates_elements
-from stepmark.optim.fused import fused_unless_chosen
-from stepmark.optim.lazy_optimizers import lazy_class
-from stepmark.optim.protocols import GradientReducer
-from stepmark.parallel.gradient_math import scale_to
-from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
-from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
+from stepmark.parallel.gradients.arithmetic import scale_to
+from stepmark.parallel.gradients.protocols import GradientReducer
+from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
+from stepmark.parallel.optimizer.fused import fused_unless_chosen
+from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
+from stepmark.parallel.optimizer.sharded_optimizer import ShardedOptimizer
+from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
 from stepmark.runtime.device_names import DEVICES
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
