@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from stepmark import Mesh
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.launch.supervisor import supervise
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import build_optimizer

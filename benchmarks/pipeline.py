@@ -45,7 +45,7 @@ from torch.distributed.pipelining import (  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from stepmark import DataLoader, Mesh, parallelize  # noqa: E402
-from stepmark.data.batch import StepBatch  # noqa: E402
+from stepmark.data.loader.batch import StepBatch  # noqa: E402
 from stepmark.launch.supervisor import supervise  # noqa: E402
 from stepmark.parallel.pipeline.schedules import ideal_idle_share  # noqa: E402
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged  # noqa: E402

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from stepmark import Mesh
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.launch.supervisor import supervise
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.training.loss import MicroBatchLoss

@@ -31,12 +31,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
-from stepmark.parallel.tensor.parallelize import local_shard, parallelize
+from stepmark.liveness.host_group import HostGroup
+from stepmark.parallel.parallelize import local_shard, parallelize
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.runtime.collectives import NoCollectives, Reduction
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.rank_grid import RankGrid
 from stepmark.sharding.layout import layout_of

@@ -22,7 +22,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from stepmark.trainer.telemetry.run_log import read_metrics  # noqa: E402
+from stepmark.trainer.run_folder.run_log import read_metrics  # noqa: E402
 from tests.support.browser import screenshot  # noqa: E402
 
 WIDTHS, HEIGHT, COLORS = {"wide": 1280, "tablet": 768, "phone": 390}, 1600, 128

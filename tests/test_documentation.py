@@ -65,6 +65,12 @@ def test_the_map_of_the_source_has_a_sentence_for_every_module() -> None:
     assert [each for each in unnamed if each[1] != "__init__.py"] == []
 
 
+def test_the_architecture_names_every_package() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Packages")[1].split("\n## ")[0]
+    named = re.findall(r"^\|[^|]*\| \*\*(\w+)\*\* \|", table, re.MULTILINE)
+    assert sorted(named) == sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
+
+
 @pytest.mark.parametrize(
     "text",
     ["`checkpoint/nothing.py`", "`nothing.py`", "`parallel/nothing/`", "`stepmark.nothing`", "`stepmark.cli.nothing`"],

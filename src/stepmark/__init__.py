@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from stepmark.checkpoint import Checkpointer
     from stepmark.checkpoint.single_file import load, save
     from stepmark.config.data_arguments import DataArguments
-    from stepmark.data.collate import PadTo
-    from stepmark.data.conversations import Conversations
-    from stepmark.data.loader import DataLoader
-    from stepmark.data.prefetcher import DevicePrefetcher
+    from stepmark.data.chat.conversations import Conversations
+    from stepmark.data.loader.collate import PadTo
+    from stepmark.data.loader.loader import DataLoader
+    from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.data.prepared_data import prepare as prepare_data
-    from stepmark.data.tokenizer import load_tokenizer
+    from stepmark.data.tokenize.tokenizer import load_tokenizer
     from stepmark.evaluation.evaluate import evaluate
     from stepmark.parallel.loading.load import load_for_parallelism
-    from stepmark.parallel.tensor.parallelize import parallelize
-    from stepmark.parallel.zero.custom_loop_optimizer import ZeroRedundancyOptimizer
+    from stepmark.parallel.optimizer.zero_redundancy import ZeroRedundancyOptimizer
+    from stepmark.parallel.parallelize import parallelize
     from stepmark.runtime.mesh import Mesh
     from stepmark.runtime.module_placement import place_module
+    from stepmark.trainer.compat.seq2seq_arguments import Seq2SeqTrainingArguments
+    from stepmark.trainer.run_folder.run_log import read_metrics
     from stepmark.trainer.seq2seq import Seq2SeqTrainer
-    from stepmark.trainer.seq2seq_arguments import Seq2SeqTrainingArguments
-    from stepmark.trainer.telemetry.run_log import read_metrics
     from stepmark.trainer.trainer import Trainer
     from stepmark.trainer.training_arguments import TrainingArguments
     from stepmark.training.learning_rate_schedule import build_schedule
@@ -68,29 +68,29 @@ __all__ = [
 # A name is loaded on first use, so that importing stepmark loads neither torch nor transformers.
 _MODULES = {
     "Checkpointer": "stepmark.checkpoint",
-    "Conversations": "stepmark.data.conversations",
+    "Conversations": "stepmark.data.chat.conversations",
     "DataArguments": "stepmark.config.data_arguments",
-    "DataLoader": "stepmark.data.loader",
-    "DevicePrefetcher": "stepmark.data.prefetcher",
+    "DataLoader": "stepmark.data.loader.loader",
+    "DevicePrefetcher": "stepmark.data.loader.prefetcher",
     "Mesh": "stepmark.runtime.mesh",
     "MicroBatchLoss": "stepmark.training.loss",
-    "PadTo": "stepmark.data.collate",
+    "PadTo": "stepmark.data.loader.collate",
     "Seq2SeqTrainer": "stepmark.trainer.seq2seq",
-    "Seq2SeqTrainingArguments": "stepmark.trainer.seq2seq_arguments",
+    "Seq2SeqTrainingArguments": "stepmark.trainer.compat.seq2seq_arguments",
     "TrainStep": "stepmark.training.step",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.trainer.training_arguments",
-    "ZeroRedundancyOptimizer": "stepmark.parallel.zero.custom_loop_optimizer",
+    "ZeroRedundancyOptimizer": "stepmark.parallel.optimizer.zero_redundancy",
     "build_optimizer": "stepmark.training.optimizer",
     "build_schedule": "stepmark.training.learning_rate_schedule",
     "evaluate": "stepmark.evaluation.evaluate",
     "load": "stepmark.checkpoint.single_file",
     "load_for_parallelism": "stepmark.parallel.loading.load",
-    "load_tokenizer": "stepmark.data.tokenizer",
-    "parallelize": "stepmark.parallel.tensor.parallelize",
+    "load_tokenizer": "stepmark.data.tokenize.tokenizer",
+    "parallelize": "stepmark.parallel.parallelize",
     "place_module": "stepmark.runtime.module_placement",
     "prepare_data": "stepmark.data.prepared_data",
-    "read_metrics": "stepmark.trainer.telemetry.run_log",
+    "read_metrics": "stepmark.trainer.run_folder.run_log",
     "save": "stepmark.checkpoint.single_file",
 }
 _RENAMED = {"prepare_data": "prepare"}  # in their modules

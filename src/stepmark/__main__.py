@@ -39,7 +39,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _end_rank(code: int) -> None:
-    from stepmark.launch.process_exit import end_rank
+    from stepmark.liveness.process_exit import end_rank
 
     end_rank(code)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepmark.cli.failed_run import FailedRun
-from stepmark.trainer.telemetry.run_log import read_lines
+from stepmark.trainer.run_folder.run_log import read_lines
 
 REASON = "rank 1: was killed by SIGKILL (out of memory?)"
 

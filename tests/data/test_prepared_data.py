@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from stepmark.config.data_arguments import DataArguments
-from stepmark.data import token_cache as cache
-from stepmark.data.encoding import TextEncoder
-from stepmark.data.packing import PackedBlocks
 from stepmark.data.prepared_data import Prepared, choose_block_size, prepare
-from stepmark.data.segments import Segment
-from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.data.tokenize import token_cache as cache
+from stepmark.data.tokenize.encoding import TextEncoder
+from stepmark.data.tokenize.packing import PackedBlocks
+from stepmark.data.tokenize.segments import Segment
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import DataError, UsageError
 
 TOKENIZER = byte_tokenizer()
@@ -134,7 +134,7 @@ def test_truncation_set_in_a_tokenizer_is_ignored() -> None:
 def test_processes_do_not_change_the_stream(
     make: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extension: str
 ) -> None:
-    monkeypatch.setattr("stepmark.data.segments.BATCH_CHARACTERS", 20)
+    monkeypatch.setattr("stepmark.data.tokenize.segments.BATCH_CHARACTERS", 20)
     path = tmp_path / f"many.{extension}"
     path.write_text("".join(json.dumps({"text": "x" * (i % 9)}) + "\n" for i in range(50)))
     alone = make(train_file=str(path))
@@ -291,8 +291,8 @@ def test_what_is_read_and_left_out_is_reported(tmp_path: Path) -> None:
 
 
 def test_long_tokenizing_is_reported_with_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepmark.data.tokenizing_progress.SECONDS_A_LINE", 0.0)
-    monkeypatch.setattr("stepmark.data.segments.BATCH_CHARACTERS", 1 << 15)
+    monkeypatch.setattr("stepmark.data.tokenize.tokenizing_progress.SECONDS_A_LINE", 0.0)
+    monkeypatch.setattr("stepmark.data.tokenize.segments.BATCH_CHARACTERS", 1 << 15)
     path = tmp_path / "long.txt"
     path.write_text("a line of text\n" * 100_000)
     lines: list[str] = []
@@ -313,8 +313,8 @@ def test_runs_from_before_can_be_resumed(make: Callable[..., Prepared]) -> None:
 def test_the_stream_has_every_character_however_long_the_lines_are(
     make: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepmark.data.segments.BATCH_CHARACTERS", 50)
-    monkeypatch.setattr("stepmark.data.text_files.LONGEST_LINE", 40)
+    monkeypatch.setattr("stepmark.data.tokenize.segments.BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("stepmark.data.sources.text_files.LONGEST_LINE", 40)
     texts = ["ab cd é " * 30, "x" * 333, "short\n\n" + " " * 200 + "end\n", "a\n" * 90]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
@@ -331,7 +331,7 @@ import resource, sys
 from pathlib import Path
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.prepared_data import prepare
-from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 tokenizer = byte_tokenizer()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 prepare(DataArguments(train_file=sys.argv[1]), tokenizer, folder=Path(sys.argv[2]))

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.data.loader import DataLoader
+from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator, perplexity
 from stepmark.evaluation.predictions import concatenate
+from stepmark.liveness.host_group import HostGroup
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.host_group import HostGroup
 from stepmark.training.loss import MicroBatchLoss
 from tests.support.label_models import make, mean_by_hand
 from tests.support.programs import VOCABULARY, Blocks, tiny_model

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.checkpoint.coordination.messages import describe_error
 from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.sizes import distinct_sizes, size
-from stepmark.launch.failure_report import FailureReport
+from stepmark.liveness.failure_report import FailureReport
+from stepmark.liveness.messages import describe_error
 
 
 @pytest.mark.parametrize(

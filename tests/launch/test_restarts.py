@@ -18,9 +18,9 @@ from stepmark.errors import (
     StepmarkError,
     UsageError,
 )
-from stepmark.launch.failure_report import REPORTS, FailureReport
 from stepmark.launch.restarts import LONGEST_DELAY, Restarts, check_restarts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
+from stepmark.liveness.failure_report import REPORTS, FailureReport
 
 BAD = StepPlace(5, epoch=1, first=8, samples=4, size=16, seed=42, shuffled=1)
 

@@ -116,7 +116,7 @@ def test_a_second_ctrl_c_ends_all_ranks_and_the_supervisor(rank: str) -> None:
 WRONG = """
 import os, sys
 from stepmark.errors import UsageError
-from stepmark.launch.process_exit import end_process
+from stepmark.liveness.process_exit import end_process
 from stepmark.launch.step_board import StepPlace, show_step
 if sys.argv[1] != "0":
     show_step(StepPlace(int(sys.argv[1])))

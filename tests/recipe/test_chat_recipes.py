@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import stepmark  # noqa: E402
 from stepmark.cli.main import run as call  # noqa: E402
-from stepmark.data.tokenizer import byte_tokenizer  # noqa: E402
+from stepmark.data.tokenize.tokenizer import byte_tokenizer  # noqa: E402
 from tests.support.models import build  # noqa: E402
 from tests.support.programs import Blocks  # noqa: E402
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stepmark.config.recipe import ModelArguments
-from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.evaluation.restored_model import read_config
 from stepmark.recipe.model import build_model, build_tokenizer, build_untrained

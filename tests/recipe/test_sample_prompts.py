@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepmark.cli.main import run as call
 from stepmark.config.training_fields import TrainingFields
-from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import UsageError
 from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.filesystem.json_files import read_lines

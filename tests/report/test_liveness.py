@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.coordination.heartbeat import STALE
 from stepmark.cli.main import run as call
+from stepmark.liveness.heartbeat import STALE
 from stepmark.report import liveness
 from stepmark.report.liveness import read_liveness
 from stepmark.report.write import write_report

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.config.recipe import ModelArguments
-from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.recipe.model import build_model
 from stepmark.runtime.module_placement import cast_module
 from tests.support.models import build

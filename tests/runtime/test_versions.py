@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.checkpoint.format.manifest import read_manifest
-from stepmark.doctor.examine import examine
+from stepmark.preflight.doctor.examine import examine
 from stepmark.runtime import versions
 from stepmark.runtime.versions import installed_version, software_versions
 from tests.support.ranks import Ranks

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.interference import install_brake
 from tests.support.processes import processor_seconds, wait_until
 

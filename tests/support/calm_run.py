@@ -11,7 +11,7 @@ import time
 import torch
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.launch import progress
+from stepmark.liveness import progress
 from tests.support.programs import Blocks, tiny_model
 
 

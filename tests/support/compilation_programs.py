@@ -12,7 +12,7 @@ from stepmark.config.recipe import read_recipe
 
 def precompiled(recipe: str, metrics: str | None = None) -> dict[str, Any]:
     """Makes a recipe's graphs ahead."""
-    from stepmark.compilation.precompile import precompile
+    from stepmark.preflight.precompile.precompile import precompile
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import StepmarkError
-from stepmark.launch import progress
+from stepmark.liveness import progress
 from tests.support.programs import Blocks, tiny_model
 
 AT = 5  # the step

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from stepmark.errors import LaunchError
-from stepmark.runtime import join_clock
+from stepmark.launch import join_clock
 from stepmark.runtime.context import start
 
 

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from stepmark.parallel.tensor.parallelize import parallelize
+from stepmark.parallel.parallelize import parallelize
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
@@ -93,7 +93,7 @@ def fit_for_a_compiler(context: Context) -> Iterator[None]:
     if not context.runtime.lazy:
         yield
         return
-    from stepmark.compilation.graph_text import GraphText
+    from stepmark.preflight.precompile.graph_text import GraphText
     from stepmark.runtime.xla import XlaRuntime, pending_graph
 
     assert isinstance(context.runtime, XlaRuntime)
@@ -114,9 +114,9 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     autocast, checkpointing, zero_1, smoothing, clip, batch (samples of a step, 4 by default); pp, schedule, chunks,
     layers; frozen (a pattern of names); unlabelled (steps in which no sample has a target); optim (adamw_torch by
     default; "lamb" is no name of a recipe's), rate."""
-    from stepmark.data.loader import DataLoader
-    from stepmark.data.prefetcher import DevicePrefetcher
-    from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
+    from stepmark.data.loader.loader import DataLoader
+    from stepmark.data.loader.prefetcher import DevicePrefetcher
+    from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.model_options import enable_gradient_checkpointing
     from stepmark.training.optimizer import build_optimizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 
 CONFIG = """
 from transformers import GPT2Config

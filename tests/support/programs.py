@@ -16,7 +16,7 @@ import xxhash
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 
 VOCABULARY, LENGTH = 67, 16
 
@@ -204,8 +204,8 @@ def counters(trainer: Trainer) -> list[int] | None:
 
 def step_losses(context: Any, options: dict[str, Any]) -> list[list[float]]:
     """Loss, tokens and gradient norm of 6 steps, with the parts of the system and no Trainer."""
-    from stepmark.data.loader import DataLoader
-    from stepmark.data.prefetcher import DevicePrefetcher
+    from stepmark.data.loader.loader import DataLoader
+    from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.runtime.mesh import Mesh
     from stepmark.runtime.module_placement import place_module
     from stepmark.training.loss import MicroBatchLoss

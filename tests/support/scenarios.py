@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.coordination import heartbeat
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointError
-from stepmark.runtime.host_group import HostGroup
+from stepmark.liveness import heartbeat
+from stepmark.liveness.host_group import HostGroup
 
 from .checkpoint_states import same, seeded_state, snapshot
 from .disk import Disk

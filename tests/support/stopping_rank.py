@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.__main__ import main
-from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
-from stepmark.checkpoint.coordination.status_store import StatusStore
+from stepmark.liveness.deadlines import PhaseDeadlines
+from stepmark.liveness.status_store import StatusStore
 
 
 def stop_before(owner: type, name: str, stops: Callable[..., bool]) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.data.collate import PadTo
+from stepmark.data.loader.collate import PadTo
 from stepmark.filesystem.json_files import read_lines
 from tests.support.programs import VOCABULARY, tiny_model
 

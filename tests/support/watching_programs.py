@@ -9,7 +9,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.config.recipe import read_recipe
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from stepmark.watcher.evaluation_records import read_evaluations
 
 DEADLINE = 200.0  # seconds that anything here may take

@@ -107,7 +107,9 @@ def test_what_a_real_run_has_left_stays(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_training_twice_leaves_a_real_run_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, 2)
-    monkeypatch.setattr("stepmark.trainer.finished_runs._FINISHED", set())  # as another process has trained it
+    monkeypatch.setattr(
+        "stepmark.trainer.run_folder.finished_runs._FINISHED", set()
+    )  # as another process has trained it
     before = files_in(tmp_path)
     monkeypatch.setenv(VARIABLE, "1")
     train(tmp_path, 4, resume_from_checkpoint=True)

@@ -16,7 +16,7 @@ from stepmark.cli.main import run as call  # noqa: E402
 from tests.support.independent_reader import assemble, read_file, read_manifest  # noqa: E402
 from tests.support.models import build  # noqa: E402
 from tests.support.ranks import Ranks  # noqa: E402
-from tests.trainer.test_strategies import steps  # noqa: E402
+from tests.trainer.compat.test_strategies import steps  # noqa: E402
 
 pytestmark = [  # in peft
     pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning"),

@@ -21,14 +21,14 @@ from transformers.trainer_callback import ExportableState
 
 from stepmark import Trainer, TrainingArguments, read_metrics
 from stepmark.errors import StepmarkError, UsageError
-from stepmark.launch.failure_report import FailureReport
 from stepmark.launch.signal_listener import RunInterrupted
-from stepmark.runtime.host_group import HostGroup
-from stepmark.trainer import finished_runs, model_export
+from stepmark.liveness.failure_report import FailureReport
+from stepmark.liveness.host_group import HostGroup
 from stepmark.trainer.interruption.outside_training import ending_outside_training
-from stepmark.trainer.outputs import prepare_output_folder
+from stepmark.trainer.run_folder import finished_runs, model_export
+from stepmark.trainer.run_folder.outputs import prepare_output_folder
 from tests.support.programs import Blocks, tiny_model
-from tests.trainer.test_strategies import steps, trainer
+from tests.trainer.compat.test_strategies import steps, trainer
 from tests.trainer.test_training_loop import StopsAt
 
 BEST_FIRST = {

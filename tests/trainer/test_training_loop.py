@@ -20,7 +20,7 @@ from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.interruption.outside_training import record_interruption
 from stepmark.trainer.results import evaluation_line
-from tests.trainer.test_strategies import run, steps, trainer
+from tests.trainer.compat.test_strategies import run, steps, trainer
 
 
 class Epochs(TrainerCallback):

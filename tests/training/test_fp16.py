@@ -16,7 +16,7 @@ from stepmark.errors import DeviceError, UsageError
 from stepmark.training import loss_scaler
 from stepmark.training.loss_scaler import FIRST, LossScaler
 from tests.support.ranks import Ranks
-from tests.trainer.test_strategies import steps
+from tests.trainer.compat.test_strategies import steps
 from tests.trainer.test_training_loop import StopsAt
 
 FEATURES, CLASSES, STEPS = 8, 4, 12

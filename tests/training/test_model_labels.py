@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepmark.data.labels import LabelRule
-from stepmark.data.loader import DataLoader
+from stepmark.data.loader.labels import LabelRule
+from stepmark.data.loader.loader import DataLoader
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.model_labels import known_shift, label_names, label_rule, names_num_items
 from tests.support.label_models import make

@@ -12,7 +12,7 @@ import transformers
 from stepmark import Trainer, TrainingArguments
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
-from stepmark.trainer.transformers_arguments import converted
+from stepmark.trainer.compat.transformers_arguments import converted
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 

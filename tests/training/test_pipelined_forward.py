@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from scripts.pipeline_comparison import pipeline_mesh, tokens_for
-from stepmark.data.batch import MicroBatch
+from stepmark.data.loader.batch import MicroBatch
 from stepmark.errors import UsageError
+from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.pipeline.transfers import Activation, Transfers
-from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.links import Exchange, Form
 from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.loss import MicroBatchLoss

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from stepmark.config.recipe import read_recipe
-from stepmark.data.tokenizer import load_tokenizer
+from stepmark.data.tokenize.tokenizer import load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.watcher.evaluation_data import DataChoice, EvaluationSet, prepare_sets
 

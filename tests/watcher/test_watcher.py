@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from stepmark.checkpoint.coordination.heartbeat import Heartbeat
 from stepmark.config.recipe import read_recipe
 from stepmark.errors import UsageError
+from stepmark.liveness.heartbeat import Heartbeat
 from stepmark.recipe.used_recipe import read_used_recipe, write_used_recipe
 from stepmark.watcher import run_state
 from stepmark.watcher.best_tracker import BestTracker

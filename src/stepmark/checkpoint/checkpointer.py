@@ -18,13 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepmark.checkpoint.coordination.call_guard import CallGuard, one_at_a_time
-from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
 from stepmark.checkpoint.coordination.leases import reading
-from stepmark.checkpoint.coordination.messages import describe_error
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
-from stepmark.checkpoint.coordination.status_store import StatusStore
-from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
 from stepmark.checkpoint.format.checkpoint_folders import (
     checkpoint_path,
     checkpoints,
@@ -57,10 +52,15 @@ from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.checkpoint.sections import describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
-from stepmark.launch.process_exit import end_process
+from stepmark.liveness.call_guard import CallGuard, one_at_a_time
+from stepmark.liveness.deadlines import PhaseDeadlines
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.messages import describe_error
+from stepmark.liveness.process_exit import end_process
+from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
-from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 
 logger = logging.getLogger("stepmark")

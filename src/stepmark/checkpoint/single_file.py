@@ -24,15 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from stepmark.checkpoint.coordination.messages import describe_error, late
-from stepmark.checkpoint.coordination.watchdog import end_unless, watchdog
 from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
 from stepmark.filesystem import files
-from stepmark.launch.process_exit import print_stacks
-from stepmark.launch.running_time import running_time
+from stepmark.liveness.messages import describe_error, late
+from stepmark.liveness.process_exit import print_stacks
+from stepmark.liveness.running_time import running_time
+from stepmark.liveness.watchdog import end_unless, watchdog
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Prints what was found; returns 1 where something of it will make a run fail, else 0."""
     recipe = None if parsed.recipe is None else read_recipe(parsed.recipe, {})
-    from stepmark.doctor.examine import examine, to_json, to_text, will_fail
+    from stepmark.preflight.doctor.examine import examine, to_json, to_text, will_fail
 
     findings = examine(recipe, parsed.recipe)
     print(json.dumps(to_json(findings), indent=2) if parsed.json else to_text(findings))

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepmark.cli.local_ranks import start_ranks
 from stepmark.launch.ending_at_signals import ending_at_signals
-from stepmark.launch.process_exit import say
+from stepmark.launch.local_ranks import start_ranks
 from stepmark.launch.supervisor import follow_supervisor
 from stepmark.launch.world import World
+from stepmark.liveness.process_exit import say
 
 if TYPE_CHECKING:
     from stepmark.watcher.command import Request

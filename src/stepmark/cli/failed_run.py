@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from stepmark.launch.console import keep_console
+from stepmark.liveness.console import keep_console
 
 logger = logging.getLogger("stepmark")
 
@@ -37,7 +37,7 @@ class FailedRun:
     def _write(self, state: str, message: str, first: bool) -> None:
         from stepmark.checkpoint.coordination.folder_claim import held_by_another
         from stepmark.runtime.xla_environment import extracting_graphs
-        from stepmark.trainer.telemetry.run_log import RunLog, read_status
+        from stepmark.trainer.run_folder.run_log import RunLog, read_status
 
         if extracting_graphs():
             return

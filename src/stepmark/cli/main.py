@@ -28,10 +28,10 @@ from stepmark.cli import report as report_command
 from stepmark.cli import train as train_command
 from stepmark.cli import verify as verify_command
 from stepmark.errors import LaunchError, PeerLost, UsageError
-from stepmark.launch.failure_report import FailureReport
-from stepmark.launch.process_exit import reported
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
+from stepmark.liveness.failure_report import FailureReport
+from stepmark.liveness.process_exit import reported
 
 COMMANDS: dict[str, Any] = {
     "init": init_command,

@@ -37,8 +37,8 @@ def run(parsed: argparse.Namespace) -> int:
     quiet_libraries()
     work_offline_without_hub(recipe)
     with quick_imports():
-        from stepmark.planning.from_recipe import plan_recipe
-        from stepmark.planning.text import to_json, to_text
+        from stepmark.preflight.plan.from_recipe import plan_recipe
+        from stepmark.preflight.plan.text import to_json, to_text
 
     plan = plan_recipe(recipe, parsed.nproc, memory, count_data=parsed.count_data)
     print(json.dumps(to_json(plan), indent=2) if parsed.json else to_text(plan))
@@ -46,6 +46,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _memory(text: str | None) -> int | None:
-    from stepmark.interchange.model_files import parse_size
+    from stepmark.model_folder.model_files import parse_size
 
     return None if text is None else parse_size(text, "--device-memory")

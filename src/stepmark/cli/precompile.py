@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from stepmark.cli.local_ranks import start_ranks
 from stepmark.cli.recipe_fields import (
     add_recipe_arguments,
     add_run_arguments,
@@ -12,6 +11,7 @@ from stepmark.cli.recipe_fields import (
     recipe_of,
 )
 from stepmark.launch.imports import quick_imports
+from stepmark.launch.local_ranks import start_ranks
 
 HELP = "make every graph of a recipe's run ahead, without data or weights; nothing of the run is saved"
 
@@ -26,7 +26,7 @@ explain_unknown = explain_unknown_argument
 
 def run(parsed: argparse.Namespace) -> int:
     recipe = recipe_of(parsed)  # before torch is imported
-    from stepmark.compilation.neuron import needs_parallel_compile, run_parallel_compile
+    from stepmark.preflight.precompile.neuron import needs_parallel_compile, run_parallel_compile
 
     if needs_parallel_compile(recipe.training.device_name):
         run_parallel_compile(parsed.arguments, recipe.training.compile_cache)
@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     follow_supervisor()
     with quick_imports():
-        from stepmark.compilation.precompile import precompile
+        from stepmark.preflight.precompile.precompile import precompile
 
     precompile(recipe)
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 from stepmark.config.field_help import FIELD_HELP, help_of
 from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe
 from stepmark.config.unknown_field_message import unknown_field
-from stepmark.launch import console
+from stepmark.liveness import console
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

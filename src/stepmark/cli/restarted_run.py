@@ -10,10 +10,10 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointError
-from stepmark.launch.console import keep_console
 from stepmark.launch.restarts import Restarts
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
-from stepmark.trainer.telemetry.run_log import RESTART_DELAY, RunLog
+from stepmark.liveness.console import keep_console
+from stepmark.trainer.run_folder.run_log import RESTART_DELAY, RunLog
 
 _SHOWN = 8  # samples that an error names
 
@@ -74,7 +74,7 @@ def _identity(path: Path) -> tuple[str, str]:
 
 def describe_samples(place: StepPlace) -> str:
     """The samples of a step, by their indices in the training data."""
-    from stepmark.data.order import sample_order
+    from stepmark.data.loader.order import sample_order
 
     last = place.first + place.samples
     if place.shuffled == MIXED:

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 from stepmark.cli.failed_run import FailedRun
-from stepmark.cli.local_ranks import rank_command, start_ranks
 from stepmark.cli.recipe_fields import (
     add_recipe_arguments,
     add_run_arguments,
@@ -18,11 +17,12 @@ from stepmark.cli.recipe_fields import (
 from stepmark.config.recipe import Recipe, kept_text
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import StepmarkError
-from stepmark.launch.failure_report import REPORTS, FailureReport, keep_failure
 from stepmark.launch.imports import quick_imports
+from stepmark.launch.local_ranks import rank_command, start_ranks
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
+from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
 
 HELP = "train a model from a recipe"
 ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on
@@ -71,7 +71,7 @@ def _train(recipe: Recipe) -> int:
 
     follow_supervisor()
     if extracting_graphs():  # the device returns placeholders, so there is nothing to train
-        from stepmark.compilation.precompile import precompile
+        from stepmark.preflight.precompile.precompile import precompile
 
         precompile(recipe)
         return 0

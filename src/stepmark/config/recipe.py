@@ -9,6 +9,7 @@ import os
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ DO_TRAIN = "do_train"  # of transformers' scripts; true is accepted
 PARTS: tuple[type, ...] = (TrainingFields, ModelArguments, DataArguments, EvaluationArguments)
 
 
-def all_fields() -> dict[str, tuple[str, Any]]:
+@cache
+def all_fields() -> Mapping[str, tuple[str, Any]]:
     """Every recipe field by name, with its type as text and its default."""
     fields = ((part, field) for part in PARTS for field in dataclasses.fields(part))
     return {field.name: (_kind(part, field.name), field.default) for part, field in fields}

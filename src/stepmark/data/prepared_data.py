@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from stepmark.config.data_arguments import DataArguments
-from stepmark.data.conversations import Conversations
+from stepmark.data.chat.conversations import Conversations
+from stepmark.data.chat.prepared_conversations import prepare_conversations
 from stepmark.data.data_description import describe_mixture, describe_source
-from stepmark.data.encoding import TextEncoder, encode_texts
-from stepmark.data.mixture import JoinedSamples, Mixture, limited
-from stepmark.data.packing import PackedBlocks
-from stepmark.data.prepared_conversations import prepare_conversations
-from stepmark.data.segments import Tally
-from stepmark.data.sources import Sources, open_sources
-from stepmark.data.token_cache import TokenFile, commit_entry, open_entry, writing_entry
-from stepmark.data.tokenizing_progress import TokenizingProgress, describe_split, read_summary
+from stepmark.data.loader.mixture import JoinedSamples, Mixture, limited
+from stepmark.data.sources.sources import Sources, open_sources
+from stepmark.data.tokenize.encoding import TextEncoder, encode_texts
+from stepmark.data.tokenize.packing import PackedBlocks
+from stepmark.data.tokenize.segments import Tally
+from stepmark.data.tokenize.token_cache import TokenFile, commit_entry, open_entry, writing_entry
+from stepmark.data.tokenize.tokenizing_progress import TokenizingProgress, describe_split, read_summary
 from stepmark.errors import DataError, UsageError
 from stepmark.filesystem.cache_folder import cache_root
 

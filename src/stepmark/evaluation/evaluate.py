@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepmark.data.collate import PadTo
-from stepmark.data.loader import DataLoader
+from stepmark.data.loader.collate import PadTo
+from stepmark.data.loader.loader import DataLoader
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import ComputeMetrics, summarize
 from stepmark.evaluation.restored_model import ModelReader
+from stepmark.parallel.parallelize import parallelized
 from stepmark.parallel.pipeline.staged_model import staged
-from stepmark.parallel.tensor.parallelize import parallelized
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import LossFunction, MicroBatchLoss

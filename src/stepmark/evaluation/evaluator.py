@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.batch import MicroBatch, StepBatch, StepLoader, rows_of
-from stepmark.data.prefetcher import DevicePrefetcher
+from stepmark.data.loader.batch import MicroBatch, StepBatch, StepLoader, rows_of
+from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.evaluation.predictions import (
     NO_ROWS,
     SampleRows,
@@ -26,9 +26,9 @@ from stepmark.evaluation.predictions import (
     rows_on_host,
     with_last,
 )
-from stepmark.launch.progress import EVALUATION, entering, staying
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.progress import EVALUATION, entering, staying
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.host_group import HostGroup
 from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.encoding import TextEncoder
+from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.training.micro_batches import autocast

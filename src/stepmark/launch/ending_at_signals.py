@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from stepmark.launch.process_exit import end_interrupted
 from stepmark.launch.signal_listener import RunInterrupted, listening
+from stepmark.liveness.process_exit import end_interrupted
 
 PATIENCE = 2.0  # seconds that the main thread has to react to a signal
 UNWINDING = 10.0  # seconds that it has to leave the block then

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stepmark.errors import UsageError
-from stepmark.launch.failure_report import REPORTS, FailureReport, is_permanent
 from stepmark.launch.step_board import StepPlace
+from stepmark.liveness.failure_report import REPORTS, FailureReport, is_permanent
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds
 

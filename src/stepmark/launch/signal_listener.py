@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
-from stepmark.launch.process_exit import INTERRUPTED, end_by_signal, leave
 from stepmark.launch.signal_handlers import (
     IGNORABLE,
     STOPPING,
@@ -33,6 +32,7 @@ from stepmark.launch.signal_handlers import (
     keep_exit_code_at_exit,
     without_postponement,
 )
+from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal, leave
 
 HOW_TO_GO_ON = "to continue, start it again with resume_from_checkpoint: true"
 SAME_PRESS = 0.2  # seconds within which two SIGINTs are one Ctrl-C: a parent process may forward it as well

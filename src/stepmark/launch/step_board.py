@@ -10,8 +10,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stepmark.launch.failure_report import REPORTS
-from stepmark.launch.progress import current
+from stepmark.liveness.failure_report import REPORTS
+from stepmark.liveness.progress import current
 
 _FORMAT = struct.Struct("7q")
 _FILE = "steps"

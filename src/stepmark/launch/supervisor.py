@@ -29,12 +29,12 @@ from typing import Any
 from stepmark.errors import LaunchError, UsageError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.filesystem.locks import try_lock
-from stepmark.launch.failure_report import OUTPUT_CLOSED, REPORTS, FailureReport, read_failure_reports
-from stepmark.launch.process_exit import INTERRUPTED, end_by_signal
 from stepmark.launch.restarts import Restarts
 from stepmark.launch.signal_handlers import IGNORABLE, STOPPING, handler_afterwards
 from stepmark.launch.signal_listener import Interrupts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
+from stepmark.liveness.failure_report import OUTPUT_CLOSED, REPORTS, FailureReport, read_failure_reports
+from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal
 
 STORE_FD = "STEPMARK_STORE_FD"
 SUPERVISOR = "STEPMARK_SUPERVISOR"

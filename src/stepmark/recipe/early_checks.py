@@ -8,12 +8,12 @@ from pathlib import Path
 from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, read_manifest
 from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import Recipe
-from stepmark.data.source_files import find_files
-from stepmark.data.text_files import READERS
+from stepmark.data.sources.source_files import find_files
+from stepmark.data.sources.text_files import READERS
 from stepmark.errors import UsageError
 from stepmark.recipe.hub import check_hub_names
 from stepmark.runtime.device_names import check_device_name
-from stepmark.trainer.existing_run import check_named_checkpoint, check_no_earlier_run
+from stepmark.trainer.run_folder.existing_run import check_named_checkpoint, check_no_earlier_run
 
 METRICS = ("eval_loss", "eval_perplexity", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
@@ -75,8 +75,8 @@ def _check_format(folder: Path) -> None:
                 f"model_name_or_path: {folder} holds the shards of tensor parallel ranks; run `stepmark consolidate "
                 f"{folder} {folder.name}-model`, and name what that writes"
             )
-    from stepmark.interchange.hints import import_hint
-    from stepmark.interchange.state_dict_files import has_weights
+    from stepmark.model_folder.hints import import_hint
+    from stepmark.model_folder.model_files import has_weights
 
     hint = None if has_weights(folder) else import_hint(folder, f"{folder.name}-model --model-only")
     if hint is not None:

@@ -12,7 +12,7 @@ import torch
 from stepmark.config.option_text import parse_options
 from stepmark.config.recipe import ModelArguments, Recipe
 from stepmark.data.prepared_data import choose_block_size
-from stepmark.data.tokenizer import check_own_code, load_tokenizer
+from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import DataError, StepmarkError, UsageError
 from stepmark.launch.imports import quick_imports
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model

@@ -12,10 +12,10 @@ from typing import Any
 
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_files import read_lines
-from stepmark.launch.failure_report import FAILURES, kept_failures
-from stepmark.launch.progress import FLOOR
+from stepmark.liveness.failure_report import FAILURES, kept_failures
+from stepmark.liveness.progress import FLOOR
 from stepmark.report.liveness import Liveness, read_liveness
-from stepmark.trainer.telemetry.run_log import EVENTS, METRICS, STATUS, read_status
+from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, STATUS, read_status
 
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.checkpoint.coordination.heartbeat import BEAT, STALE, host_of, lock_verdict
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
+from stepmark.liveness.heartbeat import BEAT, STALE, host_of, lock_verdict
 
 WATCHED = 2 * BEAT  # seconds in which a live process on another machine changes its heartbeat
 _LOOK_EVERY = 0.5  # seconds

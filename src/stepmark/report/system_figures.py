@@ -9,7 +9,7 @@ from pathlib import Path
 from stepmark.filesystem.json_files import read_lines
 from stepmark.report.figures import POINTS, Figure, line_of, origin_of
 from stepmark.report.history import History, Line, number
-from stepmark.trainer.telemetry.run_log import SYSTEM
+from stepmark.trainer.run_folder.run_log import SYSTEM
 
 RANKS = 8  # of one run, at most
 GIGA, MEGA = 1e9, 1e6

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepmark.liveness.process_groups import Group
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.process_groups import Group
 
 Reduction = Literal["sum", "max"]
 

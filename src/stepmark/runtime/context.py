@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from stepmark.errors import LaunchError, PeerFailed
+from stepmark.launch.join_clock import JoinClock, join_timeout
+from stepmark.launch.joining import connect
+from stepmark.launch.roster import Roster
 from stepmark.launch.world import World
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.process_groups import leave
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.runtime.hardware import neuron_device_present
-from stepmark.runtime.host_group import HostGroup
-from stepmark.runtime.join_clock import JoinClock, join_timeout
-from stepmark.runtime.joining import connect
-from stepmark.runtime.neuron_environment import set_rank_variables
-from stepmark.runtime.process_groups import leave
-from stepmark.runtime.roster import Roster
+from stepmark.runtime.neuron.neuron_environment import set_rank_variables
 
 TIMEOUT = timedelta(hours=2)  # longer than any compilation that another rank waits for
 

@@ -10,9 +10,9 @@ import xxhash
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
+from stepmark.liveness.host_group import HostGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
-from stepmark.runtime.host_group import HostGroup
 
 
 def place_module(module: nn.Module, runtime: Runtime) -> None:

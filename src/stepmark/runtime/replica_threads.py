@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from stepmark.launch.world import World
+from stepmark.liveness.host_group import HostGroup
 from stepmark.runtime.context import Context
-from stepmark.runtime.host_group import HostGroup
 from stepmark.runtime.links import ENCODED, Exchange, Form
 
 POLL_SECONDS = 0.5  # how often a thread that waits for another looks whether one has failed

@@ -15,7 +15,7 @@ from torch import Tensor
 from stepmark.errors import DeviceError
 from stepmark.runtime.base import CacheCounters, DeviceMemory, GraphCounters
 from stepmark.runtime.nested import map_tensors
-from stepmark.runtime.neuron_cache import CacheLookups
+from stepmark.runtime.neuron.neuron_cache import CacheLookups
 from stepmark.runtime.xla_environment import (
     BF16_OVERRIDES,
     BF16_REMEDY,

@@ -18,13 +18,13 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from stepmark.launch import console
+from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.compat.strategies import StrategyCallback
 from stepmark.trainer.results import evaluation_line
+from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.setup import RunParts, count_epochs
-from stepmark.trainer.strategies import StrategyCallback
 from stepmark.trainer.telemetry.progress import ProgressDisplay
-from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_arguments import TrainingArguments
 
 Metrics = dict[str, float]

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
-from stepmark.data.stream_loader import check_readable_again
+from stepmark.data.loader.stream_loader import check_readable_again
 from stepmark.errors import DataError, PeerFailed, UsageError
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import by_batch, summarize
 from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.parallel.pipeline.staged_model import staged
-from stepmark.trainer.evaluation_sets import evaluation_sets, logged_evaluation
+from stepmark.trainer.compat.evaluation_sets import evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.results import EvalLoopOutput, PredictionOutput
 from stepmark.training.pipelined_forward import PipelinedForward

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from stepmark.config.training_fields import GROUP_BY_LENGTH, TrainingFields
-from stepmark.data.collate import CollateFn, Collation, PadTo, is_padder, own_padding
-from stepmark.data.labels import LabelRule
-from stepmark.data.length_groups import LengthGroups, sample_lengths
-from stepmark.data.loader import DataLoader
-from stepmark.data.stream_loader import StreamLoader, check_readable_again, is_stream
+from stepmark.data.loader.collate import CollateFn, Collation, PadTo, is_padder, own_padding
+from stepmark.data.loader.labels import LabelRule
+from stepmark.data.loader.length_groups import LengthGroups, sample_lengths
+from stepmark.data.loader.loader import DataLoader
+from stepmark.data.loader.stream_loader import StreamLoader, check_readable_again, is_stream
 from stepmark.errors import UsageError
 from stepmark.runtime.mesh import Mesh
-from stepmark.trainer.given_loader import GivenLoader, PlainBatches
-from stepmark.trainer.used_columns import ModelColumns, UsedColumns
+from stepmark.trainer.compat.given_loader import GivenLoader, PlainBatches
+from stepmark.trainer.compat.used_columns import ModelColumns, UsedColumns
 from stepmark.training.loss import MicroBatchLoss
 
 TrainLoader = DataLoader | GivenLoader

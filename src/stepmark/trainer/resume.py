@@ -13,10 +13,10 @@ from stepmark.checkpoint import Checkpointer, Manifest
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.runtime.host_group import HostGroup
+from stepmark.liveness.host_group import HostGroup
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.existing_run import check_named_checkpoint
-from stepmark.trainer.run_identity import changes_of_data, check_same_run
+from stepmark.trainer.run_folder.existing_run import check_named_checkpoint
+from stepmark.trainer.run_folder.run_identity import changes_of_data, check_same_run
 from stepmark.trainer.setup import RunParts
 
 TRAINER_STATE = "trainer_state.json"

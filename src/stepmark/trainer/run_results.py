@@ -10,14 +10,14 @@ from typing import Any
 
 from stepmark.errors import StepmarkError
 from stepmark.filesystem.error_advice import with_advice
-from stepmark.launch.failure_report import REPORTS, FailureReport, keep_failure
-from stepmark.launch.process_exit import say
 from stepmark.launch.restarts import may_be_restarted
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.world import World
-from stepmark.runtime.host_group import HostGroup
+from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.process_exit import say
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.telemetry.run_log import RunLog
+from stepmark.trainer.run_folder.run_log import RunLog
 
 Metrics = dict[str, float]
 

@@ -21,10 +21,10 @@ from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
-from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.adapted_layers import check_adapters
-from stepmark.parallel.tensor.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.module_placement import (
@@ -34,10 +34,10 @@ from stepmark.runtime.module_placement import (
     fetch_module,
     place_module,
 )
-from stepmark.trainer.existing_run import check_no_earlier_run
-from stepmark.trainer.given_loader import GivenLoader
+from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.loaders import TrainLoader
-from stepmark.trainer.outputs import check_room
+from stepmark.trainer.run_folder.existing_run import check_no_earlier_run
+from stepmark.trainer.run_folder.outputs import check_room
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing

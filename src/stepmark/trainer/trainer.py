@@ -17,37 +17,40 @@ from transformers.trainer_utils import EvalPrediction, TrainerMemoryTracker
 from stepmark.checkpoint import Checkpointer
 from stepmark.config.old_names import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
-from stepmark.data.collate import PadTo
-from stepmark.data.loader import DataLoader
+from stepmark.data.loader.collate import PadTo
+from stepmark.data.loader.loader import DataLoader
 from stepmark.errors import UsageError
 from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
-from stepmark.optim.protocols import StepOptimizer
+from stepmark.liveness.rank_heartbeats import PeerWatch
+from stepmark.parallel.optimizer.protocols import StepOptimizer
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
-from stepmark.runtime.rank_heartbeats import PeerWatch
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
-from stepmark.trainer.adapters import Adapter, adapter_of
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.custom_loss import call_compute_loss
-from stepmark.trainer.earlier_attempt import part_from_earlier_attempt
+from stepmark.trainer.compat.custom_loss import call_compute_loss
+from stepmark.trainer.compat.given_loader import GivenLoader
+from stepmark.trainer.compat.given_samplers import call_sampler, sampler_of
+from stepmark.trainer.compat.model_factory import model_of
+from stepmark.trainer.compat.overrides import check_assignment, check_overrides, hooks_of, overrides
+from stepmark.trainer.compat.parameter_queries import ParameterQueries
+from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
 from stepmark.trainer.evaluation_methods import EvaluationMethods
-from stepmark.trainer.finished_runs import finished, set_aside_finished_run
-from stepmark.trainer.given_loader import GivenLoader
-from stepmark.trainer.given_samplers import call_sampler, sampler_of
-from stepmark.trainer.hub_uploads import HubCallback, HubMethods, check_hub
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.silent_ranks import watch_peers
 from stepmark.trainer.loaders import LoaderFactory, default_collator
-from stepmark.trainer.model_export import write_model
-from stepmark.trainer.model_factory import model_of
-from stepmark.trainer.outputs import SavedFiles, prepare_output_folder, write_model_files
-from stepmark.trainer.overrides import check_assignment, check_overrides, hooks_of, overrides
-from stepmark.trainer.parameter_queries import ParameterQueries
 from stepmark.trainer.results import TrainOutput
 from stepmark.trainer.resume import TRAINER_STATE
-from stepmark.trainer.run_identity import identity
+from stepmark.trainer.run_folder.adapters import Adapter, adapter_of
+from stepmark.trainer.run_folder.earlier_attempt import part_from_earlier_attempt
+from stepmark.trainer.run_folder.finished_runs import finished, set_aside_finished_run
+from stepmark.trainer.run_folder.hub_uploads import HubCallback, HubMethods, check_hub
+from stepmark.trainer.run_folder.model_export import write_model
+from stepmark.trainer.run_folder.outputs import SavedFiles, prepare_output_folder, write_model_files
+from stepmark.trainer.run_folder.run_identity import identity
+from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.special_tokens import align_special_tokens
 from stepmark.trainer.run_results import RunResults, record_end
 from stepmark.trainer.script_methods import ScriptMethods
 from stepmark.trainer.setup import (
@@ -64,11 +67,8 @@ from stepmark.trainer.setup import (
     step_optimizer,
     tensors_of,
 )
-from stepmark.trainer.special_tokens import align_special_tokens
-from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
-from stepmark.trainer.transformers_arguments import check_kinds, converted
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import autocast, autocast_dtype

@@ -10,22 +10,22 @@ from typing import Any, NoReturn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
-from stepmark.data.batch import StepBatch
-from stepmark.data.prefetcher import DevicePrefetcher
+from stepmark.data.loader.batch import StepBatch
+from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
-from stepmark.interchange.consolidate import EVALUATION
-from stepmark.launch.process_exit import say
-from stepmark.launch.progress import BETWEEN, END, entering
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
+from stepmark.liveness.process_exit import say
+from stepmark.liveness.progress import BETWEEN, END, entering
+from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.compat.strategies import is_better
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.resume import restore_run
 from stepmark.trainer.setup import RunParts
-from stepmark.trainer.strategies import is_better
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor

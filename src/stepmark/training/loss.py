@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepmark.data.batch import MicroBatch
-from stepmark.data.labels import LabelRule
-from stepmark.data.packing import IGNORED
+from stepmark.data.loader.batch import MicroBatch
+from stepmark.data.loader.labels import LabelRule
+from stepmark.data.tokenize.packing import IGNORED
 from stepmark.errors import UsageError
 from stepmark.training.alternatives import Alternatives, Others
 from stepmark.training.lazy.transformers_forward import lazy_forward

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.labels import POSITIONS, LabelRule
-from stepmark.data.packing import IGNORED
+from stepmark.data.loader.labels import POSITIONS, LabelRule
+from stepmark.data.tokenize.packing import IGNORED
 from stepmark.errors import UsageError
 from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
 

@@ -217,7 +217,7 @@ def _are_plain(names: list[str], columns: dict[str, Any]) -> bool:
         return True
     if columns.get("text_column") is None:
         return False
-    from stepmark.data.source_files import find_files
-    from stepmark.data.text_files import READERS
+    from stepmark.data.sources.source_files import find_files
+    from stepmark.data.sources.text_files import READERS
 
     return not any(uncompressed_suffix(file) in TABLES for file in find_files("--data", names, READERS).files)

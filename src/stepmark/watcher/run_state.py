@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.coordination.folder_claim import heartbeat_files
-from stepmark.checkpoint.coordination.heartbeat import STALE
 from stepmark.checkpoint.coordination.leases import Leases
-from stepmark.launch.running_time import running_time
-from stepmark.trainer.telemetry.run_log import read_status
+from stepmark.liveness.heartbeat import STALE
+from stepmark.liveness.running_time import running_time
+from stepmark.trainer.run_folder.run_log import read_status
 
 STARTING = 600.0  # seconds that ranks which are started again may take until the run is claimed
 ENDED = ("done", "failed", "interrupted")

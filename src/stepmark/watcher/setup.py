@@ -25,7 +25,7 @@ from stepmark.evaluation.restored_model import ModelReader, is_adapter, needs_co
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
-from stepmark.trainer.run_identity import tokenizer_digest
+from stepmark.trainer.run_folder.run_identity import tokenizer_digest
 from stepmark.training.packed_samples import check_packing
 from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, prepare_sets
 
@@ -283,7 +283,7 @@ def _read_what_texts_need(
 def _tokenizer(recipe: Recipe | None, checkpoint: Path, trust: bool) -> Any:
     """The tokenizer of the run: the recipe's, or the checkpoint's copy where the recipe names none that is here, or one
     that has changed since; None where there is neither."""
-    from stepmark.data.tokenizer import OWN_CODE, load_tokenizer
+    from stepmark.data.tokenize.tokenizer import OWN_CODE, load_tokenizer
     from stepmark.recipe.model import build_tokenizer
 
     def load_copy() -> Any:

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.coordination import heartbeat
 from stepmark.checkpoint.coordination.folder_claim import FolderClaim, heartbeat_files, held_by_another
-from stepmark.checkpoint.coordination.heartbeat import HeartbeatMonitor
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.errors import CheckpointBusy
 from stepmark.filesystem import files
+from stepmark.liveness import heartbeat
+from stepmark.liveness.heartbeat import HeartbeatMonitor
 
 BEAT, STALE = 0.1, 3.0  # seconds
 

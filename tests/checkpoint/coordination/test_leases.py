@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.coordination import heartbeat
 from stepmark.checkpoint.coordination import leases as lease
 from stepmark.checkpoint.coordination.leases import Lease, Leases
 from stepmark.checkpoint.format import verify
@@ -23,7 +22,8 @@ from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.checkpoint.save import apply_retention as keeper
 from stepmark.checkpoint.save.apply_retention import read_deleted
 from stepmark.cli.main import run as stepmark
-from stepmark.interchange import consolidate
+from stepmark.liveness import heartbeat
+from stepmark.model_folder import consolidate
 from tests.support.run_folders import checkpoint_names, save_steps
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.coordination import heartbeat
 from stepmark.checkpoint.save.commit import Commit
 from stepmark.errors import CheckpointBusy, CheckpointError
 from stepmark.filesystem import files
+from stepmark.liveness import heartbeat
 from tests.support.faults import Faults
 
 

@@ -19,16 +19,16 @@ import torch
 
 import stepmark
 from stepmark.checkpoint import Checkpointer, SaveHandle
-from stepmark.checkpoint.coordination import status_store as board_module
-from stepmark.checkpoint.coordination import timed_collectives as meeting_module
-from stepmark.checkpoint.coordination.status_store import StatusStore
-from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
-from stepmark.checkpoint.coordination.watchdog import watchdog
 from stepmark.checkpoint.save import background as background_module
 from stepmark.checkpoint.save import operation as saving
 from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
 from stepmark.errors import CheckpointError, CheckpointTimeout, UsageError
-from stepmark.runtime.host_group import HostGroup
+from stepmark.liveness import status_store as board_module
+from stepmark.liveness import timed_collectives as meeting_module
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.timed_collectives import TimedGroup
+from stepmark.liveness.watchdog import watchdog
 from tests.support.checkpoint_states import net, same, snapshot, train
 
 

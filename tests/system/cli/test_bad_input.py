@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from stepmark.cli.main import run
 from stepmark.runtime import context as context_module
-from stepmark.trainer import outputs as output_module
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder import outputs as output_module
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support import commands
 from tests.support.corruption import flip_bit
 from tests.support.ranks import Ranks
@@ -47,7 +48,8 @@ class Told(NamedTuple):
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
     def call(*arguments: str) -> Told:
         capsys.readouterr()
-        code = run(["train", *arguments])
+        with redirect_stderr(sys.stderr):  # each command replaces it by a console of its own
+            code = run(["train", *arguments])
         captured = capsys.readouterr()
         lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
         assert "Traceback" not in captured.err
@@ -58,12 +60,12 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
     return call
 
 
-def contents(folder: Path) -> dict[str, str]:
+def contents(folder: Path, without: str = "failures") -> dict[str, str]:
     """Every file below the folder, with a digest of its bytes; the engine's coordination and tracebacks apart."""
     return {
         str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
-        if path.is_file() and not {".stepmark", "failures"} & set(path.parts)
+        if path.is_file() and not {".stepmark", "failures", without} & set(path.parts)
     }
 
 
@@ -74,10 +76,11 @@ def refused(call: Callable[..., Told], tmp_path: Path) -> Callable[..., str]:
 
     def refused(*flags: str, code: int = 2, **fields: Any) -> str:
         recipe = write_recipe(tmp_path, **fields)
-        before = contents(tmp_path)
+        without = "failures" if code == 2 else "console"  # kept of a run that fails, and not of a refused one
+        before = contents(tmp_path, without)
         told = call(str(recipe), *flags)
         assert told.code == code, told
-        after = contents(tmp_path)
+        after = contents(tmp_path, without)
         assert {name: after.get(name) for name in before} == before
         traces = ("checkpoint", "metrics", "status", "safetensors")
         assert not [name for name in after.keys() - before.keys() if any(trace in name for trace in traces)]

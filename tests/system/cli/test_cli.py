@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import stepmark
-from stepmark.cli.local_ranks import rank_command
 from stepmark.cli.main import COMMANDS, run
 from stepmark.config.recipe import all_fields
 from stepmark.errors import CheckpointDamaged, UsageError
+from stepmark.launch.local_ranks import rank_command
 from tests.support import commands
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe

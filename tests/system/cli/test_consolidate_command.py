@@ -18,7 +18,7 @@ from transformers import (
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.cli.main import run
-from stepmark.runtime.host_group import HostGroup
+from stepmark.liveness.host_group import HostGroup
 from stepmark.sharding.layout import Layout, annotate
 from tests.support.checkpoint_states import bits
 from tests.system.distributed.checkpoint_world import run_ranks

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
 from stepmark.config.recipe import ModelArguments
-from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.recipe.model import build_model
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from stepmark.watcher import setup
 from tests.support.own_code import folder_with_own_code
 from tests.support.programs import Blocks, tiny_model

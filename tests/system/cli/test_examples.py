@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.ranks import ROOT, Ranks
 
 HERE = "tests.system.cli.test_examples"
@@ -25,7 +25,7 @@ STEPS, EVERY = 6, 2  # the loop keeps two checkpoints, those of steps 4 and 6
 def train_on_little(*arguments: Any) -> None:
     """The example, for which one package is the whole standard library."""
     from examples.custom_loop import main
-    from stepmark.data import stdlib
+    from stepmark.data.sources.sources import stdlib
 
     with mock.patch.object(stdlib, "sysconfig", SimpleNamespace(get_path=lambda _: str(Path(email.__file__).parent))):
         main(*arguments)
@@ -77,7 +77,7 @@ def write_chat_model(folder: Path) -> None:
     """A small Llama whose tokenizer has a chat template, as a Hugging Face folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from stepmark.data.tokenizer import byte_tokenizer
+    from stepmark.data.tokenize.tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE

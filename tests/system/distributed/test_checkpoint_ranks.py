@@ -20,14 +20,14 @@ from torch import nn
 
 from stepmark.checkpoint import Checkpointer, SaveHandle
 from stepmark.checkpoint import checkpointer as checkpointer_module
-from stepmark.checkpoint.coordination import status_store
-from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
 from stepmark.checkpoint.host_memory import MACHINE
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.save import background
 from stepmark.checkpoint.save import operation as saving
 from stepmark.errors import CheckpointError, StepmarkError
 from stepmark.filesystem import files
+from stepmark.liveness import status_store
+from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice
 from tests.system.distributed.checkpoint_world import RankError, join_ranks, run_ranks, start_ranks
 

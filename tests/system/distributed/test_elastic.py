@@ -16,7 +16,7 @@ import pytest
 from stepmark.filesystem.json_files import read_lines
 from stepmark.report.attempts import read_attempts
 from stepmark.report.history import read_history
-from stepmark.trainer.telemetry.run_log import EVENTS, read_metrics
+from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
 from tests.support.recipes import write_recipe
 from tests.support.script_group_programs import free_port
 

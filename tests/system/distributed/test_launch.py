@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support import commands
 from tests.support.interference import install
 from tests.support.ranks import Ranks

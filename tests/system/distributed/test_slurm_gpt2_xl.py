@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.cli.main import COMMANDS
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.ranks import ROOT
 from tests.support.slurm import Cluster, is_installed
 from tests.support.slurm_run import SlurmRun

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.coordination import heartbeat
-from stepmark.checkpoint.coordination.heartbeat import lock_verdict
 from stepmark.checkpoint.coordination.leases import Lease
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
 from stepmark.filesystem import files
-from stepmark.runtime.host_group import HostGroup
+from stepmark.liveness import heartbeat
+from stepmark.liveness.heartbeat import lock_verdict
+from stepmark.liveness.host_group import HostGroup
 from tests.support.run_folders import checkpoint_names
 from tests.system.distributed.checkpoint_world import run_ranks
 

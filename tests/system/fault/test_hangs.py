@@ -21,7 +21,12 @@ FLOOR, TIMEOUT = 1.6, 4.0  # seconds: after which a rank is named; step_timeout
 MORE = {"one": 10, "nproc": 10, "torchrun": 25}
 ALONE = [each for each in HANGS if each not in ("skipped", "added", "before_train", "stopped")]
 SAMPLE = [("one", "interpreter"), ("nproc", "collator"), ("nproc", "added")]
-LINES = {"skipped": "in on_step_end", "added": "in on_step_end", "worker": "data/loader.py", "stopped": "no heartbeat"}
+LINES = {
+    "skipped": "in on_step_end",
+    "added": "in on_step_end",
+    "worker": "data/loader/loader.py",
+    "stopped": "no heartbeat",
+}
 
 
 def cases() -> list[Any]:

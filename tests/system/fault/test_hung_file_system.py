@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.trainer.telemetry import run_log
+from stepmark.trainer.run_folder import run_log
 from tests.support import programs
 from tests.support.ranks import Ranks
 from tests.support.uninterruptible import wait_uninterruptibly

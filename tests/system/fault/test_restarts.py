@@ -16,7 +16,7 @@ from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.supervisor import _ForwardedSignals
 from stepmark.report.attempts import read_attempts
 from stepmark.report.history import read_history
-from stepmark.trainer.telemetry.run_log import EVENTS, read_metrics
+from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
 from tests.support import commands
 from tests.support.interference import install
 from tests.support.ranks import Ranks

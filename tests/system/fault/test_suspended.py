@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status, saved_steps
 

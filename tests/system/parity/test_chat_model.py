@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.devices import HAS_XLA
 from tests.support.processes import wait_until
 from tests.support.ranks import Ranks

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithPadding, default_data_collator
 
 from stepmark import Conversations, Trainer, TrainingArguments
-from stepmark.data.tokenizer import byte_tokenizer
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import DataError
 
 LENGTHS = (3, 7, 5, 4)

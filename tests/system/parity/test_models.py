@@ -34,7 +34,7 @@ def losses(name: str, device: str, folder: str) -> dict[str, Any]:
     from stepmark.config.recipe import ModelArguments, Recipe
     from stepmark.config.training_fields import TrainingFields
     from stepmark.recipe.train import train
-    from stepmark.trainer.telemetry.run_log import read_metrics
+    from stepmark.trainer.run_folder.run_log import read_metrics
 
     options: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "save_steps": 4, "learning_rate": 1e-3}
     data = Path(folder) / "data.txt"

@@ -11,7 +11,7 @@ import pytest
 
 from stepmark.cli.main import run as stepmark
 from stepmark.filesystem.json_files import read_lines
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.browser import act, dump_dom
 from tests.support.ranks import Ranks
 

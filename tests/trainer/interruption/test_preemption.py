@@ -20,17 +20,17 @@ import pytest
 
 from stepmark.checkpoint import SaveHandle
 from stepmark.errors import DataError, PeerLost
-from stepmark.launch import process_exit
-from stepmark.launch.failure_report import REPORTS
-from stepmark.launch.progress import SAVE, Progress, staying
 from stepmark.launch.signal_listener import listening
+from stepmark.liveness import process_exit
+from stepmark.liveness.failure_report import REPORTS
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.progress import SAVE, Progress, staying
 from stepmark.runtime.context import Context
-from stepmark.runtime.host_group import HostGroup
 from stepmark.trainer.interruption import outside_training
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
+from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.run_results import record_end
 from stepmark.trainer.telemetry.progress import ProgressDisplay
-from stepmark.trainer.telemetry.run_log import RunLog
 from tests.support.processes import wait_until
 from tests.system.distributed.checkpoint_world import run_ranks
 
@@ -166,7 +166,7 @@ def test_a_signal_at_the_very_end_does_not_stop_a_later_run_of_a_program_without
 TWO_RUNS = """
 import os, signal, time
 from types import SimpleNamespace
-from stepmark.runtime.host_group import HostGroup
+from stepmark.liveness.host_group import HostGroup
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
 
 def run(grace, interrupted):
@@ -211,7 +211,7 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("stepmark.trainer.telemetry.run_log.replace_json", full)
+    monkeypatch.setattr("stepmark.trainer.run_folder.run_log.replace_json", full)
     callbacks: Any = SimpleNamespace(
         run_log=journal,
         state=SimpleNamespace(global_step=3),

@@ -11,8 +11,8 @@ import pytest
 from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.launch import progress
-from stepmark.launch.progress import BETWEEN, DATA, EVALUATION, METRICS, PASSES, REDUCE, SAVE, UPDATE, Progress
+from stepmark.liveness import progress
+from stepmark.liveness.progress import BETWEEN, DATA, EVALUATION, METRICS, PASSES, REDUCE, SAVE, UPDATE, Progress
 from tests.support.programs import Blocks, tiny_model
 from tests.support.run_folders import read_status
 

@@ -13,7 +13,7 @@ import torch
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.filesystem.json_files import read_lines
-from stepmark.trainer.telemetry.run_log import read_metrics
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 

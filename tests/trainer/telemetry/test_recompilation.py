@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.runtime.base import CacheCounters
 from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.runtime.base import DeviceMemory
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.hardware import host_memory

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.data.batch import MicroBatch, StepBatch
+from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.trainer.telemetry.total_flos import TotalFlos
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt

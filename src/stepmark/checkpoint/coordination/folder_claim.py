@@ -29,11 +29,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from stepmark.checkpoint.coordination.heartbeat import STALE, Heartbeat, HeartbeatMonitor, host_of, is_here
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, recover
 from stepmark.errors import CheckpointBusy
 from stepmark.filesystem import files
-from stepmark.launch.running_time import running_time
+from stepmark.liveness.heartbeat import STALE, Heartbeat, HeartbeatMonitor, host_of, is_here
+from stepmark.liveness.running_time import running_time
 from stepmark.runtime.xla_environment import extracting_graphs
 
 _POLL = 0.5  # seconds between two looks at the heartbeats of other runs

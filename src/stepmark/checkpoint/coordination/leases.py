@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
-from stepmark.checkpoint.coordination.heartbeat import Heartbeat, HeartbeatMonitor
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.filesystem import files
+from stepmark.liveness.heartbeat import Heartbeat, HeartbeatMonitor
 
 logger = logging.getLogger("stepmark")
 

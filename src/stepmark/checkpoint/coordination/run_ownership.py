@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.folder_claim import FolderClaim
-from stepmark.checkpoint.coordination.heartbeat import STALE, boot_id
-from stepmark.checkpoint.coordination.messages import describe_error
-from stepmark.checkpoint.coordination.status_store import StatusStore
-from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
 from stepmark.checkpoint.format.checkpoint_folders import check_writable
+from stepmark.liveness.heartbeat import STALE, boot_id
+from stepmark.liveness.messages import describe_error
+from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.timed_collectives import TimedGroup
 
 logger = logging.getLogger("stepmark")
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.leases import Leases
-from stepmark.checkpoint.coordination.messages import describe_error
 from stepmark.checkpoint.format.best_link import best_step
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, checkpoint_path, checkpoints, delete, step_of
 from stepmark.checkpoint.format.integrity import check_name
@@ -21,6 +20,7 @@ from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.checkpoint.retention import Retention, Saved, steps_to_delete
 from stepmark.errors import CheckpointError
 from stepmark.filesystem import files
+from stepmark.liveness.messages import describe_error
 
 DELETED = "deleted.jsonl"
 

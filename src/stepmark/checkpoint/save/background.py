@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
-from stepmark.checkpoint.coordination.messages import describe_error
-from stepmark.checkpoint.coordination.status_store import StatusStore
-from stepmark.checkpoint.coordination.watchdog import end_unless
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, remove_temporary
 from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.errors import CheckpointError, CheckpointTimeout
-from stepmark.launch.running_time import running_time
+from stepmark.liveness.deadlines import PhaseDeadlines
+from stepmark.liveness.messages import describe_error
+from stepmark.liveness.running_time import running_time
+from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.watchdog import end_unless
 
 FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome
 

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.checkpoint.coordination.deadlines import PhaseDeadlines
-from stepmark.checkpoint.coordination.messages import describe_error
-from stepmark.checkpoint.coordination.status_store import RankFailed, StatusStore
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.save.commit import Commit
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.snapshot import Extent
 from stepmark.checkpoint.save.write import Checksums, write_extents, write_header
 from stepmark.errors import CheckpointError, CheckpointTimeout, StepmarkError
-from stepmark.launch.process_exit import print_stacks
+from stepmark.liveness.deadlines import PhaseDeadlines
+from stepmark.liveness.messages import describe_error
+from stepmark.liveness.process_exit import print_stacks
+from stepmark.liveness.status_store import RankFailed, StatusStore
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from stepmark.checkpoint.coordination.status_store import StatusStore
-from stepmark.checkpoint.coordination.timed_collectives import TimedGroup
 from stepmark.checkpoint.format.json_values import encode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, Manifest
 from stepmark.checkpoint.save.commit import INDEX
@@ -23,6 +21,8 @@ from stepmark.checkpoint.sections import Entry, Section, describe
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.sizes import distinct_sizes, size
+from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.versions import software_versions
 
 _SLACK = 16 << 20  # bytes of free disk beyond the tensors: values, manifest, the file system's own

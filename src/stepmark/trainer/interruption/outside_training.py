@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
-from stepmark.checkpoint.coordination.heartbeat import BEAT
 from stepmark.launch.ending_at_signals import ending_at_signals
-from stepmark.launch.process_exit import say
 from stepmark.launch.world import World
+from stepmark.liveness.heartbeat import BEAT
+from stepmark.liveness.process_exit import say
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.telemetry.run_log import RunLog, keep_others_from_writing, read_status
+from stepmark.trainer.run_folder.run_log import RunLog, keep_others_from_writing, read_status
 
 logger = logging.getLogger("stepmark")
 

@@ -32,12 +32,12 @@ from contextlib import ExitStack
 import torch.distributed as dist
 
 from stepmark.checkpoint import SaveHandle
-from stepmark.launch import progress
-from stepmark.launch.failure_report import FailureReport
-from stepmark.launch.process_exit import RECORDING, end_interrupted, print_stacks, within
-from stepmark.launch.progress import Progress
 from stepmark.launch.signal_listener import RunInterrupted, conclude, listening, program_handler, send_again
-from stepmark.launch.thread_frames import frame_of, innermost
+from stepmark.liveness import progress
+from stepmark.liveness.failure_report import FailureReport
+from stepmark.liveness.process_exit import RECORDING, end_interrupted, print_stacks, within
+from stepmark.liveness.progress import Progress
+from stepmark.liveness.thread_frames import frame_of, innermost
 from stepmark.runtime.context import Context
 
 __all__ = ["PreemptionCoordinator", "RunInterrupted"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import weakref
 
-from stepmark.checkpoint.coordination.watchdog import watchdog
 from stepmark.errors import StepTimeout
-from stepmark.launch.progress import AUTO, Progress
 from stepmark.launch.restarts import may_be_restarted
+from stepmark.liveness.progress import AUTO, Progress
+from stepmark.liveness.rank_heartbeats import PeerWatch
+from stepmark.liveness.stuck_ranks import Finding
+from stepmark.liveness.watchdog import watchdog
 from stepmark.runtime.mesh import PIPELINE, Mesh
-from stepmark.runtime.rank_heartbeats import PeerWatch
-from stepmark.runtime.stuck_ranks import Finding
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.telemetry.run_log import STUCK
+from stepmark.trainer.run_folder.run_log import STUCK
 
 
 def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:

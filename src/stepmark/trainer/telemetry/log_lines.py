@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from stepmark.launch.console import json_line
+from stepmark.liveness.console import json_line
 
 SHOWN = {"learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} tokens/s"}
 

@@ -22,18 +22,18 @@ import torch
 
 from stepmark.checkpoint import SaveHandle
 from stepmark.checkpoint.format.checkpoint_folders import step_of
-from stepmark.data.batch import StepBatch
-from stepmark.launch.progress import current
+from stepmark.data.loader.batch import StepBatch
+from stepmark.liveness.progress import current
 from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.versions import software_versions
 from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector
 from stepmark.trainer.telemetry.device_reads import DeviceReadMonitor
 from stepmark.trainer.telemetry.peak_flops import device_model
 from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
-from stepmark.trainer.telemetry.run_log import RunLog
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
 from stepmark.trainer.telemetry.throughput import Throughput, memory_fields

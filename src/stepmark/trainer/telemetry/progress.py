@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from stepmark.launch.console import json_line
+from stepmark.liveness.console import json_line
 from stepmark.trainer.telemetry.log_lines import decimals, log_line
 
 REFRESH_SECONDS = 2.0

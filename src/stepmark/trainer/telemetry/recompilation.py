@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stepmark.data.batch import StepBatch
+from stepmark.data.loader.batch import StepBatch
 from stepmark.runtime.base import Runtime
 
 WARM_UP = 3  # steps of a process that may compile

@@ -13,8 +13,8 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.format.integrity import read_header
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.errors import CheckpointError
+from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.telemetry.anomalies import AnomalyDetector
-from stepmark.trainer.telemetry.run_log import RunLog
 
 MODEL = "model"  # the group of tensors, and the section, that holds the weights
 

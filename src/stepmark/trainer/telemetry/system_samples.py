@@ -15,7 +15,7 @@ from typing import Any
 from stepmark.filesystem.json_files import append_line
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.hardware import host_memory
-from stepmark.trainer.telemetry.run_log import SYSTEM
+from stepmark.trainer.run_folder.run_log import SYSTEM
 
 logger = logging.getLogger("stepmark")
 SHORTEST, LONGEST, SHARE = 1.0, 15.0, 0.01

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.batch import StepBatch
+from stepmark.data.loader.batch import StepBatch
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.hardware import host_memory
 from stepmark.trainer.telemetry.peak_flops import device_model, peak_flops

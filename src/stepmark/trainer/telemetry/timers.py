@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from stepmark.launch.progress import BETWEEN, DATA, METRICS, staying
+from stepmark.liveness.progress import BETWEEN, DATA, METRICS, staying
 
 Item = TypeVar("Item")
 PARTS = ("data", "save", "evaluation")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stepmark.data.batch import StepBatch
+from stepmark.data.loader.batch import StepBatch
 from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.training.model_labels import unwrapped
 

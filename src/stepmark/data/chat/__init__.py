@@ -1,0 +1,1 @@
+"""Conversations as samples, with the loss on the answers."""

@@ -1,0 +1,226 @@
+"""Conversations and instructions as training samples, padded or packed, with loss on the answers alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from stepmark.data.chat.chat_rows import without_fillings
+from stepmark.data.chat.chat_template import ChatTokenizer
+from stepmark.data.loader.collate import PadTo
+from stepmark.data.sources.compressed_files import named_read_errors, open_text
+from stepmark.data.sources.json_rows import json_rows
+from stepmark.data.tokenize.packing import IGNORED
+from stepmark.data.tokenize.sample_packing import pack
+from stepmark.data.tokenize.tokenized_rows import TokenizedRows
+from stepmark.errors import DataError, UsageError
+
+SECONDS_A_LINE = 10.0
+
+logger = logging.getLogger("stepmark")
+
+
+class Conversations(Dataset[dict[str, Tensor]]):
+    """Samples of conversations, tokenized by the tokenizer's chat template: `input_ids` and `labels` [tokens].
+
+    Of a JSON-lines file, or of rows such as those of `datasets`. A row has a list of messages, each with `role` and
+    `content` (or ShareGPT's `from` and `value`), in `messages_column` or `conversations`; or an instruction, as
+    `prompt` and `completion`, `instruction`, `input` and `output`, or `question`, `context` and `answer`, which becomes
+    a user's message and an answer. Its `tools` and `chat_template_kwargs` are passed to the template. A message with
+    `weight: 0` has no loss.
+
+    Samples that are longer than `max_length` are cut at their end. Their number, and that of the rows of which no
+    target is left, which are left out, is logged and kept.
+
+    With `packing` a sample is a block of `max_length` tokens that holds several conversations, none of which sees
+    another: `position_ids` [tokens] begin anew with each, `attention_mask` bool [1, tokens, tokens] is true where a
+    token sees another one, and the first token of each is no target. The model has to run with PyTorch's
+    scaled_dot_product_attention, which the Trainer checks.
+
+    Args:
+        source: The path of a `.jsonl` or `.json` file, also compressed, or rows.
+        tokenizer: A tokenizer with a chat template.
+        max_length: Tokens of a sample at most; None: any number.
+        assistant_only_loss: Only what the assistant says is a target, its end of turn included. Default: False, every
+            token is one.
+        messages_column: The column with the messages. Default: `messages`.
+        packing: Put several conversations into one sample, which needs `max_length`. Default: False.
+
+    Attributes:
+        truncated: Samples that were cut.
+        tokens_left_out: Tokens that were cut off.
+        rows_left_out: Rows without a target within `max_length`.
+        packed: Whether conversations are packed.
+        block_size: `max_length`, else tokens of the longest.
+        conversations: How many there are in all samples.
+        fingerprint: Identifies the samples; a resumed run must have the same ones.
+        sample_columns: How rows become samples, for evaluations elsewhere.
+
+    Raises:
+        DataError: A row is not a conversation, has what the template does not use, or there are none; the message
+            names it.
+        UsageError: The tokenizer has no chat template, or one that does not show which tokens are the assistant's.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        assistant_only_loss: bool = False,
+        messages_column: str = "messages",
+        packing: bool = False,
+    ) -> None:
+        if max_length is not None and max_length < 2:
+            raise UsageError(f"max_length: should be at least 2 tokens, and is {max_length}")
+        if packing and max_length is None:
+            raise UsageError("packing and max_length: packing needs the length of its blocks; set max_length")
+        chat = ChatTokenizer(tokenizer, messages_column, assistant_only_loss)
+        self._take(TokenizedRows.of(tokenized(_rows(source), chat)), max_length, packing, filler_of(tokenizer))
+        self.sample_columns = {
+            "messages_column": messages_column, "assistant_only_loss": assistant_only_loss, "packing": packing
+        }  # fmt: skip
+        self._report()
+
+    @classmethod
+    def of_rows(
+        cls, rows: TokenizedRows, max_length: int, *, packing: bool, filler: int, max_samples: int | None = None
+    ) -> Conversations:
+        """Samples of rows that are tokenized; blocks end with the token `filler`, and the first `max_samples` stay."""
+        made = cls.__new__(cls)
+        made._take(rows, max_length, packing, filler, max_samples)
+        return made
+
+    def _take(
+        self,
+        rows: TokenizedRows,
+        max_length: int | None,
+        packing: bool,
+        filler: int,
+        max_samples: int | None = None,
+    ) -> None:
+        self._source, self._length, self._filler, self.packed = rows, max_length, filler, packing
+        self.block_size = longest = rows.longest if max_length is None else max_length
+        lengths = rows.lengths
+        self.truncated = int((lengths > longest).sum())
+        self.tokens_left_out = int((lengths - longest).clip(min=0).sum())
+        kept = rows.with_targets(longest)
+        self.rows_left_out = len(rows) - len(kept)
+        if not len(kept):
+            within = "" if longest is None else f" within {longest} tokens"
+            raise DataError(
+                f"conversations: none of {len(rows)} rows has a target{within}; pass rows with answers, or a larger "
+                "block_size (max_length)"
+            )
+        self._samples: list[list[int]] = [[int(row)] for row in kept]
+        if packing:
+            cut = lengths[kept].clip(max=longest).tolist()
+            self._samples = [[int(kept[index]) for index in block] for block in pack(cut, longest)]
+        self._samples = self._samples[:max_samples]
+        self.conversations = sum(len(sample) for sample in self._samples)
+        self.fingerprint = self._hashed(rows)
+
+    def own_padding(self, *, fixed: bool) -> PadTo:
+        """Pads to the longest of a batch, and to `block_size` where shapes are `fixed`; blocks are of one length."""
+        return PadTo(self.block_size if fixed and not self.packed else None, side="right")
+
+    def _hashed(self, rows: TokenizedRows) -> str:
+        hashed = xxhash.xxh3_128()
+        for sample in self._samples:
+            for row in sample:
+                for array in self._row(rows, row):
+                    hashed.update(array.astype(np.int32).tobytes())
+            if self.packed:
+                hashed.update(b"|")
+        return hashed.hexdigest()
+
+    def _report(self) -> None:
+        rows = len(self._source)
+        if self.truncated:
+            logger.warning(
+                "conversations: %s of %s were cut to %s tokens, %s tokens were left out",
+                self.truncated, rows, self._length, self.tokens_left_out,
+            )  # fmt: skip
+        if self.rows_left_out:
+            logger.warning("conversations: %s of %s have no target and are left out", self.rows_left_out, rows)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        parts = [self._row(self._source, row) for row in self._samples[index]]
+        if not self.packed:
+            ids, labels = parts[0]
+            return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        assert self._length is not None
+        return block_of(parts, self._length, self._filler)
+
+    def _row(self, rows: TokenizedRows, row: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """int64 ids and labels of a conversation, cut to the maximal length."""
+        ids, targets = rows.row(row)
+        ids = ids[: self._length].astype(np.int64)
+        return ids, np.where(targets[: self._length], ids, IGNORED)
+
+
+def block_of(
+    parts: Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]], length: int, filler: int
+) -> dict[str, Tensor]:
+    """Ids and labels of conversations as one block of `length` tokens; what is left of it is one more, of fillers."""
+    missing = length - sum(len(ids) for ids, _ in parts)
+    padding = [(np.full(missing, filler), np.full(missing, IGNORED))] if missing else []
+    pieces = [*parts, *padding]
+    ids, labels = (torch.from_numpy(np.concatenate(each)) for each in zip(*pieces, strict=True))
+    sizes = torch.tensor([len(piece) for piece, _ in pieces])
+    starts = sizes.cumsum(0) - sizes
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    positions = torch.arange(length)
+    labels[starts] = IGNORED  # each would be predicted from the conversation before it
+    sees = (owner[:, None] == owner[None, :]) & (positions[:, None] >= positions[None, :])
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": positions - starts[owner],
+        "attention_mask": sees[None],
+    }
+
+
+def tokenized(rows: Iterable[tuple[str, Any]], chat: ChatTokenizer) -> Iterator[tuple[list[int], list[bool]]]:
+    """The rows' ids and targets; long work is logged every ten seconds."""
+    said, number = time.monotonic(), 0
+    for number, (where, row) in enumerate(rows, start=1):
+        if time.monotonic() - said > SECONDS_A_LINE:
+            said = time.monotonic()
+            logger.info("conversations: %s rows are tokenized", number - 1)
+        yield chat(row, where)
+
+
+def filler_of(tokenizer: Any) -> int:
+    """The token that fills blocks."""
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return 0 if found is None else int(found)
+
+
+def _rows(source: Any) -> Iterator[tuple[str, Any]]:
+    """Every row with its name for messages."""
+    if not isinstance(source, (str, os.PathLike)):
+        of_table = hasattr(source, "features")
+        for number, row in enumerate(source, start=1):
+            yield f"row {number}", without_fillings(row) if of_table else row
+        return
+    path = Path(source)
+    if not path.is_file():
+        raise DataError(f"conversations: there is no file {path}; name a .jsonl or .json file")
+    with named_read_errors(path), open_text(path) as file:
+        for number, row in json_rows(file, str(path)):
+            yield f"{path}, row {number}", row

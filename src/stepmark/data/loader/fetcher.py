@@ -1,0 +1,128 @@
+"""Fetches one micro-batch, in this process or in a worker, with the same result."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from stepmark.data.loader.batch import MicroBatch
+from stepmark.data.loader.collate import Collation
+from stepmark.data.loader.labels import LabelRule
+from stepmark.data.loader.order import Stream, generator
+from stepmark.data.tokenize.packing import PackedBlocks
+from stepmark.errors import DataError, StepmarkError
+
+
+@dataclass(frozen=True)
+class MicroTask:
+    """What to fetch: the samples of the first `rows` rows, then `filler` rows that repeat the last of `indices`, unless
+    the labels cannot say that these do not count.
+
+    `indices` has one sample even if `rows` is 0. `key` seeds random numbers: seed, epoch and position
+    in the epoch. `length` is the length of sequences if all ranks must agree on it.
+    """
+
+    indices: tuple[int, ...]
+    rows: int
+    filler: int
+    key: tuple[int, int, int]
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """A worker's error, in a form that can be sent to the waiting process."""
+
+    error: StepmarkError
+    trace: str
+    cause: BaseException | None  # of the file system, which pickling the error would lose
+
+    def reraise(self) -> None:
+        """Raises the error, with the worker's traceback as a note."""
+        self.error.add_note(self.trace)
+        raise self.error from self.cause
+
+
+class Fetcher(Dataset[MicroBatch]):
+    """Fetches and collates micro-batches of a dataset."""
+
+    def __init__(self, dataset: Any, collation: Collation, labels: LabelRule) -> None:
+        self.dataset = dataset
+        self.collation = collation
+        self.labels = labels
+        # Seeding three generators and restoring them costs more than copying a batch of blocks does.
+        self._uses_no_random_numbers = collation.collate_fn is None and isinstance(dataset, PackedBlocks)
+
+    def fetch(self, task: MicroTask) -> MicroBatch:
+        """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
+        with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key):
+            try:
+                inputs = self._collate(self._samples(task), task)
+                rows = task.rows + task.filler
+                if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs, rows):
+                    return self._labelled(inputs, task)
+            except StepmarkError:
+                raise
+            except Exception as error:
+                raise DataError(
+                    f"samples {', '.join(map(str, task.indices))} could not be collated"
+                    f" ({type(error).__name__}: {str(error).strip()}); check the dataset and the collate_fn"
+                ) from error
+        return self.fetch(replace(task, filler=0))
+
+    def __getitem__(self, task: MicroTask) -> MicroBatch | WorkerFailure:  # type: ignore[override]
+        """As `fetch`, for a worker process: an error is a result."""
+        try:
+            return self.fetch(task)
+        except StepmarkError as error:
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else None
+            return WorkerFailure(type(error)(*error.args), traceback.format_exc(), cause)
+
+    def _samples(self, task: MicroTask) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            samples = list(self.dataset.__getitems__(list(task.indices)))
+        else:
+            samples = [self.dataset[index] for index in task.indices]
+        if not task.filler:
+            return samples
+        # A collator may change a mapping that it is given, so each row has its own; and the samples may be read again.
+        rows = samples[: task.rows] + [samples[-1]] * task.filler
+        return [dict(row) if isinstance(row, dict) else row for row in rows]
+
+    def _collate(self, samples: list[Any], task: MicroTask) -> Any:
+        indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
+        return self.collation(samples, indices, task.length)
+
+    def _labelled(self, inputs: Any, task: MicroTask) -> MicroBatch:
+        """Ignores the labels of filler rows, and counts the targets."""
+        filled = task.filler > 0
+        if filled and isinstance(inputs, dict):
+            inputs = self.labels.without(inputs, task.rows)
+        count = self.labels.count(inputs)
+        targets, first = (None, 0) if count is None else count
+        return MicroBatch(inputs, task.rows, targets, first, filled)
+
+
+@contextmanager
+def seeded_generators(key: Sequence[int]) -> Iterator[None]:
+    """Python's, numpy's and PyTorch's CPU generator seeded from `key`, and restored afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    words = generator(Stream.DRAWS, *key).random_raw(3)
+    random.seed(int(words[0]))
+    np.random.seed(words[1:2].view(np.uint32))
+    # Not torch.manual_seed, which would seed the generators of accelerators as well.
+    torch.default_generator.manual_seed(int(words[2]))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])

@@ -1,0 +1,135 @@
+"""Which inputs of a batch are labels, and how many of them are targets of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from stepmark.data.tokenize.packing import IGNORED
+from stepmark.errors import DataError
+
+POSITIONS = ("start_positions", "end_positions")
+SEQUENCES = ("input_ids", "inputs_embeds")
+
+
+class TargetCount(NamedTuple):
+    """The targets of a micro-batch, and how many of them are the first label of their row, which a causal model does
+    not predict."""
+
+    total: int
+    first: int
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """How a model's loss uses its labels.
+
+    Args:
+        names: the inputs that are labels, in the order of `label_ids`.
+        causal_shift: whether position t predicts label t + 1, so that the first label of each row is not a target.
+            None: unknown until a call has shown it (`MicroBatchLoss.call_first`).
+        ignored: the label that is not a target.
+        by_sample: the loss is a mean over samples, even where a sample has many labels (CTC).
+        skips_ignored: a row whose labels are all `ignored` adds nothing to the loss, nor to what else the model learns
+            from a batch.
+        own_sequence: labels are a sequence of their own, that of a decoder beside an encoder. Otherwise labels of which
+            a sample has several are those of its tokens, or of several tasks.
+        vocabulary: number of tokens that `input_ids` may name. None: unknown.
+    """
+
+    names: tuple[str, ...] = ("labels",)
+    causal_shift: bool | None = None
+    ignored: int = IGNORED
+    by_sample: bool = False
+    skips_ignored: bool = True
+    own_sequence: bool = False
+    vocabulary: int | None = None
+
+    def present(self, inputs: Any) -> dict[str, Any]:
+        """The labels of a batch, by name."""
+        if not isinstance(inputs, Mapping):
+            return {}
+        return {name: inputs[name] for name in self.names if inputs.get(name) is not None}
+
+    def integers(self, inputs: Any) -> dict[str, Tensor]:
+        """The labels that are signed integers with a row for each sample, which can therefore be `ignored`."""
+        if not isinstance(inputs, Mapping):
+            return {}
+        names = dict.fromkeys((*self.names, "shift_labels"))
+        return {name: inputs[name] for name in names if _is_integer(inputs.get(name))}
+
+    def count(self, inputs: Any) -> TargetCount | None:
+        """The targets among the labels; None where samples are counted. DataError for tokens the model lacks."""
+        self._check_tokens(inputs)
+        if self.by_sample:
+            return None
+        integers = self.integers(inputs)
+        if "shift_labels" in integers:  # shifted by the collator, as packed sequences are
+            return TargetCount(int((integers["shift_labels"] != self.ignored).sum()), 0)
+        if "labels" in integers:
+            return self._count_labels(integers["labels"])
+        if POSITIONS[0] in integers:
+            return self._count_positions(integers[POSITIONS[0]], inputs)
+        return None
+
+    def _check_tokens(self, inputs: Any) -> None:
+        tokens: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        if self.vocabulary is None or not _is_integer(tokens) or tokens.device.type != "cpu" or not tokens.numel():
+            return
+        for token in map(int, tokens.aminmax()):
+            if not 0 <= token < self.vocabulary:
+                remedy = "use the model's own tokenizer, or call model.resize_token_embeddings"
+                raise DataError(f"input_ids: {token} is outside the model's vocabulary of {self.vocabulary}; {remedy}")
+
+    def _count_labels(self, labels: Tensor) -> TargetCount:
+        counted = labels != self.ignored
+        total = int(counted.sum())
+        if labels.ndim < 2 or self.causal_shift is False:
+            return TargetCount(total, 0)
+        first = int(counted[..., 0].sum())
+        return TargetCount(total - first, 0) if self.causal_shift else TargetCount(total, first)
+
+    def _count_positions(self, positions: Tensor, inputs: Mapping[str, Any]) -> TargetCount:
+        """Answers that begin outside the sequence are ignored."""
+        length = _sequence_length(inputs)
+        inside = positions if length is None else positions[positions < length]
+        return TargetCount(inside.numel(), 0)
+
+    def can_ignore_rows(self, inputs: Any, rows: int) -> bool:
+        """Whether `without` leaves nothing of the rows: not where labels are not integers, or there are none, or a
+        collator has not made one row of each of the `rows` samples."""
+        if not self.skips_ignored or self.by_sample:
+            return False
+        integers = self.integers(inputs)
+        if not integers or not integers.keys() >= self.present(inputs).keys():
+            return False
+        by_row = [*integers.values(), *(inputs[name] for name in SEQUENCES if isinstance(inputs.get(name), Tensor))]
+        if any(len(each) != rows for each in by_row):
+            return False
+        return _sequence_length(inputs) is not None or not any(name in POSITIONS for name in integers)
+
+    def without(self, inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+        """`inputs` with the labels of all rows after the first `rows` ignored."""
+        masked = {}
+        for name, labels in self.integers(inputs).items():
+            value = _sequence_length(inputs) if name in POSITIONS else self.ignored
+            if value is not None:
+                masked[name] = labels.clone()  # may be the same tensor as input_ids
+                masked[name][rows:] = value
+        return {**inputs, **masked}
+
+
+def _is_integer(labels: Any) -> bool:
+    if not isinstance(labels, Tensor) or labels.ndim == 0:
+        return False
+    return labels.dtype.is_signed and not labels.dtype.is_floating_point and not labels.dtype.is_complex
+
+
+def _sequence_length(inputs: Mapping[str, Any]) -> int | None:
+    for name in SEQUENCES:
+        if isinstance(inputs.get(name), Tensor):
+            return int(inputs[name].shape[1])
+    return None

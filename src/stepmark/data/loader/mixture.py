@@ -1,0 +1,163 @@
+"""Samples of several sources, each with its share: in which order, and as one dataset.
+
+The dataset is all samples of the first source, then those of the second, and so on. An epoch has as many samples as
+there are, of which each source gets its share: a source whose share is larger than its part of the data is read more
+than once, another is read on in the next epoch. Every sample of a source is drawn once before any is drawn again, also
+across epochs. All of it is a function of (sizes, shares, seed, epoch), so a position in the data means the same as
+without a mixture, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch.utils.data import Dataset
+
+from stepmark.data.loader.collate import PadTo, own_padding
+from stepmark.data.loader.order import Stream, generator
+from stepmark.errors import UsageError
+
+VERSION = 1  # of the algorithm; a position saved under another one is rejected
+_WORDS = 4  # 64-bit numbers that a Philox generator makes at once
+
+
+@dataclass(frozen=True)
+class MixtureOrder:
+    """`sizes`: the samples of each source; `counts`: how many of them an epoch takes, as many in all."""
+
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], weights: Sequence[float]) -> MixtureOrder:
+        """Raises UsageError for a source whose weight is too small for a single sample of an epoch."""
+        counts = apportion(sum(sizes), weights)
+        for index, count in enumerate(counts):
+            if not count:
+                raise UsageError(
+                    f"dataset_mixture, source {index + 1}: its weight, {weights[index]:g} of {sum(weights):g}, gives it"
+                    f" none of the {sum(sizes):,} samples of an epoch; raise it, or leave the source out"
+                )
+        return cls(tuple(sizes), tuple(counts))
+
+    @property
+    def digest(self) -> str:
+        """Identifies sizes, shares and the algorithm."""
+        return xxhash.xxh3_64_hexdigest(f"{VERSION} {self.sizes} {self.counts}".encode())
+
+    def name(self, shuffle: bool) -> str:
+        """What a saved position calls this order."""
+        return f"mixture-{VERSION}-{'shuffled' if shuffle else 'sequential'}-{self.digest}"
+
+    def indices(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """The samples of an epoch in their order, int64 [sum of sizes]."""
+        starts = np.cumsum((0, *self.sizes[:-1]))
+        draws = [start + self._draws(source, seed, epoch, shuffle) for source, start in enumerate(starts)]
+        return np.concatenate(draws)[self._interleaved(seed, epoch, shuffle)]
+
+    def _draws(self, source: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """A source's samples in an epoch, one pass over it after the other, where the epoch before stopped."""
+        size, count = self.sizes[source], self.counts[source]
+        first = epoch * count // size
+        passes = -(-(epoch + 1) * count // size) - first
+        if shuffle:
+            numbers = _stream_part(seed, source, first * size, passes * size)
+            drawn = np.argsort(numbers.reshape(passes, size), axis=1, kind="stable").ravel()
+        else:
+            drawn = np.tile(np.arange(size), passes)
+        begin = epoch * count - first * size
+        return drawn[begin : begin + count]
+
+    def _interleaved(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """Which draw comes when. A source's draws are spread over the epoch, each at a random place of its own part of
+        it, so that every stretch of samples has the sources' shares, give or take one or two."""
+        noise = generator(Stream.MIXTURE, seed, epoch).random_raw(sum(self.counts)) / 2.0**64 if shuffle else 0.5
+        places = np.concatenate([np.arange(count) for count in self.counts]) + noise
+        return np.argsort(places / np.repeat(self.counts, self.counts), kind="stable")
+
+
+def _stream_part(seed: int, source: int, start: int, count: int) -> np.ndarray:
+    """Numbers `start` to `start + count` of a source's stream of random 64-bit numbers, made without those before."""
+    stream = generator(Stream.SOURCE, seed, source)
+    stream.advance(start // _WORDS)
+    return stream.random_raw(start % _WORDS + count)[start % _WORDS :]
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` divided in proportion to the weights, by largest remainders; the first of equal ones wins."""
+    parts = [Fraction(weight) for weight in weights]
+    exact = [total * part / sum(parts) for part in parts]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda index: (counts[index] - exact[index], index))
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return counts
+
+
+class JoinedSamples(Dataset[Any]):
+    """The samples of several datasets, one after the other; of each the first `limits`, all by default."""
+
+    def __init__(self, parts: Sequence[Any], limits: Sequence[int] | None = None) -> None:
+        self.parts = tuple(parts)
+        self.sizes = tuple(limits if limits is not None else (len(part) for part in self.parts))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the longest sample."""
+        return max(part.block_size for part in self.parts)
+
+    def own_padding(self, *, fixed: bool) -> PadTo | None:
+        """That of the parts, which all have the same one."""
+        return own_padding(self.parts[0], fixed=fixed)
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens in the blocks of all parts, padding apart; None for conversations, and where only some are taken."""
+        if any(
+            len(part) != size or not hasattr(part, "tokens") for part, size in zip(self.parts, self.sizes, strict=True)
+        ):
+            return None
+        return sum(part.tokens for part in self.parts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        place = index % len(self)
+        part = int(np.searchsorted(self._ends, place, side="right"))
+        return self.parts[part][place - int(self._ends[part]) + self.sizes[part]]
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.sizes)
+
+
+class Mixture(JoinedSamples):
+    """Training samples of several sources with weights; a DataLoader takes them in the order of `mixture_order`."""
+
+    def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
+        super().__init__(parts)
+        self.mixture_order = MixtureOrder.of(self.sizes, weights)
+
+    def describe(self) -> list[str]:
+        """A line for each source: its share, and how often an epoch reads it."""
+        order, total = self.mixture_order, len(self)
+        return [
+            f"mixture, source {index + 1}: {count / total:.1%} of the samples, {count:,} in an epoch of {total:,};"
+            f" {count / size:.2f} passes over its {size:,}"
+            for index, (size, count) in enumerate(zip(order.sizes, order.counts, strict=True))
+        ]
+
+
+def limited(parts: Sequence[Any], most: int | None) -> JoinedSamples:
+    """The samples of all parts, or `most` of them, of each part in proportion to its size."""
+    sizes = [len(part) for part in parts]
+    return JoinedSamples(parts, sizes if most is None or most >= sum(sizes) else apportion(most, sizes))

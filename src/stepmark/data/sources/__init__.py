@@ -1,0 +1,1 @@
+"""Files, folders and datasets as texts or rows of chat data."""

@@ -1,0 +1,150 @@
+"""Cache entries, which are complete or not used.
+
+An entry is a folder of data files and `meta.json`, which holds each file's size and checksum, and a checksum of itself.
+It is written under a temporary name, synced, and renamed; opening it verifies every byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from stepmark.data.sources.text_files import file_checksum
+from stepmark.errors import DataError
+
+META = "meta.json"
+TEMPORARY = ".tmp-"
+ABANDONED_AFTER = 24 * 3600.0  # seconds without a write, after which a temporary folder is considered abandoned
+
+
+class TokenFile:
+    """A file of token ids being written; `summary`, after closing, is its entry in `meta.json`."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._file = path.open("wb")
+        self._checksum = xxhash.xxh3_128()
+        self._dtype = dtype
+        self.tokens = 0
+
+    def append(self, ids: np.ndarray) -> None:
+        """Appends ids of the file's dtype."""
+        data = np.ascontiguousarray(ids, dtype=self._dtype).data
+        self._file.write(data)
+        self._checksum.update(data)
+        self.tokens += ids.size
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Size in bytes and xxh3-128."""
+        return {"bytes": self.tokens * self._dtype.itemsize, "xxh3": self._checksum.hexdigest()}
+
+    def __enter__(self) -> TokenFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def open_entry(entry: Path) -> dict[str, Any] | None:
+    """The metadata given to `commit_entry`; None if the entry is missing or corrupted."""
+    try:
+        stored = json.loads((entry / META).read_text(encoding="utf-8"))
+        meta = stored["meta"]
+        if stored["xxh3"] != _meta_checksum(meta):
+            return None
+        for name, summary in meta["files"].items():
+            path = entry / name
+            if path.stat().st_size != summary["bytes"] or file_checksum(path) != summary["xxh3"]:
+                return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # missing or corrupted: the caller rebuilds it
+    return meta
+
+
+def new_entry(root: Path) -> Path:
+    """A temporary folder under `root` to write an entry into; removes abandoned ones."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for folder in root.glob(f"{TEMPORARY}*"):
+            if time.time() - _last_write(folder) > ABANDONED_AFTER:
+                shutil.rmtree(folder, ignore_errors=True)
+        folder = root / f"{TEMPORARY}{uuid.uuid4().hex}"
+        folder.mkdir()
+    except OSError as error:
+        raise DataError(
+            f"the data cache {root} cannot be written ({error.strerror}); set STEPMARK_CACHE to a folder that can"
+        ) from error
+    return folder
+
+
+@contextmanager
+def writing_entry(entry: Path) -> Iterator[Path]:
+    """Inside the block, `entry` is written into the temporary folder that it gives, and committed. Raises DataError
+    where that cannot be written."""
+    folder = new_entry(entry.parent)
+    try:
+        yield folder
+    except OSError as error:
+        raise DataError(
+            f"the data cache {entry.parent} cannot be written ({error.strerror}); free space, or set STEPMARK_CACHE"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # already renamed if it was committed
+
+
+def commit_entry(folder: Path, entry: Path, meta: Mapping[str, Any]) -> None:
+    """Atomically renames the temporary `folder`, whose data files are synced, to `entry`. An existing entry is
+    replaced; processes that have mapped its files keep them."""
+    with (folder / META).open("w", encoding="utf-8") as file:
+        json.dump({"xxh3": _meta_checksum(meta), "meta": meta}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+    replaced = entry.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    with suppress(FileNotFoundError):
+        entry.rename(replaced)
+    shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        folder.rename(entry)
+    except OSError:
+        # Another process committed the same content in between: its entry will do, if it is complete.
+        if open_entry(entry) is None:
+            raise
+        shutil.rmtree(folder)
+    _sync_folder(entry.parent)
+
+
+def _meta_checksum(meta: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(meta, sort_keys=True).encode())
+
+
+def _last_write(folder: Path) -> float:
+    """Time of the newest change in a folder, in seconds since the epoch; now, if it was just deleted."""
+    try:
+        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return time.time()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""Tokenized rows of different lengths: ids and targets one after the other, in memory or in a folder of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepmark.data.tokenize.token_cache import TokenFile
+
+Array = np.ndarray[Any, Any]
+IDS, TARGETS, LENGTHS = "ids.bin", "targets.bin", "lengths.bin"
+_TYPES: dict[str, np.dtype[Any]] = {IDS: np.dtype("<u4"), TARGETS: np.dtype("u1"), LENGTHS: np.dtype("<i8")}
+
+
+class TokenizedRows:
+    """Rows of token ids, each with a truth value that says whether it is a target.
+
+    `folder`: where `write_rows` has put them; they are mapped into memory when a row is first read, and again in a
+    process that receives a pickled copy.
+    """
+
+    def __init__(self, folder: Path | None, arrays: dict[str, Array] | None = None, prefix: str = "") -> None:
+        self._folder, self._prefix = folder, prefix
+        self._arrays = arrays
+        self._starts: Array | None = None
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[list[int], list[bool]]]) -> TokenizedRows:
+        """The rows in memory."""
+        parts: dict[str, list[Array]] = {name: [] for name in _TYPES}
+        for part in _parts(rows):
+            for name, array in part.items():
+                parts[name].append(array)
+        return cls(None, {name: np.concatenate([np.empty(0, _TYPES[name]), *each]) for name, each in parts.items()})
+
+    def __len__(self) -> int:
+        return len(self._array(LENGTHS))
+
+    @property
+    def lengths(self) -> Array:
+        """Tokens of each row, int64 [rows]."""
+        return self._array(LENGTHS)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.lengths.max(initial=0))
+
+    def row(self, number: int) -> tuple[Array, Array]:
+        """The ids of a row, and their truth values."""
+        start = int(self._begins[number])
+        stop = start + int(self.lengths[number])
+        return self._array(IDS)[start:stop], self._array(TARGETS)[start:stop] != 0
+
+    def with_targets(self, longest: int) -> Array:
+        """The numbers of the rows with a target among their first `longest` tokens; the first is not predicted."""
+        counts = np.concatenate([[0], np.cumsum(self._array(TARGETS), dtype=np.int64)])
+        begins = self._begins + 1
+        ends = np.maximum(self._begins + np.minimum(self.lengths, longest), begins)
+        some = counts[np.minimum(ends, len(counts) - 1)] > counts[np.minimum(begins, len(counts) - 1)]
+        return np.flatnonzero(some & (self.lengths > 1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ if self._folder is None else {**self.__dict__, "_arrays": None, "_starts": None}
+
+    @property
+    def _begins(self) -> Array:
+        if self._starts is None:
+            self._starts = np.cumsum(self.lengths) - self.lengths
+        return self._starts
+
+    def _array(self, name: str) -> Array:
+        if self._arrays is None:
+            assert self._folder is not None
+            self._arrays = {each: _mapped(self._folder / f"{self._prefix}{each}", _TYPES[each]) for each in _TYPES}
+        return self._arrays[name]
+
+
+def write_rows(folder: Path, prefix: str, rows: Iterable[tuple[list[int], list[bool]]]) -> dict[str, dict[str, Any]]:
+    """Writes the rows into files of `folder` that begin with `prefix`; the files' entries for `meta.json`."""
+    files = {name: TokenFile(folder / f"{prefix}{name}", kind) for name, kind in _TYPES.items()}
+    with files[IDS], files[TARGETS], files[LENGTHS]:
+        for part in _parts(rows):
+            for name, array in part.items():
+                files[name].append(array)
+    return {f"{prefix}{name}": file.summary for name, file in files.items()}
+
+
+def _parts(rows: Iterable[tuple[list[int], list[bool]]]) -> Iterator[dict[str, Array]]:
+    for ids, targets in rows:
+        made: dict[str, Any] = {IDS: ids, TARGETS: targets, LENGTHS: [len(ids)]}
+        yield {name: np.array(values, dtype=_TYPES[name]) for name, values in made.items()}
+
+
+def _mapped(path: Path, kind: np.dtype[Any]) -> Array:
+    if not path.stat().st_size:
+        return np.empty(0, kind)
+    return np.memmap(path, dtype=kind, mode="r").view(np.ndarray)

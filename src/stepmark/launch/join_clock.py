@@ -1,0 +1,104 @@
+"""How long a rank waits for the others to join: `join_timeout`, and the lines that say who is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from stepmark.errors import UsageError
+from stepmark.liveness.process_exit import say
+from stepmark.liveness.running_time import running_time
+
+JOIN_TIMEOUT = "STEPMARK_JOIN_TIMEOUT"
+DEFAULT_SECONDS = 600.0
+FIRST_LINE = 10.0  # seconds after which a line says who is missing; the next ones each after twice the time
+POLL_SECONDS = 0.05
+_WATCH_EVERY = 1.0
+SETTING = "join_timeout"
+
+Result = TypeVar("Result")
+
+
+def join_timeout(given: float | None = None) -> float:
+    """Seconds that ranks may take to join: as given, or by the environment variable, or the default.
+
+    Raises UsageError for a variable that is not a number of seconds above 0.
+    """
+    if given is not None:
+        return given
+    text = os.environ.get(JOIN_TIMEOUT)
+    if text is None:
+        return DEFAULT_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{JOIN_TIMEOUT}: should be a number of seconds above 0, and is {text!r}")
+    return seconds
+
+
+def _same(text: str | None) -> str | None:
+    return text
+
+
+class JoinClock:
+    """The time since this rank began to join, without the time in which the job was suspended."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._began = running_time()
+        self._next_line = FIRST_LINE
+
+    @property
+    def left(self) -> float:
+        """Seconds until the timeout."""
+        return self._began + self.timeout - running_time()
+
+    @property
+    def due(self) -> bool:
+        """Whether a line is due, or an error."""
+        return running_time() - self._began > min(self._next_line, self.timeout)
+
+    def tick(self, describe: Callable[[], str | None]) -> None:
+        """Waits a moment. If a line is due, it says what `describe` returns; None says nothing."""
+        self._say_if_due(describe)
+        time.sleep(POLL_SECONDS)
+
+    def _say_if_due(self, describe: Callable[[], str | None]) -> None:
+        passed = running_time() - self._began
+        if passed <= self._next_line:
+            return
+        self._next_line *= 2
+        waiting = describe()
+        if waiting is not None:
+            say(f"stepmark: {waiting}, {passed:.0f} s so far; waiting for at most {self.timeout:g} s ({SETTING})")
+
+    def call(self, function: Callable[[], Result], watch: Callable[[], str | None]) -> Result:
+        """The result of a call that may block in native code. `watch` is called now and then after a second, and may
+        raise; what it returns is what a line says. Raises TimeoutError when the time is over."""
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((function(), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        threading.Thread(target=run, name="stepmark-joining", daemon=True).start()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                result, error = answers.get(timeout=_WATCH_EVERY)
+                if error is not None:
+                    raise error
+                return result
+            if self.left < 0:
+                raise TimeoutError
+            waiting = watch()
+            self._say_if_due(functools.partial(_same, waiting))

@@ -1,0 +1,125 @@
+"""Connects a rank to the others, each step with the time limit `join_timeout` and with errors that name rank and host.
+
+1. The store: rank 0 serves it, or the launcher (store.py).
+2. The roster: every rank is there, and of this run (roster.py).
+3. The interface: gloo listens on an address that the other nodes reach (network.py).
+4. The process group: gloo connects every rank with every other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from stepmark.errors import LaunchError, PeerFailed
+from stepmark.launch.join_clock import SETTING, JoinClock
+from stepmark.launch.network import address_towards, interface_of, is_loopback
+from stepmark.launch.roster import Meeting, Peer, Roster, describe_ranks
+from stepmark.launch.store import StoreConnection, open_store
+from stepmark.launch.world import World
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+_FAILED = "connecting-failed"
+_READ_BY_OTHERS = 1.0  # seconds that rank 0, which may serve the store, leaves the others to read why it failed
+
+
+def connect(
+    world: World, clock: JoinClock, store: dist.Store | None, make_group: Callable[[dist.Store], None] | None
+) -> tuple[dist.Store, Roster]:
+    """Joins the other ranks, through `store` or the store that the launcher's variables name, and makes the process
+    group. Returns a store for this start of the run, and its ranks.
+
+    Raises LaunchError where a rank is missing, or cannot be reached.
+    """
+    connection = open_store(world, clock) if store is None else StoreConnection(store)
+    roster = Meeting(connection, world, clock).join()
+    own = dist.PrefixStore(f"stepmark/{roster.token}", connection.store)
+    if make_group is not None:
+        _choose_interface(world, roster)
+        _make_group(world, clock, own, roster, make_group)
+    return own, roster
+
+
+def _choose_interface(world: World, roster: Roster) -> None:
+    """Sets gloo's network interface to the one on the way to the other nodes, unless the user has set one."""
+    own = roster.peers[world.rank]
+    others = [peer for peer in roster.peers if peer.node != world.node and not _on_one_machine(own, peer)]
+    if not others or INTERFACE in os.environ:
+        return
+    address = _own_address(own, others)
+    interface = interface_of(address) if address is not None else None
+    if address is None or interface is None or is_loopback(address):
+        raise LaunchError(
+            f"{world.here}: no network interface leads to {others[0].described} "
+            f"({others[0].address or others[0].server or 'address unknown'}), since the address on the way there is "
+            f"{address or 'unknown'}; set {INTERFACE} to the interface that all nodes share"
+        )
+    os.environ[INTERFACE] = interface
+
+
+def _on_one_machine(*peers: Peer) -> bool:
+    """Whether ranks of different nodes are on one machine, as with several agents or containers: they reach the store
+    over loopback, or serve it."""
+    return all(peer.address is None or is_loopback(peer.address) for peer in peers)
+
+
+def _own_address(own: Peer, others: list[Peer]) -> str | None:
+    """The address that ranks on other nodes reach this one at: its own on the way to a node's address that is known."""
+    if own.address is not None and own.server is not None and not is_loopback(own.address):
+        first = next((peer for peer in others if peer.rank == 0), None)
+        if first is not None:
+            return own.address
+    known = (peer.address for peer in others if peer.address is not None and not is_loopback(peer.address))
+    towards = next(known, None)
+    return None if towards is None else address_towards(towards)
+
+
+def _make_group(
+    world: World, clock: JoinClock, store: dist.Store, roster: Roster, make_group: Callable[[dist.Store], None]
+) -> None:
+    """Makes the process group, or raises LaunchError on all ranks if one cannot connect."""
+    watched: list[dist.Store] = []  # another connection: a request that waits blocks all others on its own
+
+    def watch() -> str | None:
+        watched[:] = watched or [store.clone()]  # type: ignore[attr-defined]
+        if watched[0].check([_FAILED]):
+            raise PeerFailed(watched[0].get(_FAILED).decode())
+        missing = {peer.rank for peer in roster.peers if not watched[0].check([f"connected/{peer.rank}"])}
+        return f"{describe_ranks(world, missing)} not connected yet" if world.rank == 0 else None
+
+    try:
+        JoinClock(clock.timeout).call(lambda: make_group(store), watch)
+        store.set(f"connected/{world.rank}", "")
+    except TimeoutError:
+        _fail(world, store, f"not all ranks have connected within {clock.timeout:g} s ({SETTING})")
+    except (RuntimeError, ValueError) as error:
+        _fail(world, store, _explain(error, roster))
+
+
+def _fail(world: World, store: dist.Store, problem: str) -> NoReturn:
+    error = LaunchError(
+        f"{world.here} cannot connect to the others: {problem}; check that the nodes reach each other at these "
+        f"addresses on all ports, or set {INTERFACE} to the network interface that they share"
+    )
+    others = store.clone()  # type: ignore[attr-defined]
+    if not others.check([_FAILED]):
+        others.set(_FAILED, str(error))
+        time.sleep(_READ_BY_OTHERS if world.rank == 0 else 0.0)
+    raise error
+
+
+def _explain(error: Exception, roster: Roster) -> str:
+    """gloo's message, which has an address, in one line with the hosts that are meant."""
+    text = " ".join(str(error).split())
+    address = re.search(r"remote=\[([^\]]+)\]", text)
+    if address is None:
+        return text
+    hosts = sorted({peer.host for peer in roster.peers if peer.address == address[1]})
+    if is_loopback(address[1]):
+        return f"a rank on another node listens at {address[1]}, which only its own machine reaches ({text})"
+    return f"no connection to {address[1]}{f' ({hosts[0]})' if hosts else ''} ({text})"

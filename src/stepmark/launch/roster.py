@@ -1,0 +1,237 @@
+"""The ranks find each other through their store before they communicate.
+
+hello    Every rank writes its host and a random name under its rank.
+roster   Once all have, rank 0 writes the list of them. A store that a launcher serves still has what ranks of an
+         earlier start wrote, also where the launcher does not count that start as a restart; so each rank looks for
+         its own name in the roster, and rank 0 writes a new one when a hello changes.
+ready    A rank that is in the roster says so; when all have, rank 0 releases them.
+
+A rank that serves the store itself has a new store, where a second hello under one rank is a process of another run.
+Hellos lie under the run's name and size: runs that share a port by mistake do not join each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from stepmark.errors import LaunchError, PeerFailed
+from stepmark.launch.join_clock import SETTING, JoinClock
+from stepmark.launch.store import StoreConnection
+from stepmark.launch.world import World
+from stepmark.liveness.host_group import launcher_serves
+
+_GAVE_UP = "gave-up"
+_SHOWN = 8  # ranks that a message names
+_READ_BY_OTHERS = 1.0  # seconds that rank 0, which may serve the store, leaves the others to read why it gives up
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank that has joined. `address`: its own on the way to the store; None for the rank that serves it."""
+
+    rank: int
+    node: int
+    host: str
+    process: int
+    name: str
+    address: str | None
+    server: str | None
+
+    @property
+    def described(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """All ranks of the run, by rank; `token` is the name of this start."""
+
+    token: str
+    peers: list[Peer]
+
+
+class Meeting:
+    """One rank's part in finding the others."""
+
+    def __init__(self, connection: StoreConnection, world: World, clock: JoinClock) -> None:
+        self._root = connection.store
+        self._store = dist.PrefixStore(f"stepmark/{world.run}/{world.size}", connection.store)
+        self._world, self._clock = world, clock
+        self._name = uuid.uuid4().hex
+        self._own = Peer(
+            world.rank,
+            world.node,
+            socket.gethostname(),
+            os.getpid(),
+            self._name,
+            connection.address,
+            connection.server,
+        )
+        self._written: Roster | None = None
+        self._hellos: set[int] = set()
+
+    def join(self) -> Roster:
+        """Returns once all ranks are there. Raises LaunchError where one is missing, or is another run's."""
+        try:
+            self._check_run()
+            self._say_hello()
+            return self._lead() if self._world.rank == 0 else self._follow()
+        except RuntimeError as error:
+            raise PeerFailed(
+                f"{self._world.here}: the connection to the ranks' store {self._world.place} has broken while ranks "
+                f"were joining, so the process that serves it has ended; see its error ({_first_line(error)})"
+            ) from error
+
+    # Is this the right store?
+
+    def _check_run(self) -> None:
+        """Raises LaunchError where the store at this address is another run's."""
+        ours = f"{self._world.run}, {self._world.size} ranks"
+        if launcher_serves():
+            return
+        if self._world.rank == 0:
+            self._root.set("stepmark/run", ours)
+        while not self._root.check(["stepmark/run"]):
+            self._wait(f"rank 0 has not joined {self._world.place}")
+        theirs = self._root.get("stepmark/run").decode()
+        if theirs != ours:
+            raise LaunchError(
+                f"{self._world.here}: the store {self._world.place} is another run's ({theirs}; this one is {ours}): "
+                "both use the same address and port; set MASTER_PORT to another free port for each run"
+            )
+
+    def _say_hello(self) -> None:
+        key, hello = self._hello(self._world.rank), json.dumps(asdict(self._own))
+        if launcher_serves():  # it may hold the hello of an earlier start
+            self._store.set(key, hello)
+            return
+        before = json.loads(self._store.compare_set(key, "", hello))
+        if before["name"] != self._name:
+            raise LaunchError(
+                f"{self._world.here}: process {before['process']} on {before['host']} has already joined as rank "
+                f"{self._world.rank} {self._world.place}: two runs use the same address and port, or two processes "
+                "the same rank; set MASTER_PORT to another free port for each run"
+            )
+
+    @staticmethod
+    def _hello(rank: int) -> str:
+        return f"hello/{rank}"
+
+    # Rank 0
+
+    def _lead(self) -> Roster:
+        ready: set[int] = set()
+        while True:
+            roster = self._current_roster()
+            if roster is not self._written:
+                ready, self._written = set(), roster
+                if roster is not None:
+                    content = {"token": roster.token, "peers": [asdict(peer) for peer in roster.peers]}
+                    self._store.set("roster", json.dumps(content))
+            if roster is not None:
+                for rank in range(1, self._world.size):
+                    if rank not in ready and self._store.check([f"ready/{roster.token}/{rank}"]):
+                        ready.add(rank)
+                if len(ready) == self._world.size - 1:
+                    self._store.set(f"go/{roster.token}", "")
+                    return roster
+            there = ready if roster is not None else self._hellos
+            self._wait(self._missing(set(range(1, self._world.size)) - there))
+
+    def _current_roster(self) -> Roster | None:
+        """What the hellos say now; None while one is missing."""
+        ranks = range(self._world.size)
+        for rank in ranks:
+            if rank not in self._hellos and self._store.check([self._hello(rank)]):
+                self._hellos.add(rank)
+        if len(self._hellos) < self._world.size:
+            return None
+        values = self._store.multi_get([self._hello(rank) for rank in ranks])  # type: ignore[attr-defined]
+        peers = [Peer(**json.loads(value)) for value in values]
+        if self._written is not None and self._written.peers == peers:
+            return self._written
+        return Roster(uuid.uuid4().hex, peers)
+
+    # The other ranks
+
+    def _follow(self) -> Roster:
+        answered: set[str] = set()
+        while True:
+            roster = self._read_roster()
+            if roster is not None and roster.peers[self._world.rank].name == self._name:
+                if roster.token not in answered:
+                    answered.add(roster.token)
+                    self._store.set(f"ready/{roster.token}/{self._world.rank}", "")
+                if self._store.check([f"go/{roster.token}"]):
+                    return roster
+            self._wait(self._seen_missing() if launcher_serves() else None)
+
+    def _read_roster(self) -> Roster | None:
+        if not self._store.check(["roster"]):
+            return None
+        content = json.loads(self._store.get("roster"))
+        return Roster(content["token"], [Peer(**peer) for peer in content["peers"]])
+
+    def _absent(self) -> set[int]:
+        """Ranks without a hello."""
+        return {rank for rank in range(self._world.size) if not self._store.check([self._hello(rank)])}
+
+    def _seen_missing(self) -> str | None:
+        """Which ranks are missing, if rank 0 is, and this rank is the one that says it: the first that is there."""
+        absent = self._absent() if self._clock.due else set()
+        first = min(set(range(self._world.size)) - absent)
+        return self._missing(absent) if absent and first == self._world.rank else None
+
+    # Waiting
+
+    def _missing(self, ranks: set[int]) -> str:
+        count = f"{len(ranks)} of {self._world.size} ranks"
+        verb = "has" if len(ranks) == 1 else "have"
+        return f"{count} {verb} not joined {self._world.place}: {describe_ranks(self._world, ranks)}"
+
+    def _wait(self, waiting: str | None) -> None:
+        """Waits a moment; `waiting` is what a line says, on the one rank that says it."""
+        if self._store.check([_GAVE_UP]):
+            raise PeerFailed(self._store.get(_GAVE_UP).decode())
+        if self._clock.left < 0:
+            self._give_up(waiting)
+        self._clock.tick(lambda: waiting)
+
+    def _give_up(self, waiting: str | None) -> NoReturn:
+        absent = self._absent()
+        missing = waiting or (self._missing(absent) if absent else "not all ranks have joined")
+        error = LaunchError(
+            f"{self._world.here}: after {self._clock.timeout:g} s ({SETTING}) {missing}; look at the output of the "
+            f"missing ranks, which may have failed or never started, or raise {SETTING}"
+        )
+        if waiting is not None and not launcher_serves():
+            self._store.set(_GAVE_UP, str(error))
+            time.sleep(_READ_BY_OTHERS)
+        raise error
+
+
+def describe_ranks(world: World, ranks: set[int]) -> str:
+    """Some of these ranks with the nodes on which the launcher starts them, as far as that is known."""
+    shown = sorted(ranks)[:_SHOWN]
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return ", ".join(f"rank {rank}{_node_of(world, rank)}" for rank in shown) + more
+
+
+def _node_of(world: World, rank: int) -> str:
+    if world.local_size == world.size or world.size % world.local_size:
+        return ""
+    node = rank // world.local_size
+    host = f", {world.nodes[node]}" if node < len(world.nodes) else ""
+    return f" (node {node}{host})"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

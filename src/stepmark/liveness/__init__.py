@@ -1,0 +1,1 @@
+"""Who is alive, and what takes too long: clocks, deadlines, heartbeats, watchdogs, and how a process ends."""

@@ -1,0 +1,161 @@
+"""Reports of why ranks failed, so that the user reads the first cause, once.
+
+Under `--nproc` each rank leaves a report in the supervisor's folder, and the supervisor prints one. Under another
+launcher the ranks agree through the store of the process group: the first to fail prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from stepmark.filesystem.error_advice import is_trouble, with_advice
+from stepmark.liveness.console import keep_console
+from stepmark.liveness.raised_at import raised_at
+
+REPORTS = "STEPMARK_REPORTS"
+OUTPUT_CLOSED = "nobody reads standard output any more"
+TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for ")  # gloo's words
+FAILURES = "failures"  # the folder of the ranks' tracebacks, in the run's
+TITLE = "== "  # begins the line above each of them
+MOST_KEPT = 100_000  # characters of one traceback, and of those before it
+_KEPT = "_stepmark_kept"  # the attribute of an error whose traceback is in the run's folder
+PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why one rank failed. `secondary`: a consequence of another rank's failure, such as a lost connection.
+    `permanent`: it would fail in the same way if it was started again, since the call or the data is wrong."""
+
+    rank: int
+    message: str
+    details: str
+    exit_code: int
+    secondary: bool
+    time: float
+    permanent: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> FailureReport:
+        from stepmark.errors import PeerFailed, StepmarkError
+
+        known = isinstance(error, StepmarkError)
+        text = _without_traceback(str(error).strip())
+        lost = isinstance(error, RuntimeError) and not known and any(sign in text for sign in PEER_LOST)
+        message = text if known else f"{type(error).__name__}: {text}" if text else type(error).__name__
+        late = isinstance(error, RuntimeError) and not known and TIMED_OUT.search(text) is not None
+        message = describe_lost_peer(text) if lost or late else with_advice(message, error)
+        if isinstance(error, IndexError) and text == "index out of range in self":  # torch's words
+            message += "; a token id, or a position, is beyond the model's embeddings: compare them with its vocab_size"
+        if isinstance(error, KeyboardInterrupt):
+            message = "interrupted"
+        elif error.__traceback__ is not None and not (lost or late):
+            line = raised_at(error, known=known)
+            message += f" ({line})" if line is not None and str(line) not in message else ""
+        return cls(
+            rank=rank,
+            message=" ".join(message.split()),
+            details="".join(traceback.format_exception(error)),
+            exit_code=1 if is_trouble(error) else getattr(error, "exit_code", 1),
+            secondary=isinstance(error, PeerFailed) or lost,
+            time=time.time(),
+            permanent=is_permanent(error),
+        )
+
+    @classmethod
+    def of_closed_output(cls, rank: int) -> FailureReport:
+        """A rank that ends because the reader of its standard output has gone, which is not shown as an error."""
+        return cls(rank, OUTPUT_CLOSED, "", 1, False, time.time())
+
+    def leave(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the report atomically into the supervisor's folder."""
+        target = Path(folder) / f"rank-{self.rank}.json"
+        temporary = target.with_suffix(".part")
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.rename(target)
+
+    def keep(self, folder: Path) -> None:
+        """Adds the traceback to `failures/rank-N.txt` in the run's folder; one that cannot be written is left out."""
+        path = folder / FAILURES / f"rank-{self.rank}.txt"
+        when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.time))
+        title = f"{TITLE}{when}, process {os.getpid()} on {socket.gethostname()}: {self.message}"
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            earlier = path.read_text(errors="replace")[-MOST_KEPT:] if path.exists() else ""
+            path.write_text(f"{earlier}{title}\n{self.details[-MOST_KEPT:]}\n", errors="replace")
+
+
+def keep_failure(folder: Path, error: BaseException, rank: int) -> None:
+    """Keeps the traceback in the run's folder, once, unless the folder is another run's, or the call is wrong."""
+    from stepmark.errors import CheckpointBusy, UsageError
+
+    if not isinstance(error, (UsageError, CheckpointBusy)) and not getattr(error, _KEPT, False):
+        FailureReport.of(error, rank).keep(folder)
+        keep_console(folder)
+        with contextlib.suppress(AttributeError):  # a class with slots
+            setattr(error, _KEPT, True)
+
+
+def kept_failures(folder: Path, since: float = 0.0) -> dict[str, str]:
+    """The last failure of each rank in the run's folder, by its file, after this time (seconds since 1970)."""
+    found = {}
+    for path in sorted((folder / FAILURES).glob("rank-*.txt")):
+        titles = [line for line in path.read_text(errors="replace").splitlines() if line.startswith(TITLE)]
+        if titles and path.stat().st_mtime > since:
+            found[f"{FAILURES}/{path.name}"] = titles[-1].removeprefix(TITLE)
+    return found
+
+
+def _without_traceback(text: str) -> str:
+    """What a DataLoader's worker says, without its traceback: the worker, and the error."""
+    first, worker, trace = text.partition("\nOriginal Traceback (most recent call last):\n")
+    return f"{first.rstrip('.')}: {trace.strip().splitlines()[-1]}" if worker and trace.strip() else text
+
+
+def is_permanent(error: BaseException) -> bool:
+    """Whether the same call would fail in the same way."""
+    from stepmark import errors
+
+    permanent = (errors.UsageError, errors.DataError, errors.MetricsError, errors.CheckpointMismatch)
+    known = isinstance(error, (*permanent, errors.TrainingDiverged, KeyboardInterrupt))
+    return known and not isinstance(error, errors.DataWorkerLost) and not is_trouble(error)
+
+
+def describe_lost_peer(text: str, who: str = "another rank") -> str:
+    """gloo's message about another rank without its place in gloo's source, and what it means: the connection is lost,
+    or has been silent for the time limit of collectives, which also counts time in which the job was suspended."""
+    late = TIMED_OUT.search(text)
+    if late is not None:
+        return (
+            f"a collective has waited for another rank for {int(late[1]) / 1000:g} s, the limit: that rank hangs, or "
+            "the job was suspended for longer than that in the middle of the collective; start the run again to resume "
+            "from its last checkpoint"
+        )
+    plain = re.sub(r"\[\S*/(\S+?)\.cc:\d+\]\s*", "", " ".join(text.split()))
+    return (
+        f"the connection to {who} is lost: {plain}; that rank has ended, or its machine or network has failed: "
+        "look at its output"
+    )
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether the error, or what it was raised from, is that of a connection to another rank."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_LOST):
+            return True
+        error = error.__cause__
+    return False
+
+
+def read_failure_reports(folder: str | os.PathLike[str]) -> list[FailureReport]:
+    """The ranks' reports: causes before consequences, earlier before later."""
+    failures = [FailureReport(**json.loads(path.read_text())) for path in Path(folder).glob("rank-*.json")]
+    return sorted(failures, key=lambda failure: (failure.secondary, failure.time))

@@ -1,0 +1,181 @@
+"""Heartbeats: files that a process touches and locks while it lives, and how other processes read them.
+
+Process ids are meaningless on another machine, and a file alone does not show that its process was killed. So:
+
+- on the same machine (same boot id) and the same mounted file system, the kernel's lock on the file says at once
+  whether the process still exists. Two containers of a machine that each mount a file system for themselves may not see
+  each other's locks, so there only a lock that is held says something;
+- else a process is alive if the file's time changes, and dead if it has not changed for STALE seconds in which the
+  observer was running: a cluster that is suspended as a whole wakes as one. What the time is does not matter: some file
+  systems take it from the clock of the machine that touches the file, which may be wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stepmark.filesystem import files
+from stepmark.filesystem.locks import try_lock, unlock
+from stepmark.liveness.running_time import running_time
+
+BEAT = 5.0  # seconds between two heartbeats
+STALE = 60.0  # seconds without one, after which a process on another machine is considered dead
+
+logger = logging.getLogger("stepmark")
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A heartbeat of this process: its file, however that is spelled, and the process's number, in case it forks."""
+
+    path: Path
+    file: tuple[int, int]
+    process: int
+
+
+_alive_here: list[_Own] = []
+
+
+def boot_id() -> str:
+    """Identifies this boot of this machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class Heartbeat:
+    """A file that is touched, and locked, as long as this process lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="stepmark-heartbeat", daemon=True)
+        self._descriptor = files.open_for_writing(path, truncate=True)
+        status = os.fstat(self._descriptor)
+        self._own = _Own(path.resolve(), (status.st_dev, status.st_ino), os.getpid())
+        _alive_here.append(self._own)
+        data = {"boot": boot_id(), "host": socket.gethostname(), "dev": status.st_dev}
+        try:
+            try_lock(self._descriptor)  # first: whoever can read the file may rely on its lock
+            files.write_at(self._descriptor, memoryview(json.dumps(data).encode()), 0)
+        except BaseException:
+            self.stop()
+            raise
+
+    def start(self, path: Path | None = None) -> None:
+        """Begins to beat, at `path` if the file has been moved."""
+        if path is not None:
+            before, self._own = self._own, replace(self._own, path=path.resolve())
+            _alive_here.append(self._own)
+            _alive_here.remove(before)
+            self.path = path
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT):
+            try:
+                os.utime(self._descriptor)
+            except OSError as error:  # others then see no heartbeat, which is correct
+                logger.warning("cannot show that this run is alive in %s: %s", self.path, error)
+
+    def stop(self) -> None:
+        """Ends the beat and gives the lock back."""
+        self._stop.set()
+        if self._own in _alive_here:
+            _alive_here.remove(self._own)
+        if self._thread.is_alive():
+            self._thread.join()
+        unlock(self._descriptor)
+        files.close(self._descriptor)
+
+
+@dataclass
+class _Sighting:
+    """The time of a file as it was last seen, since when it has been that, and whether it has ever changed."""
+
+    time: int
+    since: float
+    changed: bool = False
+
+
+class HeartbeatMonitor:
+    """Judges heartbeat files of other processes, and remembers what it saw when.
+
+    Times in files are compared with earlier times of the same file only, and durations are those in which this process
+    was running: clocks of two machines are never compared.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, _Sighting] = {}
+
+    def state(self, path: Path) -> bool | None:
+        """Whether the process behind the file is alive. None: unknown as yet, ask again; it is known STALE seconds
+        after the first call at the latest."""
+        verdict = lock_verdict(path)
+        if verdict is not None:
+            return verdict
+        try:
+            time_of_file = os.stat(path).st_mtime_ns  # up to date on NFS too, since the file has just been opened
+        except (FileNotFoundError, NotADirectoryError):
+            self._seen.pop(path, None)
+            return False
+        now = running_time()
+        seen = self._seen.setdefault(path, _Sighting(time_of_file, now))
+        if seen.time != time_of_file:
+            self._seen[path] = _Sighting(time_of_file, now, changed=True)
+            return True
+        if now - seen.since >= STALE:
+            return False
+        return True if seen.changed else None
+
+
+def lock_verdict(path: Path) -> bool | None:
+    """Whether the process that made the file exists, as far as this machine's kernel knows; None where it cannot."""
+    own = _find_own(path)
+    if own is not None:  # opening and closing it here would give its lock back
+        return own.process == os.getpid() or None
+    try:
+        data = json.loads(path.read_bytes())
+        if data["boot"] != boot_id():
+            return None
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    try:
+        free = try_lock(descriptor)
+        if free and data.get("dev") != os.fstat(descriptor).st_dev:  # another mount, whose locks may be separate
+            return None
+        return None if free is None else not free
+    finally:
+        os.close(descriptor)
+
+
+def host_of(path: Path) -> str | None:
+    """The host name of the process that owns the file; None where the file does not contain it."""
+    try:
+        return str(json.loads(path.read_bytes())["host"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def is_here(path: Path) -> bool:
+    """Whether the file is one of this process."""
+    return _find_own(path) is not None
+
+
+def _find_own(path: Path) -> _Own | None:
+    """This process's heartbeat in that file: by the file's identity, or by its path where inode numbers are not
+    stable."""
+    resolved, file = path.resolve(), None
+    with contextlib.suppress(OSError):  # gone or unreachable: then its path decides
+        status = os.stat(path)
+        file = (status.st_dev, status.st_ino)
+    return next((own for own in list(_alive_here) if own.file == file or own.path == resolved), None)

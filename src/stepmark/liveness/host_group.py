@@ -1,0 +1,113 @@
+"""Communication among ranks through the host: small plain values, never tensors of the model.
+
+Every call is collective: all ranks of the group make it, in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from stepmark.errors import PeerFailed
+from stepmark.liveness.failure_report import TIMED_OUT, describe_lost_peer, is_lost_peer
+from stepmark.liveness.process_exit import within
+from stepmark.liveness.process_groups import Group
+
+_PROBE = 0x5EE  # the tag of messages that nobody receives
+_NOTICED = 1.0  # seconds after which all connections to a rank that has ended are known to be lost
+_STORE_SECONDS = 1.0  # that a question to the ranks' store may take
+
+
+def launcher_serves() -> bool:
+    """Whether the launcher, torchrun's agent, serves the store, which then outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+class HostGroup:
+    """All ranks of a run, connected by gloo; a single rank needs no connection."""
+
+    def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = Group(process_group)
+        self._store_answers = True
+
+    @classmethod
+    def of_processes(cls, timeout: timedelta | None = None) -> HostGroup:
+        """The ranks of torch's default process group, on a separate gloo group; a single rank without one."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group.process_group)
+        return values
+
+    def broadcast(self, value: Any = None, source: int = 0) -> Any:
+        """The value that rank `source` passed."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=source, group=self._group.process_group)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self.all_gather(None)
+
+    # Not collective
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the connection to another rank is lost, because its process has ended. One that is stopped is there,
+        and of a machine that has lost its power nothing is known."""
+        if self.size == 1 or rank == self.rank or not dist.is_initialized():
+            return False
+        try:
+            dist.isend(torch.empty(1), group=self._group.process_group, group_dst=rank, tag=_PROBE)
+        except RuntimeError as error:
+            return is_lost_peer(error)
+        return False
+
+    def gone(self) -> str:
+        """The ranks that are gone, for a message; empty where there are none."""
+        return ", ".join(f"rank {rank}" for rank in range(self.size) if self.is_gone(rank))
+
+    def explain(self, error: BaseException | None) -> PeerFailed | None:
+        """What torch's error of a collective that has lost another rank, or waited too long, means; None of others."""
+        if not isinstance(error, RuntimeError) or not (is_lost_peer(error) or TIMED_OUT.search(str(error))):
+            return None
+        until = time.monotonic() + _NOTICED
+        while not (gone := self.gone()) and is_lost_peer(error) and time.monotonic() < until:
+            time.sleep(_NOTICED / 20)
+        return PeerFailed(describe_lost_peer(str(error), gone or "another rank"))
+
+    def tell(self, topic: str, text: str) -> None:
+        """Leaves a text in the ranks' store, if that answers."""
+        self._ask_store(lambda store: store.set(topic, text))
+
+    def told(self, topic: str) -> str | None:
+        """What a rank has left under the topic; None where there is nothing, or the store does not answer."""
+        return self._ask_store(lambda store: store.get(topic).decode() if store.check([topic]) else None)
+
+    def _ask_store(self, ask: Callable[[dist.Store], str | None]) -> str | None:
+        answers: list[str | None] = []
+
+        def call() -> None:
+            with contextlib.suppress(RuntimeError):  # the rank that serves it is gone
+                answers.append(ask(distributed_c10d._get_default_store()))
+
+        if self.size > 1 and self._store_answers:
+            self._store_answers = within(_STORE_SECONDS, call)
+        return answers[0] if answers else None

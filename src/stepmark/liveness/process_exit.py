@@ -1,0 +1,128 @@
+"""Ends a rank that cannot end by itself, and reports the reason to the process that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from stepmark.liveness.console import Console, installed
+from stepmark.liveness.failure_report import REPORTS, FailureReport
+
+INTERRUPTED = 75  # exit code: ended by a signal, and can be resumed
+STDERR = 2
+RECORDING = 2.0  # seconds that recording the reason may take, since a file system may hang
+FLUSHING = 1.0  # seconds that printing may take
+
+
+def print_stacks(reason: str) -> None:
+    """Prints the reason and the stacks of all threads to standard error, with the limits of `say`."""
+    _write(f"stepmark: {reason}; the stacks of all threads:", stacks=True)
+
+
+def say(line: str) -> None:
+    """Prints a line on the process's standard error, if that can be written to and does not take long."""
+    _write(line)
+
+
+def _write(line: str, *, stacks: bool = False) -> None:
+    console = installed() or Console(None, None)
+
+    def write() -> None:
+        lines = console.shaped([*line.splitlines(), *(_stacks() if stacks else ())])
+        with contextlib.suppress(OSError):  # no longer read
+            os.write(STDERR, "".join(f"{each}\n" for each in lines).encode())
+        console.keep(lines)
+
+    within(FLUSHING, write, name="stepmark-stderr")  # a thread that stays in a pipe that is full
+
+
+def _stacks() -> list[str]:
+    """Those of all threads. Not through a pipe: faulthandler would hold the interpreter's lock while that is full."""
+    named = hasattr(os, "memfd_create")
+    with open(os.memfd_create("stacks"), "w+b") if named else tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace").splitlines()
+
+
+def within(seconds: float, function: Callable[[], object], name: str = "stepmark-bounded") -> bool:
+    """Calls the function and waits at most so long; returns whether it has ended. It may continue in its thread."""
+    calling = threading.Thread(target=function, name=name, daemon=True)
+    try:
+        calling.start()
+    except RuntimeError:  # the limit of threads, or the interpreter is ending
+        function()
+        return True
+    calling.join(seconds)
+    return not calling.is_alive()
+
+
+def end_process(error: BaseException, rank: int) -> None:
+    """Ends this process at once, as a failed one; the error goes where errors of a rank go."""
+    failure = FailureReport.of(error, rank)
+    written: list[bool] = []
+    try:
+        within(RECORDING, lambda: written.append(reported(failure)))
+        if written != [True]:
+            say(f"error: rank {rank}: {failure.message}")
+    finally:
+        leave(failure.exit_code)
+
+
+def reported(failure: FailureReport) -> bool:
+    """Writes the failure for the process that started this rank; False if none was requested, or writing fails."""
+    try:
+        if REPORTS in os.environ:
+            failure.leave(os.environ[REPORTS])
+        return REPORTS in os.environ
+    except OSError:
+        return False
+
+
+def end_interrupted(reason: str, record: Callable[[str], None], seconds: float = RECORDING) -> NoReturn:
+    """Ends this process at once, as one that a signal has interrupted, from a thread other than the main one, which
+    cannot end it in time by raising RunInterrupted. `record(reason)` is called first, and may take so many seconds: a
+    file system may hang."""
+    try:
+        within(seconds, lambda: record(reason))
+    finally:
+        leave(INTERRUPTED)
+
+
+def end_by_signal(number: int) -> NoReturn:
+    """Ends this process at once, from any thread, with the signal's own exit code."""
+    within(FLUSHING, _flush)
+    with contextlib.suppress(Exception):  # `signal.signal` works in the main thread only
+        ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), None)
+        os.kill(os.getpid(), number)
+        time.sleep(FLUSHING)
+    os._exit(128 + number)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends this process at once. What it has printed is flushed, if that is possible and does not take long."""
+    try:
+        within(FLUSHING, _flush)
+    finally:
+        os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a closed pipe, a full disk, a custom stream
+            stream.flush()
+
+
+def end_rank(exit_code: int) -> None:
+    """Ends this process at once, if it is one of several ranks. After a failure: cleaning up takes seconds, waits for a
+    rank that is stopped, and aborts the process where threads are in collectives."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        leave(exit_code)

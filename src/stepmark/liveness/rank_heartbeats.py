@@ -1,0 +1,349 @@
+"""Heartbeats of the ranks while a run trains: which rank is silent, and which one the others wait for.
+
+A collective waits for hours for a rank that hangs, is stopped, or whose machine is gone, and then names neither the
+rank nor what it was doing. So, for as long as a run trains:
+
+heartbeat  A thread of every rank writes a growing number, and where its training is, to the ranks' store, once per
+           second. It needs neither the device nor the main thread: only a rank that is stopped does not beat.
+verdict    Rank 0 (or the first that has not left) names the rank that keeps the others waiting for too long
+           (`stuck_ranks.py`), and publishes the end of the run. The others read that, and watch its heartbeat.
+ticker     A second thread watches the first: the store does not answer if rank 0, which serves it, is stopped. It also
+           keeps a process from acting that notices where no thread can run (`standby`).
+end        Each rank that learns of the end prints its stacks and exits, with an error that names the rank.
+
+A single rank has the same threads and no store. Only time during which the observing process was running counts: a job
+that is suspended entirely, such as on a laptop that sleeps, goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+
+import torch.distributed as dist
+
+from stepmark.errors import PeerLost, StepTimeout
+from stepmark.liveness import progress
+from stepmark.liveness.failure_report import REPORTS, is_lost_peer
+from stepmark.liveness.host_group import launcher_serves
+from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say, within
+from stepmark.liveness.progress import Progress
+from stepmark.liveness.stuck_ranks import LEFT, Beat, Finding, find_stuck, listed
+
+LONGEST_BEAT = 1.0  # seconds
+BEATS = 8  # per limit, at least
+_OBSERVED = 3  # beats in which a rank that is alive has another one
+_STORE = -1
+_CAUSES = "its process is stopped, its machine or network is gone, or something holds the interpreter's lock"
+_THEN = "then restart the run to resume from its last checkpoint"
+
+logger = logging.getLogger("stepmark")
+_watches = 0
+
+
+class Silence:
+    """Since when heartbeats have not changed.
+
+    At most `longest` seconds count between two calls, so that time during which this process was suspended does not.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._seen: dict[int, tuple[object, float]] = {}
+        self._last: float | None = None
+
+    def seconds(self, beats: Mapping[int, object], now: float) -> dict[int, float]:
+        """For how many seconds each has been as it is, given the latest ones at the time `now` (time.monotonic)."""
+        passed = 0.0 if self._last is None else min(now - self._last, self._longest)
+        self._last = now
+        for key, beat in beats.items():
+            before, seconds = self._seen.get(key, (object(), 0.0))
+            self._seen[key] = (beat, seconds + passed if beat == before else 0.0)
+        return {key: self._seen[key][1] for key in beats}
+
+
+class PeerWatch:
+    """A context in which a rank that keeps the others waiting is named, and after a time ends the run.
+
+    All ranks exit, with code 1, when one of them has no heartbeat for `limit` seconds (`save_timeout`), or stays for
+    too long where `at`, which this thread follows inside the block, says it is.
+
+    `found(finding)` is called on the rank that judges when a rank is named, and with None when it goes on;
+    `ending(reason)` before the process exits; `standby(seconds, last, doing)` with each beat: another process prints
+    this one's stacks where no call follows for so many seconds, and ends it after `last` (None: never). All are called
+    in another thread. `place` describes what a rank has of the model, or is empty.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        size: int,
+        limit: float,
+        at: Progress,
+        *,
+        ending: Callable[[str], None],
+        found: Callable[[Finding | None], None] = lambda finding: None,
+        standby: Callable[[float | None, float | None, str], None] = lambda seconds, last, doing: None,
+        place: Callable[[int], str] = lambda rank: "",
+    ) -> None:
+        global _watches
+        _watches += 1
+        self._rank, self._size, self._limit, self._at = rank, size, limit, at
+        self._ending, self._found, self._standby, self._place = ending, found, standby, place
+        numbers = [at.timeout] if isinstance(at.timeout, float) else []
+        self._quiet = min(progress.FLOOR, limit, *numbers)  # seconds without a heartbeat after which a rank is named
+        self._beat = min(LONGEST_BEAT, self._quiet / BEATS)
+        self._closed = threading.Event()
+        self._verdict_lock = threading.RLock()
+        self._count = 0
+        self._started: set[int] = set()  # ranks with a first heartbeat
+        self._latest: dict[int, Beat] = {}  # heartbeats, one's own included
+        self._left: set[int] = set()  # ranks that have ended by themselves
+        self._suspect: Finding | None = None  # found once: heartbeats are of different moments
+        self._named: Finding | None = None
+        self._following = contextlib.ExitStack()
+        # A separate connection: a request that waits for an answer blocks all others on the same connection.
+        alone = store is None or size == 1
+        self._store = None if alone else dist.PrefixStore(f"alive/{_watches}", store.clone())  # type: ignore[union-attr]
+        self._reachable = self._store  # None also where the rank that served it has ended
+        self._threads = [
+            threading.Thread(target=target, name=f"stepmark-{name}", daemon=True)
+            for target, name in ((self._exchange_all, "alive"), (self._tick, "ticker"))
+        ]
+
+    def start(self) -> None:
+        """Begins to send heartbeats, of a thread that will train."""
+        self._send_beat()
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self) -> None:
+        """The calling thread trains from now on, until `close`."""
+        self._following.enter_context(self._at.follow())
+        self._at.places = lambda: {rank: beat.where for rank, beat in dict(self._latest).items()}
+        self._at.enter(progress.START)
+        if not self._count:
+            self.start()
+        self._arm()
+
+    def close(self) -> None:
+        """This rank has ended training, or will not train. It may be called again."""
+        self._following.close()
+        with self._verdict_lock:  # what this rank has begun to end, it ends
+            self._closed.set()
+        for thread in filter(threading.Thread.is_alive, self._threads):
+            thread.join(2 * self._beat)  # a thread blocked by a store that does not answer is abandoned
+
+    def __enter__(self) -> PeerWatch:
+        if self._at.position.phase == progress.BEFORE:
+            self.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lost, supervised = is_lost_peer(error), REPORTS in os.environ
+        if lost:  # perhaps since the run is being ended
+            with contextlib.suppress(RuntimeError):
+                self._obey()
+        ended = self._ended_peers() if lost and not supervised else []
+        self.close()
+        if ended:
+            raise PeerLost.of(f"{listed(ended)}:") from error
+        if error is not None and self._store is not None and not (self._rank or launcher_serves() or supervised):
+            time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
+
+    def _ended_peers(self) -> list[str]:
+        """After a connection was lost: the ranks whose heartbeat has stopped, described. One that fails by itself
+        leaves, and one that has lost its connection too goes on for as long as it looks; under `--nproc` the supervisor
+        knows which rank was killed."""
+        if self._store is None:
+            return []
+        try:
+            before = self._read(range(self._size))
+            time.sleep(_OBSERVED * self._beat)
+            after = self._read(range(self._size))
+        except RuntimeError:  # the rank that serves the store has ended
+            if not self._rank or 0 in self._left:
+                return []
+            return [self._server() if 0 in self._latest else "rank 0"]
+        stopped = [rank for rank, beat in after.items() if beat != LEFT and beat == before.get(rank)]
+        self._latest |= {rank: Beat.read(after[rank]) for rank in stopped}
+        return [self._describe(rank) for rank in stopped if rank != self._rank]
+
+    def _read(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The latest heartbeats of those of these ranks that have one."""
+        assert self._store is not None
+        self._started |= {each for each in ranks if each not in self._started and self._store.check([f"beat/{each}"])}
+        started = [rank for rank in ranks if rank in self._started]
+        beats = self._store.multi_get([f"beat/{rank}" for rank in started])  # type: ignore[attr-defined]
+        return {rank: beat.decode() for rank, beat in zip(started, beats, strict=True)}
+
+    # Heartbeats and verdicts
+
+    def _exchange_all(self) -> None:
+        silence = Silence(2 * self._beat)
+        for _ in self._beats_until_closed():
+            try:
+                self._exchange(silence)
+            except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
+                logger.debug("no longer watching the other ranks: %s", error)
+                self._reachable = None
+        with contextlib.suppress(RuntimeError):
+            if self._named is not None:
+                self._tell(None)
+            if self._reachable is not None:
+                self._reachable.set(f"beat/{self._rank}", LEFT)
+
+    def _beats_until_closed(self) -> Iterator[None]:
+        """Waits for each beat; the first ones follow each other sooner, since a run may hang in its first second."""
+        pause = self._beat / 2**BEATS
+        while not self._closed.wait(pause):
+            yield
+            pause = min(2 * pause, self._beat)
+
+    def _exchange(self, silence: Silence) -> None:
+        own = self._send_beat()
+        self._obey()
+        beats = {} if self._reachable is None else self._beats()
+        silent = silence.seconds({rank: beat and beat.count for rank, beat in beats.items()}, time.monotonic())
+        self._judge({self._rank: own, **{rank: beat for rank, beat in beats.items() if beat}}, silent)
+
+    def _obey(self) -> None:
+        """Ends the process if the rank that judges has said so."""
+        if self._reachable is not None and self._reachable.check(["verdict"]):
+            self._end(self._reachable.get("verdict").decode())
+
+    def _send_beat(self) -> Beat:
+        own = self._latest[self._rank] = Beat.of(self._count, socket.gethostname(), self._at)
+        if self._reachable is not None:
+            self._reachable.set(f"beat/{self._rank}", own.to_json())
+        self._count += 1
+        return own
+
+    @property
+    def _first(self) -> int:
+        """The first rank that has not left, which judges; without the store a rank judges itself."""
+        return self._rank if self._reachable is None else min(set(range(self._size)) - self._left)
+
+    def _beats(self) -> dict[int, Beat | None]:
+        """The latest heartbeat of each watched rank; None before it has a first one."""
+        others = range(self._size) if self._first == self._rank else [self._first]
+        watched = [rank for rank in others if rank != self._rank and rank not in self._left]
+        beats = self._read(watched)
+        self._left.update(rank for rank, beat in beats.items() if beat == LEFT)
+        self._latest |= {rank: Beat.read(beat) for rank, beat in beats.items() if beat != LEFT}
+        return {rank: self._latest.get(rank) for rank in watched if rank not in self._left}
+
+    def _judge(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> None:
+        """Names the rank without which the others cannot go on, and ends the run where that lasts for too long."""
+        finding = self._silent(beats, silent)
+        if finding is None and self._rank == self._first:
+            finding = find_stuck(beats, self._name)
+        before, self._suspect = self._suspect, finding
+        if self._named is not None and (finding is None or finding.key != self._named.key):
+            self._tell(None)
+        if finding is None or before is None or finding.key != before.key:
+            return  # heartbeats are of different moments: it is true where it is found twice
+        if self._named is None:
+            self._tell(finding)
+        if finding.ends:
+            cause = "find out what stopped the process" if finding.silent else "find out what it waits for"
+            self._end(self._reason(finding.rank, finding.text, cause))
+
+    def _silent(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> Finding | None:
+        """Those that have had no heartbeat for too long, while any trains."""
+        late = [rank for rank, seconds in silent.items() if seconds > self._quiet]
+        if not late or all(beat.outside for beat in beats.values()):
+            return None
+        longest = max(late, key=silent.__getitem__)
+        text = f"{listed([self._describe(rank) for rank in late])}: no heartbeat for {silent[longest]:.0f} s"
+        ends = silent[longest] > self._deadline(longest)[0] and not beats[self._rank].outside
+        return Finding(longest, self._latest.get(longest), text, silent=True, ends=ends)
+
+    def _deadline(self, rank: int) -> tuple[float, str]:
+        """The seconds without a heartbeat of this rank that end the run, and the setting that says so: that of what the
+        rank is doing, if it is shorter than that of silent ranks."""
+        beat, timeout = self._latest.get(rank), self._at.timeout
+        if beat is not None and beat.limit is not None and beat.limit < self._limit:
+            return beat.limit, f"step_timeout: {timeout:g}" if isinstance(
+                timeout, float
+            ) else f"step_timeout: {timeout}"
+        return self._limit, f"save_timeout: {self._limit:g}"
+
+    def _reason(self, rank: int, text: str, remedy: str) -> str:
+        return f"stuck: {text} ({self._deadline(rank)[1]}); {remedy}, {_THEN}"
+
+    def _tell(self, finding: Finding | None) -> None:
+        """Says once which rank keeps the others waiting, or with None that it goes on. Of the first rank's silence one
+        of the others speaks."""
+        about = finding or self._named
+        self._named = finding
+        assert about is not None
+        key = f"told/{about.beat.count if about.beat else 0}/{finding is None}"
+        if self._rank == self._first or self._reachable is None or self._reachable.add(key, 1) == 1:
+            shown = (
+                [f"{about.text}; {_CAUSES}"]
+                if about.silent
+                else [about.text, *(about.beat.stack if about.beat else [])]
+            )
+            say("stepmark: " + ("stuck: " + "\n  ".join(shown) if finding else f"{self._name(about.rank)} goes on"))
+        within(RECORDING, lambda: self._found(finding))
+
+    def _name(self, rank: int, *more: str) -> str:
+        beat, notes = self._latest.get(rank), ", ".join(filter(None, (self._place(rank), *more)))
+        return f"rank {rank}{f' on {beat.host}' if beat else ''}{f' ({notes})' if notes else ''}"
+
+    def _describe(self, rank: int) -> str:
+        """A rank and where it was seen last."""
+        beat = self._latest.get(rank)
+        return self._name(rank, f"last seen {beat.place}, in {beat.where}" if beat else "has not started training")
+
+    def _tick(self) -> None:
+        silence, told = Silence(2 * self._beat), False
+        for _ in self._beats_until_closed():
+            self._arm()
+            seconds = silence.seconds({_STORE: self._count}, time.monotonic())[_STORE] - self._beat
+            text = f"{self._server()}: no answer for {seconds:.0f} s"
+            if seconds > self._quiet and not told and (self._rank <= 1 or os.environ.get("LOCAL_RANK") == "0"):
+                say(f"stepmark: stuck: {text}; {_CAUSES}")
+            told = seconds > self._quiet
+            if seconds > self._deadline(self._rank)[0] and not self._latest[self._rank].outside:
+                self._end(self._reason(self._rank, text, "find out what stopped the process"))
+        self._standby(None, None, "")
+
+    def _arm(self) -> None:
+        own = self._latest[self._rank]
+        self._standby(None if own.outside else self._quiet, own.limit, self._describe(self._rank))
+
+    def _server(self) -> str:
+        """A description of the store's server."""
+        if self._rank == 0 or launcher_serves():
+            return f"the ranks' store, served by {'the launcher' if launcher_serves() else 'this rank'}"
+        return self._describe(0)
+
+    def _end(self, reason: str) -> None:
+        """Ends the process, and where it judges those of all ranks, unless training has ended in the meantime."""
+        with self._verdict_lock:
+            if self._closed.is_set():
+                return
+            print_stacks(reason)
+            within(RECORDING, lambda: self._ending(reason))  # the main thread may hang with the log's lock
+            if self._reachable is not None and self._rank == self._first:  # last: a launcher may end this rank then
+                within(RECORDING, lambda: self._tell_all(reason))
+            for worker in multiprocessing.active_children():  # one that is stopped would outlive this process
+                worker.kill()
+            end_process(StepTimeout(reason), self._rank)
+
+    def _tell_all(self, reason: str) -> None:
+        assert self._store is not None
+        self._store.set("verdict", reason)
+        time.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store

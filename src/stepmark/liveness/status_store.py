@@ -1,0 +1,208 @@
+"""The ranks' progress in a save, exchanged in the background: small files in a folder that all of them see.
+
+A collective that a rank never joins neither names that rank nor ends in time. Here a rank posts the result of a phase
+under a topic. Ranks that need the result poll until it is there, a rank has reported a failure, or the deadline has
+passed. Each rank also posts its phase, so that an error can say what a late rank was doing.
+
+Two things do not wait for the deadline. A rank that cannot post its failure, because the file system has become
+read-only, leaves it in the ranks' store too. And of a rank without a post for a while, the connection is looked at:
+that of a process that was killed is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from stepmark.errors import CheckpointError, CheckpointTimeout, PeerLost
+from stepmark.filesystem import files
+from stepmark.filesystem.visibility import when_visible
+from stepmark.liveness.failure_report import REPORTS
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.process_exit import within
+from stepmark.liveness.running_time import running_time
+
+logger = logging.getLogger("stepmark")
+
+_FAILED = "failed"
+_PHASE = "phase"
+_DONE = "done"
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
+_POST_EVERY = 1.0  # seconds; a change in the folder also makes network file systems refresh their caches
+_SILENT = 3.0  # seconds without a post, from which on an error says so
+_PATIENCE = 1.0  # seconds that posting the phase may delay it
+_FEW = 4  # posts that are looked up one by one; for more, and from time to time, the folder is listed
+_SHOWN = 8  # ranks that an error names
+
+
+class RankFailed(CheckpointError):
+    """Another rank has reported that it cannot continue."""
+
+
+class StatusStore:
+    """The posts of one save."""
+
+    def __init__(self, folder: Path, rank: int, group: HostGroup | None = None) -> None:
+        self.folder = folder
+        self.rank = rank
+        self._group = group or HostGroup()
+        self._phase = ""
+
+    def open(self) -> None:
+        """Creates the folder, on any rank. Raises CheckpointError where the run's own folder, its parent, is gone."""
+        if not self.folder.parent.is_dir():
+            raise CheckpointError(
+                f"{self.folder.parent} is gone: the folder was removed, or another run has taken it over"
+            )
+        files.make_folder(self.folder)
+
+    def enter(self, phase: str) -> None:
+        """Posts the phase that this rank is in from now on."""
+        self._phase = phase
+        self.try_to_post(_PHASE, phase)
+
+    def post(self, topic: str, value: Any = None) -> None:
+        """Posts a value under a topic."""
+        files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
+
+    def try_to_post(self, topic: str, value: Any = None) -> None:
+        """Posts a value, and only logs where that fails, as on a full disk, or takes long: the other ranks then wait
+        until the deadline."""
+
+        def post() -> None:
+            try:
+                self.post(topic, value)
+            except OSError as error:
+                logger.warning("cannot post %r for the other ranks in %s: %s", topic, self.folder, error.strerror)
+
+        if not within(_PATIENCE, post):
+            logger.warning("posting %r for the other ranks in %s takes long", topic, self.folder)
+
+    def fail(self, reason: str) -> None:
+        """Reports to the other ranks that this one cannot continue."""
+        self._group.tell(self._store_topic, json.dumps([self.rank, reason]))
+        self.try_to_post(_FAILED, reason)
+
+    @property
+    def _store_topic(self) -> str:
+        return f"{_FAILED}/{self.folder}"
+
+    def leave(self) -> None:
+        """Reports that this rank does not read here any more."""
+        self.try_to_post(_DONE)
+
+    def close(self, ranks: Collection[int], deadline: float) -> bool:
+        """Removes the posts when these ranks have left; they stay where one has not by the deadline. Returns whether
+        they are gone."""
+        try:
+            self.wait(_DONE, ranks, deadline, raise_failures=False)
+        except (CheckpointTimeout, PeerLost, OSError) as error:
+            logger.warning("not all ranks have ended a save: %s", error)
+            return False
+        files.remove_tree(self.folder)
+        return True
+
+    def has(self, topic: str, rank: int) -> bool:
+        """Whether a rank has posted under the topic."""
+        return (self.folder / f"{topic}.{rank}").exists()
+
+    def read(self, topic: str, rank: int) -> Any:
+        """What a rank has posted."""
+        return json.loads((self.folder / f"{topic}.{rank}").read_bytes())
+
+    def wait(
+        self, topic: str, ranks: Collection[int], deadline: float, *, raise_failures: bool = True
+    ) -> dict[int, Any]:
+        """The posts of these ranks under the topic; `deadline` is in seconds of `running_time`.
+
+        Raises RankFailed as soon as any rank has failed, PeerLost where one was killed, and CheckpointTimeout, which
+        names the late ranks and what they are doing, when the deadline has passed.
+        """
+        pause, posted, first = _SHORTEST_PAUSE, time.monotonic(), True
+        wanted = {f"{topic}.{rank}": rank for rank in ranks}
+        while True:
+            due = time.monotonic() - posted > _POST_EVERY
+            if due or first or len(wanted) > _FEW:  # listing is expensive, and every rank polls
+                present = set(os.listdir(self.folder))
+            else:
+                present = {name for name in wanted if (self.folder / name).exists()}
+            first = False
+            if raise_failures:
+                self._raise_failure(present)
+            if wanted.keys() <= present:
+                with contextlib.suppress(FileNotFoundError):  # listed, and not to be opened yet
+                    return {rank: self.read(topic, rank) for rank in ranks}
+            if running_time() > deadline:
+                raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} was posted too late")
+            if due:
+                self._look_at_store(raise_failures)
+                self._look_at_connections(topic, ranks)
+                self.try_to_post(_PHASE, self._phase)
+                posted = time.monotonic()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _look_at_store(self, raise_failures: bool) -> None:
+        told = self._group.told(self._store_topic) if raise_failures else None
+        if told is not None:
+            rank, reason = json.loads(told)
+            raise RankFailed(f"rank {rank}: {reason}")
+
+    def _look_at_connections(self, topic: str, ranks: Collection[int]) -> None:
+        """Raises PeerLost where a rank is silent and its connection lost."""
+        if REPORTS in os.environ:  # the supervisor knows which rank was killed, and ends the others
+            return
+        now = self._now()
+        late = [rank for rank in ranks if not self.has(topic, rank)]
+        gone = [rank for rank in late if self._silence(rank, now) > _SILENT and self._group.is_gone(rank)]
+        if gone:
+            raise PeerLost.of(self.describe(gone))
+
+    def _raise_failure(self, present: set[str]) -> None:
+        for name in sorted(present):
+            topic, _, rank = name.partition(".")
+            if topic == _FAILED and rank.isdigit() and int(rank) != self.rank:
+                path = self.folder / name
+                raise RankFailed(f"rank {rank}: {json.loads(when_visible(path.read_bytes, path))}")
+
+    def missing(self, topic: str, ranks: Collection[int]) -> str | None:
+        """Which of these ranks have not posted under the topic, and what they are doing; None where all have."""
+        late = sorted(rank for rank in ranks if not self.has(topic, rank))
+        return f"{self.describe(late)} has not {topic}" if late else None
+
+    def describe(self, ranks: Collection[int]) -> str:
+        """These ranks, each with what it was doing last, and how long ago that was if it is long."""
+        self.try_to_post(_PHASE, self._phase)
+        now = self._now()
+        shown = [f"rank {rank} ({self._doing(rank, now)})" for rank in list(ranks)[:_SHOWN]]
+        more = len(ranks) - len(shown)
+        return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+    def _now(self) -> float:
+        """The time by the file system's clock; by this machine's if this rank could not post."""
+        try:
+            return os.stat(self.folder / f"{_PHASE}.{self.rank}").st_mtime
+        except OSError:
+            return time.time()
+
+    def _silence(self, rank: int, now: float) -> float:
+        """Seconds since a rank's last post."""
+        try:
+            return now - os.stat(self.folder / f"{_PHASE}.{rank}").st_mtime
+        except FileNotFoundError:
+            return math.inf
+
+    def _doing(self, rank: int, now: float) -> str:
+        silent = self._silence(rank, now)
+        try:
+            phase = self.read(_PHASE, rank)
+        except FileNotFoundError:
+            return "has not joined"
+        return f"{phase}, silent for {silent:.0f} s" if silent > _SILENT else str(phase)

@@ -1,0 +1,130 @@
+"""Which rank keeps the others waiting, by what the ranks' heartbeats say of them.
+
+Ranks go through the same phases in the same order, so the one that is furthest behind is the one that others wait for;
+of several, one that is in a function of the user's comes before those that wait in a collective themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from stepmark.liveness import progress
+from stepmark.liveness.progress import Progress
+from stepmark.liveness.thread_frames import frame_of, innermost, is_waiting, outwards, stack
+
+LEFT = "left"  # in place of a heartbeat: the rank has ended by itself
+_NAMED = 8  # ranks that a message names
+_OWN = ("stepmark/liveness/rank_heartbeats.py", "stepmark/liveness/stuck_ranks.py")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat: where its rank is, and for how many seconds. `over`, `ends`: whether that is too long, and long
+    enough to end the run. `limit`: seconds without a heartbeat that end the run; None: the limit of saves applies.
+    `waits`: it is in a collective; `outside`: not in `train()`."""
+
+    count: int
+    host: str
+    step: int
+    order: int
+    phase: str
+    where: str
+    seconds: float
+    over: bool = False
+    ends: bool = False
+    limit: float | None = None
+    waits: bool = False
+    outside: bool = False
+    stack: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, count: int, host: str, at: Progress) -> Beat:
+        position, frame = at.position, frame_of(at.thread)
+        for each in outwards(frame):
+            if each.f_code.co_filename.endswith(_OWN):  # it is about to train, or ends
+                frame = each.f_back
+        seconds, (named, ended) = at.seconds(position), at.limits(position)
+        slow = seconds > progress.FLOOR / 2
+        return cls(
+            count,
+            host,
+            position.step,
+            position.order,
+            position.words,
+            innermost(frame),
+            round(seconds, 1),
+            over=named is not None and seconds > named,
+            ends=ended is not None and seconds > ended,
+            limit=ended,
+            waits=slow and position.phase != progress.DATA and is_waiting(frame),
+            outside=position.phase == progress.BEFORE,
+            stack=stack(frame) if slow else [],
+        )
+
+    @classmethod
+    def read(cls, text: str) -> Beat:
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def place(self) -> str:
+        return self.phase if self.phase in progress.WITHOUT_STEP else f"in step {self.step}, {self.phase}"
+
+    def __str__(self) -> str:
+        return f"{self.place}, for {self.seconds:.0f} s, in {self.where}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Ranks without which the others cannot go on, the first of which is `rank`. `silent`: it has no heartbeat, which
+    is all that is known. `ends`: the run is to end."""
+
+    rank: int
+    beat: Beat | None
+    text: str
+    silent: bool = False
+    ends: bool = False
+
+    @property
+    def key(self) -> tuple[int, bool, int, int]:
+        """What stays the same while the rank stays where it is."""
+        at = (0, 0) if self.beat is None or self.silent else (self.beat.step, self.beat.order)
+        return self.rank, self.silent, *at
+
+
+def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Finding | None:
+    """The rank that is behind, if it has been where it is for too long; `describe` names a rank and its host."""
+    if not beats:
+        return None
+    first = min((beat.step, beat.order) for beat in beats.values())
+    behind = [rank for rank in sorted(beats) if (beats[rank].step, beats[rank].order) == first]
+    chosen = [rank for rank in behind if not beats[rank].waits] or behind
+    one = beats[chosen[0]]
+    # A rank outside of training is waited for, or nothing is the matter.
+    waited = (
+        max((beat.seconds for beat in beats.values() if not beat.outside), default=0.0) if one.outside else math.inf
+    )
+    if waited <= progress.FLOOR or not all(beats[rank].over for rank in chosen):
+        return None
+    ends = waited > (one.limit or 0.0) and all(beats[rank].ends for rank in chosen)
+    text = f"{listed([describe(rank) for rank in chosen])} {one}"
+    ahead = [rank for rank in sorted(beats) if rank not in chosen]
+    if ahead and one.waits:
+        other = f"{describe(ahead[0])} ({beats[ahead[0]].place}, in {beats[ahead[0]].where})"
+        text += f"; it is in a collective without {other}: one of the two has skipped one, or added one"
+    elif ahead:
+        text += "; the others wait for it"
+    elif len(chosen) > 1:
+        text += "; all ranks wait there: look at the network and the devices"
+    return Finding(chosen[0], one, text, ends=ends)
+
+
+def listed(ranks: Sequence[str]) -> str:
+    """Described ranks, the first of them where they are many."""
+    more = [f"and {len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
+    return ", ".join([*ranks[:_NAMED], *more])

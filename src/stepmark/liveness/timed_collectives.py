@@ -1,0 +1,139 @@
+"""Host collectives with a deadline: they return all ranks' values, or name the ranks that did not join."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from stepmark.errors import CheckpointError, CheckpointTimeout
+from stepmark.liveness.failure_report import describe_lost_peer
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.messages import describe_error, late
+from stepmark.liveness.process_exit import print_stacks, within
+from stepmark.liveness.running_time import running_time
+from stepmark.liveness.status_store import StatusStore
+
+_ABSENT = "not all ranks joined"
+_LOOK_SECONDS = 1.0  # between two looks at the clock
+_LOOKING = 5.0  # seconds that finding out which ranks did not join may take
+_Answer = tuple[Any, BaseException | None]
+
+
+class TimedGroup:
+    """The group of all ranks. Each call may take `timeout` seconds; after one has failed, later ones fail at once."""
+
+    def __init__(self, group: HostGroup, timeout: float) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.group = group
+        self._timeout = timeout
+        self._broken: CheckpointError | None = None
+
+    def all_gather(self, value: Any, what: str, board: StatusStore | None = None) -> list[Any]:
+        """The values of all ranks. `what` is its purpose, for errors; the board, if any, shows which ranks have joined.
+
+        Raises CheckpointTimeout, which names the ranks that did not join, and CheckpointError where one is gone.
+        """
+        result = self._bounded(lambda: self.group.all_gather(value), what, board)
+        assert isinstance(result, list)
+        return result
+
+    def ask_first(
+        self, function: Callable[[], Any], what: str, timeout: float | None = None, board: StatusStore | None = None
+    ) -> Any:
+        """The result of `function` on rank 0, on all ranks. An error that it raises there is raised on all."""
+        answer: tuple[Any, type[CheckpointError] | None, str] = (None, None, "")
+        problem: BaseException | None = None
+        if self.rank == 0:
+            try:
+                answer = (function(), None, "")
+            except (CheckpointError, OSError) as error:
+                problem = error
+                answer = (
+                    None,
+                    type(error) if isinstance(error, CheckpointError) else CheckpointError,
+                    describe_error(error),
+                )
+        absent = "rank 0 did not answer" if self.rank else _ABSENT
+        value, kind, message = self._bounded(lambda: self.group.broadcast(answer), what, board, timeout, absent)
+        if kind is not None:
+            raise kind(message) from problem
+        return value
+
+    def _bounded(
+        self,
+        collective: Callable[[], Any],
+        what: str,
+        board: StatusStore | None,
+        timeout: float | None = None,
+        absent: str = _ABSENT,
+    ) -> Any:
+        """`absent` describes the ranks that do not join, where no board shows which they are."""
+        if self.size == 1:
+            return collective()
+        if self._broken is not None:
+            raise self._broken
+        if board is not None:
+            board.try_to_post(_topic(what))
+        timeout = timeout or self._timeout
+        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((collective(), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        threading.Thread(target=run, name="stepmark-collective", daemon=True).start()
+        try:
+            result, error = _get_within(timeout, answers)
+        except queue.Empty:
+            self._broken = CheckpointTimeout(late(self._missing_soon(what, board, absent), timeout))
+            print_stacks(str(self._broken))
+            raise self._broken from None
+        if isinstance(error, RuntimeError):  # what gloo raises when the connection to another rank is gone
+            gone = self.group.gone()
+            missing = f"{what}: {gone} is gone" if gone else self._missing_soon(what, board, absent)
+            self._broken = CheckpointError(f"{missing}; {describe_lost_peer(str(error))}")
+            raise self._broken from error
+        if error is not None:
+            raise error
+        return result
+
+    def _missing(self, what: str, board: StatusStore | None, absent: str) -> str:
+        if board is None:
+            return f"{what}: {absent}"
+        missing = [rank for rank in range(self.size) if not board.has(_topic(what), rank)]
+        if not missing:
+            return f"{what}: all ranks reached the collective but received no data from each other"
+        return f"{what}: {board.describe(missing)} did not join"
+
+    def _missing_soon(self, what: str, board: StatusStore | None, absent: str) -> str:
+        """The same, with a deadline, since the board's file system may hang."""
+        found: list[str] = []
+
+        def look() -> None:
+            with contextlib.suppress(OSError):
+                found.append(self._missing(what, board, absent))
+
+        if within(_LOOKING, look) and found:
+            return found[0]
+        return f"{what}: {absent}, and {'the folder' if board is None else board.folder.parent} does not answer"
+
+
+def _get_within(seconds: float, answers: queue.SimpleQueue[_Answer]) -> _Answer:
+    """The first answer. Raises queue.Empty after so many seconds in which this process was running."""
+    until = running_time() + seconds
+    while True:
+        try:
+            return answers.get(timeout=max(0.0, min(until - running_time(), _LOOK_SECONDS)))
+        except queue.Empty:
+            if running_time() >= until:
+                raise
+
+
+def _topic(what: str) -> str:
+    return "at-" + "".join(letter if letter.isalnum() else "-" for letter in what)

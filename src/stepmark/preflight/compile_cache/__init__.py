@@ -1,0 +1,1 @@
+"""`stepmark cache`: lists and trims the caches of compiled graphs."""

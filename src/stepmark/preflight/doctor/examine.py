@@ -1,0 +1,104 @@
+"""Looks at everything, and shows it as one page or as plain values."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepmark.config.recipe import Recipe
+from stepmark.errors import LaunchError
+from stepmark.launch.world import World
+from stepmark.preflight.doctor.devices import look_at_devices, neuron_driver
+from stepmark.preflight.doctor.findings import Finding, Status
+from stepmark.preflight.doctor.graphs import fewest_ranks, look_at_graphs
+from stepmark.preflight.doctor.known_versions import judge_versions
+from stepmark.preflight.doctor.machine import look_at_compile_cache, look_at_launcher, look_at_machine
+from stepmark.preflight.doctor.recipe_fields import look_at_recipe
+from stepmark.preflight.doctor.shared_folder import look_at_folder
+from stepmark.preflight.doctor.variables import look_at_variables
+from stepmark.runtime.versions import PACKAGES, refused_peft, software_versions
+
+MARKS = {Status.OK: " ", Status.WARNING: "?", Status.FAILURE: "!"}
+RUNTIME_PACKAGE = "aws-neuronx-runtime-lib"
+
+
+def examine(recipe: Recipe | None, path: str | None = None) -> list[Finding]:
+    """All findings, for a run of the recipe in the file `path`; without one, for a run in the current folder with
+    default fields."""
+    wish = "auto" if recipe is None else recipe.training.device_name
+    folder = Path.cwd() if recipe is None else Path(recipe.training.output_dir)
+    workers = 0 if recipe is None else recipe.training.dataloader_num_workers
+    devices = list(look_at_devices(wish))
+    device = next((each.values["device"] for each in devices if "device" in each.values), wish)
+    fields = [] if recipe is None or path is None else list(look_at_recipe(path, recipe, device))
+    makes_graphs = _makes_graphs(device) and not will_fail(fields)
+    return [
+        *_versions(),
+        *devices,
+        *look_at_variables(device),
+        *look_at_launcher(1 if recipe is None else fewest_ranks(recipe)),
+        *look_at_compile_cache(device, None if recipe is None else recipe.training.compile_cache),
+        *look_at_machine(workers),
+        *look_at_folder(folder),
+        *fields,
+        *(look_at_graphs(path, recipe) if recipe is not None and path is not None and makes_graphs else ()),
+    ]
+
+
+def _makes_graphs(device: str) -> bool:
+    """Whether runs on the device make graphs, and this process may start ranks that make them."""
+    try:
+        return device == "xla" and World.from_environment().size == 1
+    except LaunchError:  # the launcher's finding says it
+        return False
+
+
+def _versions() -> Iterator[Finding]:
+    versions = software_versions()
+    for name in ("python", *PACKAGES):
+        text = versions.get(name, "not installed")
+        yield Finding("versions", name, text, values={"version": versions.get(name)})
+    neuron = {"driver": neuron_driver(), "runtime": _neuron_runtime()}
+    yield from judge_versions({**versions, **{name: text for name, text in neuron.items() if text is not None}})
+    if (refused := refused_peft()) is not None:
+        yield Finding("versions", "transformers with peft", refused, Status.WARNING)
+
+
+def _neuron_runtime() -> str | None:
+    """The version of Neuron's runtime library, which is a package of the system."""
+    if shutil.which("dpkg-query") is None:
+        return None
+    command = ["dpkg-query", "--show", "--showformat=${Version}", RUNTIME_PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.split("-")[0] or None if done.returncode == 0 else None
+
+
+def will_fail(findings: Sequence[Finding]) -> bool:
+    return any(finding.status == Status.FAILURE for finding in findings)
+
+
+def to_text(findings: Sequence[Finding]) -> str:
+    """One line a finding, under its topic: `!` will fail, `?` is a risk."""
+    lines, width = [], max(len(finding.name) for finding in findings)
+    for topic in dict.fromkeys(finding.topic for finding in findings):
+        lines += [topic]
+        lines += [
+            f"{MARKS[each.status]}   {each.name:{width}}  {each.text}" for each in findings if each.topic == topic
+        ]
+    count = {status: sum(finding.status == status for finding in findings) for status in Status}
+    failures, warnings = count[Status.FAILURE], count[Status.WARNING]
+    summary = f"{failures} that will fail (!), {warnings} that may do harm (?)"
+    return "\n".join([*lines, "", "nothing that will fail or do harm" if not failures + warnings else summary])
+
+
+def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "will_fail": will_fail(findings),
+        "findings": [
+            {"topic": each.topic, "name": each.name, "status": str(each.status), "text": each.text, **each.values}
+            for each in findings
+        ],
+    }

@@ -1,0 +1,1 @@
+"""`stepmark plan`: a recipe's memory, steps and checkpoint sizes, without its device and its weights."""

@@ -1,0 +1,260 @@
+"""A mesh of ranks that do not exist, for tracing a step: nothing is sent, and memory is allocated as if it were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from stepmark.launch.world import World
+from stepmark.liveness.host_group import HostGroup
+from stepmark.preflight.plan.allocations import COMMUNICATION, AllocationTracker
+from stepmark.runtime.collectives import (
+    Collectives,
+    GroupCollectives,
+    NoCollectives,
+    Reduction,
+    Shares,
+    SpareBuffers,
+)
+from stepmark.runtime.context import Context
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.links import Exchange, Form
+from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR, Mesh
+from stepmark.runtime.rank_grid import RankGrid
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """The properties of a device type that decide what is allocated.
+
+    Attributes:
+        name: "cpu", "cuda", "neuron" or "xla".
+        lazy: Whether operations become a graph.
+        host_memory: Whether its memory is the host's.
+        rounding: Bytes to whose multiple its allocator rounds.
+    """
+
+    name: str
+    lazy: bool = False
+    host_memory: bool = False
+    rounding: int = 1
+
+
+GENERATOR_STATE = 5056  # bytes of that of torch's CPU generator
+
+DEVICES = {
+    "cpu": PlannedDevice("cpu", host_memory=True),
+    "cuda": PlannedDevice("cuda", rounding=512),
+    "neuron": PlannedDevice("neuron"),
+    "xla": PlannedDevice("xla", lazy=True),
+}
+
+
+class SimulatedRuntime(EagerRuntime):
+    """A device that computes nothing: its tensors are fake.
+
+    Attributes:
+        at_boundary: Called at each step boundary.
+    """
+
+    def __init__(self, device: PlannedDevice) -> None:
+        super().__init__(torch.device("cpu"))
+        self.name = device.name
+        self.lazy = device.lazy
+        self.host_memory = device.host_memory
+        self.at_boundary: Callable[[], None] = lambda: None
+
+    def step_boundary(self, *, wait: bool = False) -> None:
+        self.at_boundary()
+
+    def seed(self, value: int) -> None:
+        """Draws nothing, so there is nothing to seed."""
+
+    def current_seed(self) -> int:
+        return 0
+
+    def generator_state(self) -> Tensor:
+        return torch.zeros(GENERATOR_STATE, dtype=torch.uint8)
+
+    def drew_since(self, state: Tensor) -> bool:
+        return False
+
+    def set_generator_state(self, state: Tensor) -> None:
+        """Draws nothing."""
+
+
+class SimulatedMesh(Mesh):
+    """The mesh as one rank sees it, without the other ranks: the first one of a pipeline stage.
+
+    Attributes:
+        simulated: The device.
+        simulated_links: The links along the pipeline, if there is one.
+    """
+
+    def __init__(
+        self,
+        axes: dict[str, int],
+        device: PlannedDevice,
+        tracker: AllocationTracker,
+        stage: int = 0,
+        arriving: Sequence[Form] = (),
+    ) -> None:
+        """`stage`: the rank's coordinate on the pipeline's axis. `arriving`: the forms of the hidden states that its
+        stages receive, in order."""
+        grid = RankGrid(axes)
+        self._device, self._tracker = device, tracker
+        self.simulated = SimulatedRuntime(device)
+        first = stage * axes[DATA] * axes[TENSOR]
+        context = Context(World(rank=first, size=grid.size), self.simulated, HostGroup())
+        collectives = {axis: self._collectives(size, stage if axis == PIPELINE else 0) for axis, size in axes.items()}
+        last = axes.get(PIPELINE, 1) - 1
+        ends = self._collectives(2, int(stage > 0)) if last and stage in (0, last) else None
+        self.simulated_links = SimulatedLinks(device, tracker, arriving)
+        super().__init__(context, grid, collectives, ends, self.simulated_links if last else None)
+
+    def replicas(self, count: int) -> Collectives:
+        return self._collectives(count)
+
+    def _collectives(self, size: int, rank: int = 0) -> Collectives:
+        if size == 1:
+            return NoCollectives()
+        if self._device.lazy:
+            return SimulatedGraphCollectives(size, self._tracker, rank)
+        return SimulatedCollectives(size, self._tracker, rank, host_memory=self._device.host_memory)
+
+
+class SimulatedLinks:
+    """Transfers between pipeline stages that allocate what arrives. See `StageLinks`."""
+
+    def __init__(self, device: PlannedDevice, tracker: AllocationTracker, arriving: Sequence[Form]) -> None:
+        self._device, self._tracker = device, tracker
+        self._arriving = list(arriving)
+        self._told = 0
+
+    def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        sent = [tensor.detach().contiguous() for tensor in outgoing]
+        if self._device.lazy:
+            forms = [*map(Form.of, sent), *incoming]
+            for shape, dtype in [(form.shape, form.dtype) for form in forms]:
+                with self._tracker.within(COMMUNICATION):
+                    torch.empty((2, *shape), dtype=dtype)  # an all-gather of the pair, of which one half is taken
+        return self.exchange_on_host(other, sent, incoming)
+
+    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        return Exchange((), outgoing, (), [torch.empty(form.shape, dtype=form.dtype) for form in incoming])
+
+    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
+        """Every stage asks once for each shape of a batch, the rank's first stage first."""
+        with unset_fake_temporarily():  # their values are read
+            headers = [self._next().encoded() for _ in range(count)]
+        return Exchange.done(headers)
+
+    def expect_rows(self, rows: int) -> None:
+        """From now on, batches have so many rows."""
+        self._arriving = [Form((rows, *form.shape[1:]), form.dtype) for form in self._arriving]
+        self._told = 0
+
+    def _next(self) -> Form:
+        self._told += 1
+        return self._arriving[(self._told - 1) % len(self._arriving)]
+
+
+class SimulatedCollectives(GroupCollectives):
+    """Allocates what `GroupCollectives` does."""
+
+    def __init__(self, size: int, tracker: AllocationTracker, rank: int, *, host_memory: bool) -> None:
+        self.rank, self.size = rank, size
+        self._tracker, self._host_memory = tracker, host_memory
+        self._spare = SpareBuffers()
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            return [tensor.contiguous() for tensor in tensors]
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            shards = [tensor.movedim(dim, 0).contiguous() for tensor in tensors]
+            gathered = [shard.new_empty(self.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
+            return [each.movedim(0, dim) for each in gathered]
+
+    def start_gather_in_place(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Allocates nothing."""
+        return lambda: tensor
+
+    def start_reduce_scatter(
+        self, tensor: Tensor, shares: Shares | None = None, dtype: torch.dtype | None = None
+    ) -> Callable[[], Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            return super().start_reduce_scatter(tensor, shares, dtype)
+
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        return lambda: gathered
+
+    def all_to_all(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            sent = torch.cat(list(tensors))
+            return list(sent.new_empty(sum(counts)).split(list(counts)))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank holds what this one does."""
+        return [value] * self.size
+
+    def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        return [number * self.size for number in numbers]
+
+    def read(self, vector: Tensor) -> list[float]:
+        return [0.0] * vector.numel()
+
+    def _between_hosts(self, tensor: Tensor) -> bool:
+        return self._host_memory
+
+    def _start_reduce_scatter_between_devices(self, sent: Tensor) -> Callable[[], Tensor]:
+        shard = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
+        return lambda: (sent, shard)[1]  # what is sent is held until then
+
+    def _start_exchange_between_devices(self, sent: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        received = torch.empty_like(sent).view(self.size, -1)
+        return lambda: (sent, received)[1].sum(0, dtype=dtype)
+
+    def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
+        return []
+
+    def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: Shares | None) -> Tensor:
+        return own
+
+
+class SimulatedGraphCollectives(NoCollectives):
+    """Collectives in the graph: each result is a new tensor."""
+
+    def __init__(self, size: int, tracker: AllocationTracker, rank: int) -> None:
+        self.rank, self.size = rank, size
+        self._tracker = tracker
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
+        return [self._like(tensor, 0, 1, 1) for tensor in tensors]
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return [self._like(tensor, dim, self.size, 1) for tensor in tensors]
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return [self._like(tensor, dim, 1, self.size) for tensor in tensors]
+
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return self._like(tensor, dim, 1, self.size)
+
+    def _like(self, tensor: Tensor, dim: int, times: int, divided_by: int) -> Tensor:
+        shape = list(tensor.shape)
+        if shape:
+            shape[dim] = shape[dim] * times // divided_by
+        with self._tracker.within(COMMUNICATION):
+            return tensor.new_empty(shape)

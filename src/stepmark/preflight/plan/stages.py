@@ -1,0 +1,111 @@
+"""The memory of the ranks of a pipeline, which differ: the first keeps the activations of the most micro-batches, the
+last has the head and the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stepmark.config.training_fields import TrainingFields
+from stepmark.parallel.pipeline.balance import bounds_of
+from stepmark.parallel.pipeline.schedules import GPIPE, make_schedule
+from stepmark.parallel.pipeline.stage_plan import plan_stages
+from stepmark.preflight.plan.depth import extrapolated, period_of, trace_deep_stage
+from stepmark.preflight.plan.step_setup import StepSetup
+from stepmark.preflight.plan.step_trace import Peaks, StepTrace, meta_model, train_like
+
+FEW, MORE = 3, 4  # micro-batches that are traced of gpipe, which keeps the activations of all
+TRACED = 6  # micro-batches of gpipe up to which all are traced
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """What one rank of a pipeline allocates.
+
+    Attributes:
+        rank: Its coordinate on the pipeline's axis.
+        layers: The first and the last layer of each of its stages.
+        in_flight: The most forward passes whose activations it keeps.
+        trace: The traced step.
+    """
+
+    rank: int
+    layers: tuple[tuple[int, int], ...]
+    in_flight: int
+    trace: StepTrace
+
+
+def trace_stages(setup: StepSetup, *, every: bool) -> list[StageTrace]:
+    """Traces the ranks of a pipeline, the first of each stage.
+
+    Args:
+        setup: Whose `pipeline_layers` may be None: the layers are divided as the run would.
+        every: Trace all; otherwise those among which the largest must be.
+
+    Raises:
+        UsageError: The model cannot be cut in this way.
+    """
+    sizes = _sizes(setup)
+    args = dataclasses.replace(setup.args, pipeline_layers=sizes)
+    ranks = range(args.pipeline_parallel_size)
+    traced = ranks if every or period_of(setup.config) != 1 else _largest(sizes, args)
+    bounds = bounds_of(sizes)
+    found = []
+    for rank in traced:
+        layers = tuple((begin, end - 1) for begin, end in bounds[rank :: len(ranks)])
+        trace = _trace(dataclasses.replace(setup, args=args, stage=rank))
+        found.append(StageTrace(rank, layers, in_flight(args, rank), trace))
+    return found
+
+
+def in_flight(args: TrainingFields, rank: int) -> int:
+    """The most forward passes whose activations a rank of the pipeline keeps."""
+    micro_batches = args.gradient_accumulation_steps
+    ranks = args.pipeline_parallel_size
+    if args.pipeline_schedule != GPIPE:  # from there on it is the same
+        micro_batches = min(micro_batches, 4 * ranks)
+    return make_schedule(args.pipeline_schedule, ranks, micro_batches, args.pipeline_chunks).in_flight(rank)
+
+
+def _sizes(setup: StepSetup) -> list[int]:
+    """The layers of each stage."""
+    args = setup.args
+    with FakeTensorMode():
+        model = train_like(meta_model(setup), args)
+        plan = plan_stages(model, args.pipeline_parallel_size * args.pipeline_chunks, args.pipeline_layers)
+    return [end - begin for begin, end in plan.bounds]
+
+
+def _largest(sizes: list[int], args: TrainingFields) -> list[int]:
+    """The first rank, the last, and of those between them, which keep the fewer activations the later they are, each
+    that has more layers than the ones before it."""
+    last = args.pipeline_parallel_size - 1
+    found, most = [0], 0
+    for rank in range(1, last):
+        layers = sum(sizes[rank :: last + 1])
+        if layers > most:
+            found.append(rank)
+            most = layers
+    return [*found, last]
+
+
+def _trace(setup: StepSetup) -> StepTrace:
+    """One rank's step. With gpipe the peaks grow with every micro-batch by the same, so two small numbers suffice."""
+    count = setup.args.gradient_accumulation_steps
+    if setup.args.pipeline_schedule != GPIPE or count <= TRACED:
+        return trace_deep_stage(setup)
+    few, more = (trace_deep_stage(dataclasses.replace(setup, micro_batches=number)) for number in (FEW, MORE))
+    peaks = extrapolated(_by_part(few.peaks), _by_part(more.peaks), (count - MORE) / (MORE - FEW))
+    return dataclasses.replace(more, peaks=peaks)
+
+
+def _by_part(peaks: Peaks) -> Peaks:
+    """The highest peak of all passes of a kind."""
+    found: Peaks = {}
+    for window, usage in peaks.items():
+        part = " ".join(word for word in window.replace(",", "").split() if not word.isdigit())
+        if part not in found or sum(usage.values()) > sum(found[part].values()):
+            found[part] = usage
+    return found

@@ -1,0 +1,221 @@
+"""A plan as text, and as plain values for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from stepmark.preflight.plan.allocations import CATEGORIES
+from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory, StageMemory, saves
+
+GIGABYTE = 10**9
+COLUMNS = ("mesh", "zero_1", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
+OF_PIPELINES = ("largest", "bubble")
+
+
+def to_text(plan: Plan) -> str:
+    """One page: the model and the run, memory of the recipe's own settings, and of others."""
+    return "\n".join([*_head(plan), "", *_own(plan), "", *_table(plan), "", *_conclusion(plan)])
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    length, checkpoint = plan.length, plan.checkpoint
+    billions = plan.parameters / 1e9
+    count = f"{billions:.3f} billion" if billions >= 0.1 else f"{plan.parameters:,}"
+    yield f"model       {plan.model_class}, {count} parameters, {plan.own.args.dtype}"
+    yield f"ranks       {plan.ranks}: {_mesh(plan, plan.own)}; device {plan.device.name}"
+    if plan.own.stages:
+        yield f"pipeline    {_pipeline(plan.own)}"
+    steps = "unknown (max_steps, or --count-data, tells)" if length.steps is None else f"{length.steps:,}"
+    tokens = "" if length.tokens is None else f", {length.tokens:,} in all"
+    yield f"steps       {steps}; {length.samples_per_step:,} samples = {length.tokens_per_step:,} tokens a step{tokens}"
+    made = saves(plan)
+    times = "" if made is None else f", {made:,} times"
+    kept = plan.own.args.save_total_limit
+    disk = "" if kept is None else f"; {kept} kept and one in progress: {_gb((kept + 1) * checkpoint.total)}"
+    parts = f"model {_gb(checkpoint.model)}, optimizer {_gb(checkpoint.optimizer)}"
+    yield f"checkpoint  {_gb(checkpoint.total)} ({parts}){times}{disk}"
+    yield f"host        {_gb(checkpoint.staging)} a rank to copy a checkpoint to; it is kept from save to save"
+
+
+def _pipeline(own: RankMemory) -> str:
+    args = own.args
+    chunks = f" with {args.pipeline_chunks} stages a rank" if args.pipeline_chunks > 1 else ""
+    return (
+        f"{args.pipeline_schedule}{chunks}, {args.gradient_accumulation_steps} micro-batches: a rank waits for "
+        f"{own.bubble:.1%} of a step, if all stages take equally long"
+    )
+
+
+def _own(plan: Plan) -> Iterator[str]:
+    own = plan.own
+    where = "" if own.worst is None else f" of pipeline rank {own.worst.rank}, which needs the most"
+    yield f"memory a rank at the peak, in the {own.peak_of}{where}:"
+    usage = own.usage or {}
+    for category in CATEGORIES:
+        yield f"  {category:<16}{_gb(usage[category]):>12}"
+    yield f"  {'sum':<16}{_gb(own.peak):>12}"
+    if own.stages:
+        yield ""
+        kept = "`kept`: forward passes whose activations a rank keeps at a time"
+        yield f"the ranks of its pipeline, in {_unit(plan)[1]}; {kept}:"
+        rows = [("rank", "layers", "kept", *CATEGORIES, "peak"), *(_stage_row(plan, each) for each in own.stages)]
+        yield from _aligned(rows)
+
+
+def _stage_row(plan: Plan, stage: StageMemory) -> tuple[str, ...]:
+    unit, _ = _unit(plan)
+    usage = (f"{stage.usage[category] / unit:.2f}" for category in CATEGORIES)
+    return (str(stage.rank), _layers(stage), str(stage.in_flight), *usage, f"{stage.peak / unit:.2f}")
+
+
+def _unit(plan: Plan) -> tuple[int, str]:
+    """Bytes and name of the unit of the tables: small models have nothing to show in GB."""
+    largest = max(option.peak for option in (plan.own, *plan.options) if option.impossible is None)
+    return (GIGABYTE, "GB") if largest >= GIGABYTE / 10 else (10**6, "MB")
+
+
+def _layers(stage: StageMemory) -> str:
+    """From 0: `0-5`; with chunks `0-2 + 6-8`."""
+    return " + ".join(f"{first}-{last}" if last > first else str(first) for first, last in stage.layers)
+
+
+def _table(plan: Plan) -> Iterator[str]:
+    """One line for each setting; the first is the recipe's own."""
+    yield f"the recipe's mesh and those near it, in {_unit(plan)[1]}:"
+    piped = any(option.stages for option in plan.options)
+    columns = (*COLUMNS, *(OF_PIPELINES if piped else ()), *(() if plan.device_memory is None else ("fits",)))
+    rows = [columns, *(_row(plan, option, piped) for option in plan.options if option.impossible is None)]
+    yield from _aligned(rows)
+    for option in plan.options:
+        if option.impossible is not None:
+            yield f"  {_mesh(plan, option)}: not possible: {option.impossible}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+
+
+def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:
+    """`piped`: with the columns of pipelines."""
+    args, usage, (unit, _) = option.args, option.usage or {}, _unit(plan)
+    cells = [
+        _mesh(plan, option),
+        _yes(args.zero_1),
+        _yes(args.sequence_parallel),
+        _yes(args.gradient_checkpointing),
+        f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}",
+        *(f"{usage[category] / unit:.2f}" for category in CATEGORIES),
+        f"{option.peak / unit:.2f}",
+    ]
+    if piped:
+        worst = option.worst
+        cells += ["", ""] if worst is None else [f"rank {worst.rank}", f"{option.bubble:.1%}"]
+    return tuple(cells) if plan.device_memory is None else (*cells, _verdict(plan, option))
+
+
+def _verdict(plan: Plan, option: RankMemory) -> str:
+    assert plan.device_memory is not None
+    if option.fits(plan.device_memory):
+        return "yes"
+    return "tight" if option.peak <= plan.device_memory else "no"
+
+
+def _conclusion(plan: Plan) -> Iterator[str]:
+    yield "`rows x micro`: rows of a micro-batch and micro-batches of a step, so that a step has the same samples."
+    if any(option.stages for option in plan.options):
+        yield "`largest`, `bubble`: the pipeline rank that needs this memory; the share of a step in which ranks wait."
+    if plan.device.lazy:
+        yield "On xla the compiler decides: it is planned as if operations ran one by one, without fused attention."
+    if plan.device.name == "cpu":
+        yield "On the CPU these are the tensors. glibc's heap can keep several times that (see MALLOC_MMAP_THRESHOLD_)."
+    yield from plan.notes
+    if plan.device_memory is None:
+        return
+    memory = f"{_gb(plan.device_memory)} a rank, of which {1 - HEADROOM:.0%} are left for runtime and libraries"
+    chosen = plan.chosen
+    if chosen is None:
+        narrower = "" if plan.own.args.dtype == "bfloat16" else "dtype: bfloat16, "
+        yield f"None of these fits into {memory}: use {narrower}a shorter block_size, or more ranks."
+    elif chosen is plan.own:
+        yield f"The recipe fits into {memory}."
+    else:
+        yield f"The recipe does not fit into {memory}. This does: {' '.join(flags(plan.own, chosen))}"
+
+
+def flags(own: RankMemory, other: RankMemory) -> list[str]:
+    """What to add to the command to get the other settings."""
+    before, after = own.args.to_dict(), other.args.to_dict()
+    changed = {name: value for name, value in after.items() if value != before[name]}
+    return [f"--{name} {'null' if value is None else str(value).lower()}" for name, value in changed.items()]
+
+
+def _mesh(plan: Plan, option: RankMemory) -> str:
+    axes = _axes(plan, option)
+    return " x ".join(f"{axis} {size}" for axis, size in axes.items() if axis != "pp" or size > 1)
+
+
+def _axes(plan: Plan, option: RankMemory) -> dict[str, int]:
+    tensor, stages = option.args.tensor_parallel_size, option.args.pipeline_parallel_size
+    return {"pp": stages, "dp": plan.ranks // (tensor * stages), "tp": tensor}
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _gb(size: int) -> str:
+    return f"{size / GIGABYTE:,.2f} GB" if size >= GIGABYTE / 10 else f"{size / 1e6:,.2f} MB"
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The same as plain values, sizes in bytes."""
+    return {
+        "model": plan.model_class,
+        "parameters": plan.parameters,
+        "ranks": plan.ranks,
+        "device": plan.device.name,
+        "device_memory": plan.device_memory,
+        "block_size": plan.length.block_size,
+        "steps": plan.length.steps,
+        "tokens_per_step": plan.length.tokens_per_step,
+        "tokens": plan.length.tokens,
+        "checkpoint": {
+            "model": plan.checkpoint.model,
+            "optimizer": plan.checkpoint.optimizer,
+            "staging_per_rank": plan.checkpoint.staging,
+            "saves": saves(plan),
+        },
+        "options": [_option_to_json(plan, option) for option in plan.options],
+        "chosen": plan.options.index(plan.chosen) if plan.chosen is not None else None,
+        "notes": list(plan.notes),
+    }
+
+
+def _option_to_json(plan: Plan, option: RankMemory) -> dict[str, Any]:
+    worst = option.worst
+    return {
+        "mesh": _axes(plan, option),
+        "changes": flags(plan.own, option),
+        "peak": option.peak if option.impossible is None else None,
+        "peak_in": option.peak_of,
+        "memory": option.usage,
+        "fits": None if plan.device_memory is None else option.fits(plan.device_memory),
+        "impossible": option.impossible,
+        "bubble": option.bubble if option.impossible is None else None,
+        "largest": None if worst is None else worst.rank,
+        "stages": [_stage_to_json(stage) for stage in option.stages],
+    }
+
+
+def _stage_to_json(stage: StageMemory) -> dict[str, Any]:
+    return {
+        "rank": stage.rank,
+        "layers": [list(each) for each in stage.layers],
+        "in_flight": stage.in_flight,
+        "peak": stage.peak,
+        "peak_in": stage.peak_of,
+        "memory": stage.usage,
+    }

@@ -1,0 +1,1 @@
+"""The environment and the compile cache of AWS's Neuron."""

@@ -1,0 +1,324 @@
+"""Data loaders that a subclass of the Trainer returns: their batches, in their own order, as optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepmark.data.loader.batch import MicroBatch, StepBatch, rows_of
+from stepmark.data.loader.fetcher import seeded_generators
+from stepmark.data.loader.labels import LabelRule
+from stepmark.data.loader.loader import DataLoader
+from stepmark.data.loader.order import BatchLayout
+from stepmark.data.loader.stream_loader import StreamLoader, whole
+from stepmark.errors import CheckpointMismatch, DataError, UsageError
+
+ORDER = "loader-1"  # in the position's field `order`: that of a loader that the Trainer did not make
+
+logger = logging.getLogger("stepmark")
+
+
+class PlainBatches:
+    """The Trainer's loader as PyTorch's looks: it has a length and a dataset, and yields the batches of this rank.
+
+    Each iteration is over the first epoch, and does not move the position of `loader`.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.batch_size = loader.layout.batch_size
+
+    def __len__(self) -> int:
+        return self.loader.steps_per_epoch * self.loader.layout.accumulation
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in self.loader.ahead():
+            yield from (micro_batch.inputs for micro_batch in step if micro_batch.rows)
+
+
+class GivenLoader:
+    """An iterable of batches as the loader of a training run or an evaluation.
+
+    The ranks take its batches in turn, as with accelerate, unless its sampler already shards the data. So every rank
+    iterates all of it, with equal random numbers: Python's, numpy's and PyTorch's CPU generators are seeded for each
+    epoch and restored after each batch. The position is the number of batches taken in an epoch. If the iterable has
+    `state_dict` and `load_state_dict`, these are used; otherwise batches are skipped when a run resumes.
+
+    Args:
+        loader: Iterable more than once; it yields batches on the host, and may have a length.
+        rank: This rank's data parallel coordinate.
+        world_size: Data parallel ranks.
+        accumulation: Batches of a step and rank.
+        seed: Of the generators.
+        labels: How the model's loss uses labels.
+        max_steps: Steps of the run, for a loader without a length; default None: it needs one.
+        fixed_shape: Fill smaller batches with rows that are not in the loss, up to the size of the first one, where
+            labels can say so.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        rank: int,
+        world_size: int,
+        accumulation: int = 1,
+        seed: int = 0,
+        labels: LabelRule,
+        max_steps: int | None = None,
+        fixed_shape: bool = False,
+    ) -> None:
+        if not hasattr(loader, "__iter__"):
+            raise UsageError(f"a loader has to be iterable, and {type(loader).__name__} is not; return a DataLoader")
+        sharded = _is_sharded(loader)
+        _check_samplers(loader, rank, world_size)
+        self.given = loader
+        self.dataset = getattr(loader, "dataset", None)
+        self.layout = BatchLayout(getattr(loader, "batch_size", None) or 1, world_size, accumulation)
+        self._rank, self._size = (0, 1) if sharded else (rank, world_size)
+        self._repeats = world_size if sharded else 1
+        self._seed = seed
+        self._labels = labels
+        self._max_steps = max_steps
+        self._fixed_shape = fixed_shape
+        self._full_rows = 0
+        self._length = _length(loader)
+        self._position: dict[str, Any] = self._state(0, 0, ended=True)
+        self._begun = False  # this process has iterated it
+        self._source: Any = None  # the iterator
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a complete epoch; of a loader without a length, those of the run."""
+        if self._length is not None:
+            return -(-self._length // (self._size * self.layout.accumulation))
+        if self._max_steps is None:
+            raise UsageError(f"max_steps: {type(self.given).__name__} has no length; set max_steps")
+        return self._max_steps
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of batches of an epoch is known."""
+        return self._length is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position that the consumer has reached, as plain values."""
+        return self._position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves to a position. Raises CheckpointMismatch where it is one of another loader."""
+        state = dict(state)
+        moves = isinstance(self.given, StreamLoader) and state["loader"] is not None  # its position is in samples
+        if moves and state["samples"]:
+            state["samples"] = -(-state["loader"]["samples"] // self.given.batch_size)
+        for name in ("order",) if isinstance(self.given, StreamLoader) else ("order", "batches", "batch_size"):
+            if name == "batch_size" and (name not in state or not state["samples"]):
+                continue  # an older checkpoint; or the epoch begins
+            if state.get(name) != self._position[name]:
+                raise CheckpointMismatch(
+                    f"data position: {name} was {state.get(name)!r} when it was saved and is {self._position[name]!r} "
+                    "now; resume with the same data loader"
+                )
+        self._position = state
+        if self._begun and not state["samples"] and not state["ended"]:  # a callback has ended the epoch early
+            self._position = self._state(state["epoch"], 0, ended=False)
+
+    def begin_epoch(self) -> None:
+        """Moves to the beginning of the epoch, whose random numbers it draws again."""
+        if self._position["samples"]:
+            self._position = {**self._position, "samples": 0, "loader": None}
+
+    def state_after(self, steps: int, epoch: float) -> dict[str, Any]:
+        """The position of a run that another tool trained for `steps` steps with this loader. `epoch` is not needed."""
+        group = self._size * self.layout.accumulation
+        passes, rest = divmod(steps, self.steps_per_epoch) if self._length is not None else (0, steps)
+        return self._state(passes, rest * group, ended=not rest)
+
+    def ahead(self) -> Iterator[StepBatch]:
+        """The steps from the position to the end of its epoch, without moving the position."""
+        epoch, taken = self._position["epoch"], self._position["samples"]
+        generators = self._position["generators"]
+        batches = self._batches(epoch, taken)
+        following = next(batches, None)
+        if following is None:
+            raise DataError(
+                f"{type(self.given).__name__} has no batch after the first {taken} in epoch {epoch}; return a loader "
+                "that can be iterated in every epoch"
+            )
+        while following is not None:
+            group = [following, *islice(batches, self._size * self.layout.accumulation - 1)]
+            taken += len(group)
+            state = self._loader_state()
+            following = next(batches, None)
+            if following is None:
+                after = self._state(epoch + 1, 0, ended=True, loader=state)
+            else:
+                after = {**self._state(epoch, taken, ended=False, loader=state), "generators": generators}
+            passed = 1.0 if following is None else taken / self._length if self._length else 0.0
+            samples = self._repeats * sum(rows_of(inputs) for inputs in group)
+            yield StepBatch(self._mine(group), samples, epoch + min(passed, 1.0), after)
+
+    def _batches(self, epoch: int, taken: int) -> Iterator[Any]:
+        """The loader's batches after the first `taken` of an epoch."""
+        stream = _RandomStream((self._seed, epoch, 0))
+        self._set_generators(self._position["generators"])
+        saved = None if self._begun else self._position["loader"]
+        self._begun = True
+        with stream.drawing():
+            _set_epoch(self.given, epoch)
+            if saved is not None:
+                self.given.load_state_dict(saved)
+            self._source = source = iter(self.given)
+        if taken and saved is None:
+            logger.info("%s has no state_dict: skipping its first %d batches", type(self.given).__name__, taken)
+            for _ in range(taken):
+                with stream.drawing():
+                    next(source, None)
+        while True:
+            with stream.drawing():
+                try:
+                    inputs = next(source)
+                except StopIteration:
+                    return
+            yield dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+    def _mine(self, group: list[Any]) -> list[MicroBatch]:
+        """This rank's micro-batches of a step. Where there are too few, the last batch fills the place, with weight
+        0."""
+        places = [step * self._size + self._rank for step in range(self.layout.accumulation)]
+        return [
+            self._micro_batch(group[place]) if place < len(group) else self._micro_batch(group[-1], empty=True)
+            for place in places
+        ]
+
+    def _micro_batch(self, inputs: Any, *, empty: bool = False) -> MicroBatch:
+        rows = rows_of(inputs)
+        self._full_rows = max(self._full_rows, rows)
+        short = self._fixed_shape and isinstance(inputs, dict) and rows < self._full_rows
+        filled = short and self._labels.can_ignore_rows(inputs, rows)
+        if filled:
+            inputs = self._labels.without(_filled(inputs, rows, self._full_rows), rows)
+        if empty:
+            rows = 0
+            inputs = self._labels.without(inputs, 0) if isinstance(inputs, dict) else inputs
+        count = self._labels.count(inputs)
+        targets, first = (None, 0) if count is None else count
+        return MicroBatch(inputs, rows, targets, first, filled or empty)
+
+    def _state(self, epoch: int, taken: int, *, ended: bool, loader: Any = None) -> dict[str, Any]:
+        return {
+            "epoch": epoch,
+            "samples": taken,
+            "batches": self._length,
+            "batch_size": getattr(self.given, "batch_size", None),
+            "order": ORDER,
+            "ended": ended,
+            "generators": [bytes(each.get_state().numpy()).hex() for each in self._generators()],
+            "loader": loader,
+        }
+
+    def _loader_state(self) -> Any:
+        inner = getattr(self.given, "base_dataloader", self.given)  # accelerate's lack a state where theirs has none
+        owner = self.given if hasattr(inner, "state_dict") else self._source
+        return owner.state_dict() if hasattr(owner, "state_dict") and hasattr(inner, "load_state_dict") else None
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that the user gave the loader or its samplers; in an epoch they draw its order."""
+        batch_sampler = getattr(self.given, "batch_sampler", None)
+        owners = (self.given, getattr(self.given, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", 0))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _set_generators(self, states: list[str]) -> None:
+        for generator, state in zip(self._generators(), states, strict=True):
+            generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+
+
+class _RandomStream:
+    """Random numbers of one epoch: each block draws on from where the last one ended."""
+
+    def __init__(self, key: tuple[int, ...]) -> None:
+        with seeded_generators(key):
+            self._states = _random_states()
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        outside = _random_states()
+        _set_random_states(self._states)
+        try:
+            yield
+        finally:
+            self._states = _random_states()
+            _set_random_states(outside)
+
+
+def _random_states() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def _set_random_states(states: tuple[Any, Any, Tensor]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Announces the epoch to whatever draws its order."""
+    for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if owner is not None and hasattr(owner, "set_epoch"):
+            owner.set_epoch(epoch)
+
+
+def _is_sharded(loader: Any) -> bool:
+    """Whether each rank's loader has its own batches, as with DistributedSampler, or after accelerate's `prepare`."""
+    if getattr(getattr(loader, "batch_sampler", None), "num_processes", 1) > 1:
+        return True
+    return any((getattr(sampler, "num_replicas", None) or 1) > 1 for sampler in _samplers(loader))
+
+
+def _samplers(loader: Any) -> tuple[Any, Any]:
+    return getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+
+
+def _check_samplers(loader: Any, rank: int, world_size: int) -> None:
+    """Raises UsageError where ranks that need the same batches would get different ones."""
+    if world_size > 1 and whole(getattr(loader, "dataset", None)) is not getattr(loader, "dataset", None):
+        raise UsageError(
+            "split_dataset_by_node: all ranks read a loader's batches and take them in turn, and of this dataset each "
+            "would read another part; leave the split out"
+        )
+    for sampler in _samplers(loader):
+        parts, part = getattr(sampler, "num_replicas", None) or 1, getattr(sampler, "rank", rank)
+        if parts > 1 and (parts, part) != (world_size, rank):
+            raise UsageError(
+                f"{type(sampler).__name__}: gives part {part} of {parts}, but this is data parallel rank {rank} of "
+                f"{world_size}; ranks that share the model need the same batches: pass num_replicas={world_size} and "
+                f"rank={rank}, or leave the sampler out"
+            )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # PyTorch's loader of an iterable dataset
+        return None
+
+
+def _filled(inputs: dict[str, Any], rows: int, wanted: int) -> dict[str, Any]:
+    """The batch with its last row repeated."""
+
+    def fill(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != rows:
+            return value
+        return torch.cat([value, value[-1:].expand(wanted - rows, *value.shape[1:])])
+
+    return {name: fill(value) for name, value in inputs.items()}

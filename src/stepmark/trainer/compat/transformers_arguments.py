@@ -1,0 +1,107 @@
+"""Converts transformers' TrainingArguments, for scripts that make those."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import transformers
+
+from stepmark.config.coercion import field_names
+from stepmark.config.training_fields import TrainingFields
+from stepmark.config.transformers_defaults import known_fields
+from stepmark.data.loader.collate import PadTo
+from stepmark.errors import UsageError
+from stepmark.trainer.compat.seq2seq_arguments import Seq2SeqTrainingArguments
+from stepmark.trainer.training_arguments import TrainingArguments
+
+_TRAINERS = ("trl", "optimum", "sentence_transformers", "setfit")  # libraries with trainers of their own
+_INSTEAD = "leave it out, and prepare train_dataset so; for chats use Conversations, or a recipe"
+
+
+def converted(args: Any) -> Any:
+    """Returns `args` as Stepmark's TrainingArguments where they are transformers' or a recipe's, those by default for
+    None, and anything else as it is.
+
+    Raises:
+        UsageError: Fields that Stepmark lacks do not have their default value; all are named.
+    """
+    if args is None:
+        return TrainingArguments()
+    if isinstance(args, TrainingFields):
+        return TrainingArguments.of(args)
+    if not hasattr(args, "output_dir"):
+        raise UsageError(f"args: should be TrainingArguments, and is a {type(args).__name__}; {_ORDER}")
+    if not isinstance(args, transformers.TrainingArguments):
+        return args
+    others = _of_other_trainers(args)
+    if others:
+        raise UsageError("; ".join(f"{name}: only {whose}'s trainers read it; {_INSTEAD}" for name, whose in others))
+    seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
+    kind = Seq2SeqTrainingArguments if seq2seq else TrainingArguments
+    values = {name: _plain(value) for name, value in _fields(args).items() if name != "local_rank"}  # the launcher's
+    default, own = _default(args), known_fields(kind)
+    defaults = {name: _plain(value) for name, value in _fields(default).items()}
+    set_here = [
+        name
+        for name, value in values.items()
+        if (name in own and (value, defaults.get(name)) != (None, None))  # what is unset keeps our default
+        or (name in defaults and value != defaults[name])
+    ]
+    made = kind(**{name: values[name] for name in (*set_here, "use_cpu")})
+    for name in vars(args).keys() - vars(default).keys() - set(own):  # a script's own, which its hooks read
+        setattr(made, name, getattr(args, name))
+    return made
+
+
+def check_kinds(**arguments: Any) -> None:
+    """Raises UsageError for an argument of the Trainer that stands where another one belongs."""
+    for name, value in arguments.items():
+        wanted, fits = _KINDS[name]
+        if value is not None and not fits(value):
+            raise UsageError(f"{name}: should be {wanted}, and is a {type(value).__name__}; {_ORDER}")
+
+
+def _is_dataset(value: Any) -> bool:
+    return not isinstance(value, str) and (hasattr(value, "__getitem__") or hasattr(value, "__iter__"))
+
+
+_ORDER = "the order is Trainer(model, args, data_collator, train_dataset, eval_dataset, …)"
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "data_collator": ("a function", lambda given: callable(given) or isinstance(given, PadTo)),
+    "train_dataset": ("a dataset", _is_dataset),
+    "eval_dataset": ("a dataset", _is_dataset),
+    "callbacks": ("a list", lambda given: isinstance(given, Sequence) and str not in map(type, given)),
+    "optimizers": ("an optimizer, a schedule", lambda given: _is_dataset(given) and not hasattr(given[0], "get_lr")),
+}
+
+
+def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+
+
+def _of_other_trainers(args: transformers.TrainingArguments) -> list[tuple[str, str]]:
+    """What was set of the fields that another library adds to transformers' for its own trainers, and whose it is."""
+    known = (*field_names(transformers.Seq2SeqTrainingArguments), *known_fields(TrainingArguments))
+    found = []
+    for field in dataclasses.fields(args):
+        kinds = [kind for kind in type(args).__mro__ if field.name in inspect.get_annotations(kind)]
+        whose = kinds[-1].__module__.partition(".")[0] if kinds else ""
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if whose in _TRAINERS and field.name not in known and getattr(args, field.name, default) != default:
+            found.append((field.name, whose))
+    return found
+
+
+def _default(args: transformers.TrainingArguments) -> transformers.TrainingArguments:
+    """What transformers makes of no arguments but the folder and the device."""
+    return transformers.Seq2SeqTrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -1,0 +1,112 @@
+"""Models with a PEFT adapter: the adapter is saved under peft's file names, the frozen base is named and checked."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from stepmark.checkpoint.format.manifest import ADAPTER
+from stepmark.errors import UsageError
+from stepmark.model_folder.adapted_model import BASE_DIGEST
+from stepmark.parallel.model_digest import mesh_digest
+from stepmark.runtime.mesh import Mesh
+from stepmark.training.adapter_tensors import adapter_tensors, base_tensors
+
+MAY_DIFFER = ("inference_mode", "base_model_name_or_path", "revision", "peft_version")
+
+
+class Adapter(nn.Module):
+    """The adapter of a PeftModel as a module of its own: a section of checkpoints in `adapter_model.safetensors`.
+
+    Its state dict has the live tensors, under the names that `peft.PeftModel.save_pretrained` gives them.
+
+    Raises:
+        UsageError: The model trains parameters that peft would not save, or has several adapters.
+    """
+
+    tensor_group = ADAPTER  # of the files in a checkpoint
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        if len(model.peft_config) != 1:
+            names = ", ".join(model.peft_config)
+            raise UsageError(f"the model has several adapters ({names}), and checkpoints hold one; delete the others")
+        ((self.adapter_name, self.config),) = model.peft_config.items()
+        self._model = [model]  # in a list, so that it is not a submodule
+        saved = adapter_tensors(model, self.adapter_name)
+        self._names = {name: full for name, (full, _) in saved.items()}
+        _check_complete(model, saved)
+
+    @property
+    def model(self) -> Any:
+        return self._model[0]
+
+    def state_dict(self, *, keep_vars: bool = False, **_: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        state = self.model.state_dict(keep_vars=keep_vars)
+        return {name: state[full] for name, full in self._names.items()}
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        found = self.state_dict(keep_vars=True).values()
+        return iter(tensor for tensor in found if isinstance(tensor, nn.Parameter))
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        found = self.state_dict(keep_vars=True).values()
+        return iter(tensor for tensor in found if not isinstance(tensor, nn.Parameter))
+
+    def write_config(self, folder: Path) -> None:
+        """Writes `adapter_config.json`, for inference, as peft does. A base model in a folder is named by its absolute
+        path, so that the adapter is found to belong to it wherever a command is started."""
+        config = copy.copy(self.config)
+        config.inference_mode = True
+        base = config.base_model_name_or_path
+        if base and Path(base).is_dir():
+            config.base_model_name_or_path = str(Path(base).absolute())
+        config.save_pretrained(str(folder))
+
+    def identity(self, mesh: Mesh) -> dict[str, Any]:
+        """The base model's checksum, the same on any mesh, and the adapter's configuration, as plain values.
+        Collective."""
+        digest = mesh_digest(base_tensors(self.model, set(self._names.values())), mesh)
+        config = {name: value for name, value in self.config.to_dict().items() if name not in MAY_DIFFER}
+        return {BASE_DIGEST: digest, "adapter": _plain(config)}
+
+
+def adapter_of(model: nn.Module) -> Adapter | None:
+    """The adapter of a PeftModel; None for any other model."""
+    peft = sys.modules.get("peft")  # a PeftModel cannot exist without it
+    inner = getattr(model, "_orig_mod", model)
+    return Adapter(inner) if peft is not None and isinstance(inner, peft.PeftModel) else None
+
+
+def _check_complete(model: nn.Module, saved: dict[str, tuple[str, Tensor]]) -> None:
+    """Raises UsageError where the saved tensors are not all that is trained, or not the live ones."""
+    identities = {id(tensor) for _, tensor in saved.values()}
+    lost = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in identities]
+    if lost:
+        raise UsageError(
+            f"peft does not save {len(lost)} parameters that would be trained ({lost[0]}); freeze them, or name their "
+            "modules in modules_to_save of the adapter's configuration"
+        )
+    if not all(full for full, _ in saved.values()):
+        raise UsageError(
+            "peft saves tensors of this adapter that it computes, so that training could not be resumed; use LoRA or "
+            "another adapter that is saved as it is trained"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A configuration as plain values; sets are sorted, since their order differs between processes."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    value = value.value if isinstance(value, Enum) else value
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -1,0 +1,267 @@
+"""Uploads of a run's model and checkpoints to the Hugging Face hub, as `push_to_hub` and `hub_*` say."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.errors import StepmarkError, UsageError
+from stepmark.liveness.console import CONSOLE
+from stepmark.liveness.failure_report import FAILURES
+from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.run_folder.finished_runs import EARLIER
+from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, STATUS, SYSTEM
+from stepmark.trainer.training_arguments import TrainingArguments
+
+logger = logging.getLogger("stepmark")
+
+STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
+LAST_CHECKPOINT = "last-checkpoint"
+CARD = "README.md"
+# Files of a run that are not part of its model, and files that are being written.
+NOT_MODEL = [
+    *("checkpoint-*", "checkpoint-*/**", ".*", ".*/**", "best"),
+    *(METRICS, EVENTS, STATUS, f"{SYSTEM}/**", f"{FAILURES}/**", f"{CONSOLE}/**", f"{EARLIER}*/**"),
+]
+NOT_OF_MODEL = ["optimizer/**", "manifest.json", "state.json", "trainer_state.json"]  # in a checkpoint
+
+
+class HubRepository:
+    """A model repository of the hub, to which rank 0 uploads.
+
+    Args:
+        args: `hub_model_id` (default: the name of `output_dir`), `hub_token`, `hub_private_repo`, `hub_revision`.
+    """
+
+    def __init__(self, args: TrainingArguments, token: str | None = None, private: bool | None = None) -> None:
+        from huggingface_hub import HfApi
+
+        self._api = HfApi(token=token or args.hub_token)
+        self._revision = args.hub_revision
+        self._uploads: list[Any] = []
+        name = args.hub_model_id or Path(args.output_dir).name
+        private = args.hub_private_repo if private is None else private
+        with _explained(f"hub_model_id: {name} cannot be created or written to"):
+            self.name = self._api.create_repo(name, private=private, exist_ok=True).repo_id
+
+    def upload(
+        self, folder: Path, message: str, ignored: list[str], into: str = "", revision: str | None = None
+    ) -> Any:
+        """Uploads a folder in one commit, and returns what huggingface_hub says of it."""
+        with _explained(f"push_to_hub: the upload to {self.name} has failed"):
+            return self._api.upload_folder(
+                repo_id=self.name,
+                folder_path=folder,
+                path_in_repo=into or None,
+                commit_message=message,
+                ignore_patterns=ignored,
+                revision=revision or self._revision,
+            )
+
+    def upload_in_background(self, staged: Path, message: str, uploads: list[tuple[str, list[str]]]) -> None:
+        """Uploads `staged` once for each (folder in the repository, what is ignored), and removes it afterwards."""
+
+        def run() -> None:
+            try:
+                for into, ignored in uploads:
+                    self.upload(staged, message, ignored, into)
+            finally:
+                shutil.rmtree(staged, ignore_errors=True)
+
+        self.in_background(run)
+
+    def in_background(self, work: Callable[[], Any]) -> Any:
+        """Runs an upload in a thread, and returns its future."""
+        self._uploads.append(self._api.run_as_future(work))
+        return self._uploads[-1]
+
+    @property
+    def busy(self) -> bool:
+        """Whether an upload in the background has not ended."""
+        return any(not each.done() for each in self._uploads)
+
+    def wait(self) -> None:
+        """Waits for the uploads in the background. One that has failed is a warning: its checkpoint is on disk."""
+        while self._uploads:
+            try:
+                self._uploads.pop(0).result()
+            except StepmarkError as error:
+                logger.warning("%s", error)
+
+
+class _explained:
+    """Inside the block, an error of the hub or the network is a StepmarkError, with its first line."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, StepmarkError):
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise StepmarkError(
+                f"{self._what}: {first}; check the token (`hf auth login`, or hub_token) and the network"
+            ) from error
+
+
+class HubCallback(TrainerCallback):
+    """Uploads each checkpoint of a run when it is complete on disk, on rank 0, while training goes on."""
+
+    def __init__(self, repository: HubRepository | None) -> None:
+        self._repository = repository  # None on other ranks, which have the callback too: all wait for the same saves
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        repository = self._repository
+        if repository is None or (repository.busy and not args.hub_always_push):
+            return
+        folder = checkpoint_path(Path(args.output_dir), state.global_step)
+        staged = _linked(folder, Path(args.output_dir) / f".hub-{state.global_step}")
+        uploads: list[tuple[str, list[str]]] = [("", NOT_OF_MODEL)]
+        if args.hub_strategy == "checkpoint":
+            uploads.append((LAST_CHECKPOINT, []))
+        if args.hub_strategy == "all_checkpoints":
+            uploads.append((folder.name, []))
+        repository.upload_in_background(staged, f"Training in progress, step {state.global_step}", uploads)
+
+
+def _linked(folder: Path, copied: Path) -> Path:
+    """A copy of a checkpoint, in hard links where the file system has them, that outlives the checkpoint."""
+    shutil.rmtree(copied, ignore_errors=True)
+    shutil.copytree(folder, copied, copy_function=_link)
+    return copied
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def check_hub(args: TrainingArguments, shards: int) -> None:
+    """Raises UsageError for an unknown `hub_strategy`, and for one that uploads checkpoints of which no file is a
+    complete model."""
+    if args.hub_strategy not in STRATEGIES:
+        raise UsageError(f"hub_strategy: {args.hub_strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+    if args.push_to_hub and shards > 1 and args.hub_strategy != "end":
+        raise UsageError(
+            f"hub_strategy: {args.hub_strategy} uploads checkpoints, which hold shards where several ranks hold the "
+            "model together; set it to end"
+        )
+
+
+def model_card(trainer: Any, model: nn.Module, **details: Any) -> str:
+    """The text of a model card, made by transformers of what the Trainer knows."""
+    from transformers.modelcard import TrainingSummary
+    from transformers.trainer_utils import SchedulerType
+
+    args = copy.copy(trainer.args)
+    args.lr_scheduler_type = SchedulerType(args.lr_scheduler_type)
+    if getattr(model, "config", None) is None:
+        details = {"finetuned_from": "", **details}
+    known = SimpleNamespace(
+        model=model,
+        args=args,
+        state=trainer.state,
+        train_dataset=trainer.train_dataset,
+        eval_dataset=trainer.eval_dataset,
+    )
+    return str(TrainingSummary.from_trainer(known, **details).to_model_card())
+
+
+class HubMethods:
+    """The methods of a Trainer that upload."""
+
+    args: TrainingArguments
+    model: nn.Module
+    context: Any
+    processing_class: Any
+    _repository: HubRepository | None = None
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository's complete name; None before the first upload, and on other ranks than 0."""
+        return None if self._repository is None else self._repository.name
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Creates the repository of the arguments, or finds that it exists. Collective.
+
+        Args:
+            token: A token with write permission; default: `hub_token`, or the one of `hf auth login`.
+            private: Whether a new repository is private; default: `hub_private_repo`.
+
+        Raises:
+            StepmarkError: It cannot be created; on all ranks.
+        """
+        host, problem = self.context.host, None
+        if host.rank == 0 and not extracting_graphs():
+            try:
+                self._repository = HubRepository(self.args, token, private)
+            except StepmarkError as error:
+                problem = error
+        said = host.broadcast(None if problem is None else str(problem))
+        if said is not None:
+            raise StepmarkError(said) from problem
+
+    def create_model_card(self, **details: Any) -> None:
+        """Writes README.md, a draft of a model card, to the run's folder, on rank 0; not while graphs are extracted.
+
+        Args:
+            **details: Those of transformers' method: `language`, `license`, `tags`, `model_name`, `finetuned_from`,
+                `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
+        """
+        if self.context.host.rank == 0 and not extracting_graphs():
+            folder = Path(self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CARD).write_text(model_card(self, self.model, **details), encoding="utf-8")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **details: Any,
+    ) -> Any:
+        """Saves the model to the run's folder, with a model card, and uploads it. Collective.
+
+        Args:
+            commit_message: Of the commit.
+            blocking: Return when the upload is complete. Default: True.
+            token: A token with write permission; default: `hub_token`, or the one of `hf auth login`.
+            revision: The branch; default: `hub_revision`, or the main one.
+            private: Whether a new repository is private; default: `hub_private_repo`.
+            **details: For `create_model_card`.
+
+        Returns:
+            huggingface_hub's CommitInfo, or a future of it where `blocking` is false; None on other ranks than 0, and
+            where the process only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`), which uploads nothing.
+
+        Raises:
+            StepmarkError: The folder cannot be written to, or the upload fails.
+        """
+        if not self.context.host.broadcast(self._repository is not None):
+            self.init_hf_repo(token, private)
+        self.save_model()  # type: ignore[attr-defined]
+        repository = self._repository
+        if repository is None or extracting_graphs():
+            return None
+        name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
+        self.create_model_card(**{"model_name": name, **details})
+        repository.wait()
+        folder, message = Path(self.args.output_dir), commit_message or "End of training"
+        if not blocking:
+            return repository.in_background(lambda: repository.upload(folder, message, NOT_MODEL, revision=revision))
+        return repository.upload(folder, message, NOT_MODEL, revision=revision)

@@ -1,0 +1,100 @@
+"""The identity of a run: a run that resumes another must have its model, tokenizer, data and seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from stepmark.data.data_description import data_difference
+from stepmark.errors import CheckpointMismatch
+from stepmark.trainer.run_folder.special_tokens import SPECIAL
+
+_CHECKSUMS = {
+    "data": "training data have changed",
+    "tokenizer": "tokenizer has changed: it has other tokens or options",
+}
+MAY_DIFFER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures", *SPECIAL}
+
+
+def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, data_seed: int) -> dict[str, Any]:
+    """Plain values that are saved with each checkpoint and compared on resuming."""
+    samples = len(dataset) if hasattr(dataset, "__len__") else None
+    return {
+        "model": _model(model),
+        "tokenizer": tokenizer_digest(processing_class),
+        "data": getattr(dataset, "fingerprint", None) or {"samples": samples},
+        "seed": seed,
+        "data_seed": data_seed,
+    }
+
+
+def check_same_run(
+    saved: Mapping[str, Any], current: Mapping[str, Any], where: str, changes: str | None = None
+) -> None:
+    """Raises CheckpointMismatch, which names the first difference, where the identities differ. `changes`: what is
+    known of changes of the data."""
+    for key, value in current.items():
+        difference = _difference(key, saved.get(key), value)
+        if difference is not None:
+            raise CheckpointMismatch(
+                f"{where} belongs to another run: its {_in_words(*difference, changes)}; resume with the same model, "
+                "tokenizer, data and seeds, or start a new run in another output_dir"
+            )
+
+
+def changes_of_data(saved: object, current: Mapping[str, Any] | None) -> str | None:
+    """What differs between two descriptions of data; None where that is not known, as in earlier checkpoints."""
+    if not isinstance(saved, Mapping) or current is None:
+        return None
+    return data_difference(saved, current)
+
+
+def _in_words(name: str, before: Any, now: Any, changes: str | None) -> str:
+    """What was, and what is. Checksums say nothing to a reader."""
+    if isinstance(before, str) and isinstance(now, str) and name in _CHECKSUMS:
+        known = f" ({changes})" if changes is not None and name == "data" else ""
+        return f"{_CHECKSUMS[name]}{known}"
+    return f"{name} was {_short(before)} and is now {_short(now)}"
+
+
+def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any] | None:
+    """The first difference by name. Of configurations of transformers only what both have is compared, since another
+    version of it has other fields."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return None if before == now else (name, before, now)
+    of_transformers = "model_type" in before and "model_type" in now
+    keys = {*before} & {*now} if of_transformers else {*before, *now}
+    found = (_difference(f"{name}, {key}", before.get(key), now.get(key)) for key in sorted(keys - MAY_DIFFER))
+    return next((each for each in found if each is not None), None)
+
+
+def _model(model: nn.Module) -> dict[str, Any]:
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        values = {key: value for key, value in config.to_dict().items() if key not in MAY_DIFFER}
+        return {"class": type(model).__name__, **json.loads(json.dumps(values, default=str))}
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    return {"class": type(model).__name__, **shapes}
+
+
+def tokenizer_digest(processing_class: Any) -> str | None:
+    """A checksum of what a tokenizer does; None without one."""
+    if processing_class is None:
+        return None
+    backend = getattr(processing_class, "backend_tokenizer", None)
+    if backend is not None:
+        text = backend.to_str()
+    elif hasattr(processing_class, "get_vocab"):
+        text = json.dumps(processing_class.get_vocab(), sort_keys=True)
+    else:
+        text = type(processing_class).__name__
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,181 @@
+"""Ranks whose heartbeat stops are found; ranks that are busy, or suspended together, are not."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from stepmark.errors import PeerLost
+from stepmark.liveness import progress, rank_heartbeats
+from stepmark.liveness.progress import Progress
+from stepmark.liveness.rank_heartbeats import PeerWatch, Silence
+from stepmark.liveness.stuck_ranks import Beat
+
+LIMIT = 1.6  # seconds: a beat every 0.2
+RANKS: dict[int, PeerWatch] = {}
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The reasons for which processes would have been ended."""
+    reasons: list[str] = []
+
+    def end(error: BaseException, rank: int) -> None:
+        reasons.append(f"rank {rank}: {error}")
+        RANKS[rank]._closed.set()
+
+    monkeypatch.setattr(rank_heartbeats, "end_process", end)
+    monkeypatch.setattr(rank_heartbeats, "print_stacks", lambda reason: None)
+    yield reasons
+    for one in RANKS.values():
+        one.close()
+    progress._current.progress = None  # several ranks have followed the same thread
+    RANKS.clear()
+
+
+def watch(store: dist.Store, rank: int, size: int = 3, reported: list[str] | None = None) -> PeerWatch:
+    rank_heartbeats._watches = 0  # the ranks of this test are in one process
+    received = reported if reported is not None else []
+    at = Progress()
+    at.at_step(7)
+    RANKS[rank] = PeerWatch(store, rank, size, LIMIT, at, ending=lambda reason: received.append(reason))
+    return RANKS[rank]
+
+
+def wait_for(reasons: list[str], count: int, seconds: float) -> list[str]:
+    deadline = time.monotonic() + seconds
+    while len(reasons) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return sorted(reasons)
+
+
+def stop_beating(one: PeerWatch) -> None:
+    """Simulates a stopped rank: nothing that its threads do reaches the others."""
+    one._store = one._reachable = dist.HashStore()
+    one._closed.set()
+
+
+def test_a_stopped_rank_ends_all_others_which_name_it(ended: list[str]) -> None:
+    store = dist.HashStore()
+    reported: list[str] = []
+    watches = [watch(store, rank, reported=reported) for rank in range(3)]
+    for one in watches:
+        one.__enter__()
+    time.sleep(0.5)
+    stop_beating(watches[1])
+    reasons = wait_for(ended, 2, 20)
+    assert [reason.partition(":")[0] for reason in reasons] == ["rank 0", "rank 2"]
+    for reason in (*reasons, *reported):
+        assert "rank 1 on " in reason
+        assert "last seen before the first step, in test_a_stopped_rank" in reason
+        assert f"(save_timeout: {LIMIT})" in reason
+
+
+def test_a_rank_that_stops_after_its_first_heartbeat_is_seen_where_training_was(ended: list[str]) -> None:
+    store = dist.HashStore()
+    with watch(store, 0, size=2):
+        assert "test_a_rank_that_stops_after" in json.loads(store.get("alive/1/beat/0"))["where"]
+
+
+def test_a_stopped_rank_0_is_named_by_the_others(ended: list[str]) -> None:
+    store = dist.HashStore()
+    watches = [watch(store, rank) for rank in range(3)]
+    for one in watches:
+        one.__enter__()
+    time.sleep(0.5)
+    stop_beating(watches[0])
+    reasons = wait_for(ended, 2, 20)
+    assert [reason.partition(" on ")[0] for reason in reasons] == ["rank 1: stuck: rank 0", "rank 2: stuck: rank 0"]
+
+
+def test_a_rank_that_never_starts_is_named(ended: list[str]) -> None:
+    with watch(dist.HashStore(), 0, size=2) as one:
+        one._place = "stage {} of 2".format
+        assert "rank 1 (stage 1 of 2, has not started training)" in "".join(wait_for(ended, 1, 20))
+
+
+def test_a_store_that_stops_answering_is_blamed_on_rank_0(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 serves the store: if it is stopped, requests get no answer."""
+    store, answers = dist.HashStore(), threading.Event()
+    watch(store, 0, size=2)._send_beat()
+    one = watch(store, 1, size=2)
+    ask = one._beats
+
+    def ask_without_answer() -> dict[int, Beat | None]:
+        if one._count > 3:
+            answers.wait(30)
+        return ask()
+
+    monkeypatch.setattr(one, "_beats", ask_without_answer)
+    with one:
+        assert "rank 1: stuck: rank 0 on " in "".join(wait_for(ended, 1, 20))
+    answers.set()
+
+
+def test_ranks_that_beat_or_have_finished_are_accepted(ended: list[str]) -> None:
+    store = dist.HashStore()
+    with watch(store, 0), watch(store, 1):
+        with watch(store, 2):
+            time.sleep(1.0)
+        time.sleep(2 * LIMIT)
+    assert ended == []
+
+
+def test_time_counts_from_the_last_change() -> None:
+    silence = Silence(longest=3.0)
+    assert silence.seconds({1: "a", 2: "a"}, 10.0) == {1: 0.0, 2: 0.0}
+    assert silence.seconds({1: "a", 2: "b"}, 13.0) == {1: 3.0, 2: 0.0}
+    assert silence.seconds({1: "a", 2: "b"}, 15.0) == {1: 5.0, 2: 2.0}
+    assert silence.seconds({1: "b"}, 18.0) == {1: 0.0}  # 2 has finished
+
+
+def test_a_suspended_job_continues() -> None:
+    """All ranks stop for an hour, such as on a laptop that sleeps: none missed a heartbeat while another ran."""
+    silence = Silence(longest=3.0)
+    assert silence.seconds({1: "a"}, 0.0) == {1: 0.0}
+    assert silence.seconds({1: "a"}, 3600.0) == {1: 3.0}
+    assert silence.seconds({1: "b"}, 3601.0) == {1: 0.0}
+
+
+def test_the_rank_that_was_killed_is_named_by_those_that_lost_their_connection(ended: list[str]) -> None:
+    """Rank 1 is gone without a word; rank 2 has failed too, because of that, and rank 3 has ended by itself."""
+    store = dist.HashStore()
+    watches = [watch(store, rank, 4) for rank in range(4)]
+    for one in watches:
+        one.__enter__()
+    time.sleep(0.5)
+    stop_beating(watches[1])
+    watches[3].__exit__(None, None, None)
+    lost = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:8888")
+    with pytest.raises(PeerLost) as caught:
+        watches[0].__exit__(type(lost), lost, None)
+    watches[2].__exit__(None, None, None)
+    assert str(caught.value).startswith("rank 1 on ")
+    assert "(last seen " in str(caught.value)
+    assert "is gone: it was killed" in str(caught.value)
+    assert "rank 2" not in str(caught.value)
+    assert "rank 3" not in str(caught.value)
+    assert not ended
+
+
+def test_a_killed_rank_0_is_named_where_its_store_was_missed_first(ended: list[str]) -> None:
+    """Rank 0 serves the store, and its death is noticed by the heartbeats, and by a collective."""
+
+    class Lost(dist.Store):
+        def __getattribute__(self, name: str) -> object:
+            raise RuntimeError("Connection reset by peer")
+
+    one = watch(dist.HashStore(), 1, 2)
+    watch(dist.HashStore(), 0, 2)
+    one.__enter__()
+    one._store = Lost()
+    wait_for([], 1, 0.5)
+    assert one._reachable is None
+    lost = RuntimeError("Connection closed by peer [127.0.0.1]:8888")
+    with pytest.raises(PeerLost, match="rank 0"):
+        one.__exit__(type(lost), lost, None)

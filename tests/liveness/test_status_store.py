@@ -1,0 +1,91 @@
+"""What ranks report to each other during a save."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stepmark.errors import CheckpointTimeout
+from stepmark.filesystem import files
+from stepmark.liveness.deadlines import PhaseDeadlines
+from stepmark.liveness.running_time import running_time
+from stepmark.liveness.status_store import RankFailed, StatusStore
+
+
+def board(folder: Path, rank: int, phase: str) -> StatusStore:
+    made = StatusStore(folder / "run" / "save", rank)
+    made.folder.mkdir(parents=True, exist_ok=True)
+    made.enter(phase)
+    return made
+
+
+def test_the_rank_that_is_late_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    """Rank 1 waits for rank 0, which waits for rank 2."""
+    boards = [board(tmp_path, rank, phase) for rank, phase in enumerate(["finalizing", "committing", "writing"])]
+    phases = PhaseDeadlines("save of step 1", boards[1], 0.2, lambda error: None)
+    needs = [("written", [0, 1, 2]), ("finalized", [0])]
+    boards[0].post("written")
+    boards[1].post("written")
+    for expected in (r"rank 2 \(writing\) has not written", r"rank 0 \(finalizing\) has not finalized"):
+        phases.enter("committing")
+        with pytest.raises(CheckpointTimeout, match=expected):
+            phases.wait("committed", [0], needs)
+        phases.stop()
+        boards[2].post("written")
+    boards[0].post("finalized")
+    phases.enter("committing")
+    with pytest.raises(CheckpointTimeout, match=r"rank 0 \(finalizing\) has not committed"):
+        phases.wait("committed", [0], needs)
+    phases.stop()
+
+
+def test_posts_stay_for_a_rank_that_has_not_read_them(tmp_path: Path) -> None:
+    boards = [board(tmp_path, rank, "committing") for rank in range(2)]
+    boards[0].post("committed", "path")
+    assert not boards[0].close([1], running_time())
+    assert boards[1].wait("committed", [0], running_time()) == {0: "path"}
+    boards[1].leave()
+    assert boards[0].close([1], running_time())
+    assert not boards[0].folder.exists()
+
+
+def test_a_phase_that_cannot_be_posted_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk may still have room for the save itself, and the error must name the late rank."""
+    boards = [board(tmp_path, rank, "writing") for rank in range(2)]
+    replace = files.replace_file
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "phase.0":
+            raise OSError(28, "No space left on device")
+        replace(path, data)
+
+    monkeypatch.setattr(files, "replace_file", full)
+    monkeypatch.setattr("stepmark.liveness.status_store._POST_EVERY", 0.05)
+    boards[0].enter("finalizing")
+    with pytest.raises(CheckpointTimeout, match=r"rank 1 \(writing\) has not written"):
+        boards[0].wait("written", [1], running_time() + 0.3)
+    boards[1].post("written", 7)
+    assert boards[0].wait("written", [1], running_time() + 1) == {1: 7}
+
+
+def test_waiting_for_few_ranks_does_not_list_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of ranks the folder is large, and each of them polls ten times a second."""
+    waiting, other = (board(tmp_path, rank, "writing") for rank in range(2))
+    listed: list[float] = []
+    listdir = os.listdir
+
+    def counted(path: Path) -> list[str]:
+        listed.append(time.monotonic())
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", counted)
+    with pytest.raises(CheckpointTimeout):
+        waiting.wait("written", [1], running_time() + 0.7)
+    assert len(listed) == 1
+    threading.Timer(0.2, lambda: other.fail("No space")).start()
+    with pytest.raises(RankFailed, match="rank 1: No space"):
+        waiting.wait("written", [1], running_time() + 20)

@@ -1,0 +1,40 @@
+"""Loaders of the user's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+
+from stepmark.data.loader.labels import LabelRule
+from stepmark.errors import UsageError
+from stepmark.trainer.compat.given_loader import GivenLoader
+from stepmark.training.model_labels import label_rule
+from tests.support.models import build
+
+
+def test_a_sampler_must_divide_the_data_among_the_data_parallel_ranks() -> None:
+    """Ranks that share the model, as stages or shards, train on the same batches."""
+    data, labels = TensorDataset(torch.arange(8)), label_rule(build("llama"))
+
+    def loader(parts: int, part: int) -> DataLoader[tuple[torch.Tensor, ...]]:
+        return DataLoader(data, sampler=DistributedSampler(data, parts, part))
+
+    assert GivenLoader(loader(2, 1), rank=1, world_size=2, labels=labels).steps_per_epoch == 4
+    for parts, part, rank, world_size in ((2, 1, 0, 1), (4, 1, 1, 2), (2, 1, 0, 2)):
+        with pytest.raises(UsageError, match=f"num_replicas={world_size} and rank={rank}"):
+            GivenLoader(loader(parts, part), rank=rank, world_size=world_size, labels=labels)
+
+
+def test_a_loader_that_accelerate_has_prepared_is_not_divided_again() -> None:
+    samples = [{"input_ids": torch.tensor([index])} for index in range(16)]
+
+    def taken(rank: int) -> list[int]:
+        batches = BatchSampler(SequentialSampler(samples), batch_size=2, drop_last=False)
+        shard = BatchSamplerShard(batches, num_processes=2, process_index=rank)
+        prepared = DataLoaderShard(samples, batch_sampler=shard)
+        given = GivenLoader(prepared, rank=rank, world_size=2, labels=LabelRule())
+        return [int(value) for step in given.ahead() for batch in step for value in batch.inputs["input_ids"]]
+
+    assert sorted(taken(0) + taken(1)) == list(range(16))

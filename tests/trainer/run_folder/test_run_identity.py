@@ -1,0 +1,55 @@
+"""What a run that resumes another must have in common with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from stepmark.errors import CheckpointMismatch
+from stepmark.trainer.run_folder.run_identity import check_same_run, identity
+
+SAVED: dict[str, Any] = {
+    "model": {
+        "class": "GPT2LMHeadModel",
+        "model_type": "gpt2",
+        "n_embd": 16,
+        "gone": 1,
+        "pad_token_id": None,
+        "text_config": {"model_type": "text", "layers": 2, "eos_token_id": 3},
+        "id2label": {"0": "yes"},
+    },
+    "seed": 1,
+}
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    return {**SAVED, "model": {**SAVED["model"], **values}}
+
+
+def test_what_another_version_or_the_tokenizer_sets_may_differ() -> None:
+    now = changed(added=2, pad_token_id=7, text_config={"model_type": "text", "layers": 2, "eos_token_id": 4})
+    del now["model"]["gone"]
+    check_same_run(SAVED, now, "here")
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (changed(n_embd=32), "model, n_embd was 16 and is now 32"),
+        (changed(text_config={"model_type": "text", "layers": 3}), "model, text_config, layers was 2 and is now 3"),
+        (changed(id2label={"0": "yes", "1": "no"}), "model, id2label, 1 was null and is now"),
+        (changed(**{"class": "Other"}), "model, class was"),
+        ({**SAVED, "seed": 2}, "seed was 1 and is now 2"),
+    ],
+)
+def test_another_model_is_another_run(now: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointMismatch, match=f"^here belongs to another run: its {named}"):
+        check_same_run(SAVED, now, "here")
+
+
+def test_every_parameter_of_a_plain_model_counts() -> None:
+    saved = identity(nn.Linear(2, 3), None, None, 1, 1)
+    with pytest.raises(CheckpointMismatch, match="its model, bias was \\[3\\] and is now null"):
+        check_same_run(saved, identity(nn.Linear(2, 3, bias=False), None, None, 1, 1), "here")
