@@ -10,7 +10,7 @@ import pytest
 
 from scripts.tables import FOLDER, read_rows, write_table
 from stepmark.parallel.pipeline.architectures import PASSED, ROUTER_LOSSES
-from tests.prove import NOT_RUN, matrices
+from tests.prove import COLUMNS, NOT_RUN, matrices, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -42,6 +42,22 @@ def test_the_types_that_passed_in_stages_are_those_that_are_accepted() -> None:
 
 def test_every_matrix_has_its_row() -> None:
     assert {Path(row["matrix"]).name for row in PROOF} >= {Path(file).name for file in matrices()}
+
+
+def test_a_row_follows_its_file_and_a_file_without_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.tables.FOLDER", tmp_path)
+    monkeypatch.setattr("tests.prove.version", lambda name: "1")
+    monkeypatch.setattr("tests.prove.shows", lambda file: f"shows {file}")
+    new = dict(
+        zip(COLUMNS, ("tests/a/test_one.py", "one", "3 passed", "", "1", "2026-11-25", "abc1234", ""), strict=True)
+    )
+    write_rows(["tests/a/test_one.py"], new)
+    write_rows(["tests/b/test_one.py", "tests/test_two.py"], {**new, "matrix": "tests/test_three.py"})
+    assert read_rows("proof") == [
+        {**new, "matrix": "tests/b/test_one.py"},
+        {**dict.fromkeys(COLUMNS, ""), "matrix": "tests/test_two.py", "what it shows": "shows tests/test_two.py"}
+        | {"tests": NOT_RUN},
+    ]
 
 
 @pytest.mark.parametrize("row", PROOF, ids=[row["matrix"] for row in PROOF])
