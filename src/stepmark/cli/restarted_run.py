@@ -13,7 +13,7 @@ from stepmark.errors import CheckpointError
 from stepmark.launch.restarts import Restarts
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 from stepmark.liveness.console import keep_console
-from stepmark.trainer.run_folder.run_log import RESTART_DELAY, RunLog
+from stepmark.trainer.run_folder.run_log import RESTART_DELAY, RESTARTING, RunLog
 
 _SHOWN = 8  # samples that an error names
 
@@ -48,7 +48,7 @@ class RestartedRun:
     def _announce(self, failure: str, step: int, attempt: int, delay: float) -> None:
         log = self._log()
         log.describe(**{**log.earlier_details(), RESTART_DELAY: delay})
-        log.event("restarting", step, attempt=attempt, reason=failure, delay=delay)
+        log.event(RESTARTING, step, attempt=attempt, reason=failure, delay=delay)
         log.try_status("running", step, f"{failure}; attempt {attempt} starts in {delay:g} s")
         keep_console(self._folder)
         at = f" at step {step}" if step else ""

@@ -32,7 +32,7 @@ def train(recipe: Recipe) -> None:
     with quick_imports():
         from stepmark.recipe.model import build_model
         from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
-        from stepmark.trainer.run_folder.outputs import prepare_output_folder
+        from stepmark.trainer.run_folder.output_folder import prepare_output_folder
 
     prepare_output_folder(Path(recipe.training.output_dir), context.host)
     trainer = build_trainer(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepmark.trainer.telemetry.log_lines import decimals
+from stepmark.errors import StepmarkError
+from stepmark.filesystem.error_advice import with_advice
+from stepmark.liveness.host_group import HostGroup
+from stepmark.trainer.run_folder.run_log import RunLog
 
 
 class TrainOutput(NamedTuple):
@@ -33,19 +38,47 @@ class EvalLoopOutput(NamedTuple):
     num_samples: int
 
 
-def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
-    """A heading with the name of the split, and a line for each metric in the order of their names."""
-    width = max((len(name) for name in metrics), default=0)
-    shown = {name: decimals(value) if isinstance(value, float) else str(value) for name, value in metrics.items()}
-    return [f"{split} metrics:", *(f"  {name:<{width}} = {shown[name]}" for name in sorted(shown))]
+Metrics = dict[str, float]
 
 
-def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
-    """The step, the metrics without their `prefix`, and the seconds that the evaluation took."""
-    quiet = ("_runtime", "_per_second")
-    shown = [
-        f"{key.removeprefix(prefix + '_')} {decimals(value)}"
-        for key, value in metrics.items()
-        if isinstance(value, float) and key != "epoch" and not key.endswith(quiet)
-    ]
-    return f"evaluated step {step}: {', '.join(shown)} ({metrics[f'{prefix}_runtime']:.1f} s)"
+class RunResults:
+    """Writes the results of a run to its folder, on rank 0."""
+
+    def __init__(self, folder: Path, run_log: RunLog, host: HostGroup) -> None:
+        self._folder = folder
+        self._run_log = run_log
+        self._host = host
+
+    def write_training(self, metrics: Metrics, steps: int, dataset: Any) -> Metrics:
+        """Writes the results of training, and returns them. A process that found the run finished, and trained no
+        step, keeps the results of the one that finished it. Collective."""
+        if not steps:
+            earlier = self._host.broadcast(self._run_log.read_results("train"))
+            if earlier is not None and earlier.get("epoch") == metrics["epoch"]:
+                return {name: earlier[name] for name in metrics if name in earlier}
+        with self.writing():
+            self._run_log.results("train", {**metrics, **_count("train_samples", [dataset])})
+        return metrics
+
+    def write_evaluation(self, metrics: Metrics, datasets: Sequence[Any]) -> None:
+        """Writes the results of evaluating the model that the folder holds."""
+        with self.writing():
+            self._run_log.results("eval", {**metrics, **_count("eval_samples", datasets)})
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside the block, a file that cannot be written is a StepmarkError."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"the results cannot be written to {self._folder}: {error.strerror or error}"
+            raise StepmarkError(
+                f"{with_advice(reason, error)}; then start the run again, with resume_from_checkpoint: true from its "
+                "last checkpoint"
+            ) from error
+
+
+def _count(name: str, datasets: Sequence[Any]) -> dict[str, int]:
+    """The number of samples, where all datasets have one."""
+    counted = all(hasattr(dataset, "__len__") for dataset in datasets)
+    return {name: sum(len(dataset) for dataset in datasets)} if counted else {}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.results import metric_lines
+from stepmark.trainer.telemetry.progress import metric_lines
 
 
 class ScriptMethods:

@@ -29,32 +29,41 @@ from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_c
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.compat.custom_loss import call_compute_loss
 from stepmark.trainer.compat.given_loader import GivenLoader
-from stepmark.trainer.compat.given_samplers import call_sampler, sampler_of
 from stepmark.trainer.compat.model_factory import model_of
-from stepmark.trainer.compat.overrides import check_assignment, check_overrides, hooks_of, overrides
+from stepmark.trainer.compat.overrides import (
+    call_compute_loss,
+    call_sampler,
+    check_assignment,
+    check_overrides,
+    hooks_of,
+    overrides,
+    sampler_of,
+)
 from stepmark.trainer.compat.parameter_queries import ParameterQueries
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
 from stepmark.trainer.evaluation_methods import EvaluationMethods
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
+from stepmark.trainer.interruption.run_end import record_end
 from stepmark.trainer.interruption.silent_ranks import watch_peers
 from stepmark.trainer.loaders import LoaderFactory, default_collator
-from stepmark.trainer.results import TrainOutput
+from stepmark.trainer.results import RunResults, TrainOutput
 from stepmark.trainer.resume import TRAINER_STATE
 from stepmark.trainer.run_folder.adapters import Adapter, adapter_of
-from stepmark.trainer.run_folder.earlier_attempt import part_from_earlier_attempt
-from stepmark.trainer.run_folder.finished_runs import finished, set_aside_finished_run
 from stepmark.trainer.run_folder.hub_uploads import HubCallback, HubMethods, check_hub
-from stepmark.trainer.run_folder.model_export import write_model
-from stepmark.trainer.run_folder.outputs import SavedFiles, prepare_output_folder, write_model_files
+from stepmark.trainer.run_folder.model_export import SavedFiles, write_model, write_model_files
+from stepmark.trainer.run_folder.output_folder import (
+    finished,
+    prepare_output_folder,
+    set_aside_earlier_attempt,
+    set_aside_finished_run,
+)
 from stepmark.trainer.run_folder.run_identity import identity
 from stepmark.trainer.run_folder.run_log import RunLog
-from stepmark.trainer.run_folder.special_tokens import align_special_tokens
-from stepmark.trainer.run_results import RunResults, record_end
 from stepmark.trainer.script_methods import ScriptMethods
 from stepmark.trainer.setup import (
     RunParts,
+    align_special_tokens,
     check_packed,
     check_start,
     compile_as_asked,
@@ -602,7 +611,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                         self.try_metrics()
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
                     if restored is None and not extracting_graphs():
-                        part_from_earlier_attempt(
+                        set_aside_earlier_attempt(
                             folder, self.context.host, resumes=bool(resume), repeats=loop.record_resumption
                         )
                     output = self._train(loop, parts, checkpointer, restored)

@@ -19,8 +19,7 @@ from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
 from stepmark.liveness.progress import BETWEEN, END, entering
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
-from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.compat.strategies import is_better
+from stepmark.trainer.callbacks import RunCallbacks, is_better
 from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
@@ -29,7 +28,7 @@ from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
-from stepmark.trainer.telemetry.total_flos import TotalFlos
+from stepmark.trainer.telemetry.throughput import TotalFlos
 from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.learning_rate_schedule import (
     advance,

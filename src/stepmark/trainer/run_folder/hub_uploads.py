@@ -19,7 +19,7 @@ from stepmark.errors import StepmarkError, UsageError
 from stepmark.liveness.console import CONSOLE
 from stepmark.liveness.failure_report import FAILURES
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.run_folder.finished_runs import EARLIER
+from stepmark.trainer.run_folder.output_folder import EARLIER, on_rank_0
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, STATUS, SYSTEM
 from stepmark.trainer.training_arguments import TrainingArguments
 
@@ -115,6 +115,12 @@ class _explained:
             ) from error
 
 
+def _as_told(error: Exception) -> StepmarkError:
+    if not isinstance(error, StepmarkError):
+        raise error
+    return error
+
+
 class HubCallback(TrainerCallback):
     """Uploads each checkpoint of a run when it is complete on disk, on rank 0, while training goes on."""
 
@@ -204,15 +210,12 @@ class HubMethods:
         Raises:
             StepmarkError: It cannot be created; on all ranks.
         """
-        host, problem = self.context.host, None
-        if host.rank == 0 and not extracting_graphs():
-            try:
+
+        def create() -> None:
+            if not extracting_graphs():
                 self._repository = HubRepository(self.args, token, private)
-            except StepmarkError as error:
-                problem = error
-        said = host.broadcast(None if problem is None else str(problem))
-        if said is not None:
-            raise StepmarkError(said) from problem
+
+        on_rank_0(self.context.host, create, _as_told)
 
     def create_model_card(self, **details: Any) -> None:
         """Writes README.md, a draft of a model card, to the run's folder, on rank 0; not while graphs are extracted.

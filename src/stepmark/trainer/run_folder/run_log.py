@@ -24,6 +24,7 @@ STATUS = "status.json"
 SYSTEM = "system"  # the folder of what every rank samples of its machine
 PATIENCE = 5.0  # seconds
 STUCK = "stuck"  # in the status: the rank that the others wait for; an event, and the kind of a failure
+RESTARTING = "restarting"  # the event of the supervisor, before it starts the ranks again
 RESTART_DELAY = "restart_delay"  # in the status of a run whose ranks are about to be started again
 
 
