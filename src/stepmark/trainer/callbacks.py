@@ -31,6 +31,7 @@ from stepmark.trainer.training_arguments import TrainingArguments
 Metrics = dict[str, float]
 
 logger = logging.getLogger("stepmark")
+SHOWN = 100  # characters of a sample on the terminal
 _OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer, and made anew here
 
 
@@ -145,6 +146,11 @@ class RunCallbacks:
             step, self._position = self._position[0], None
         self.progress.evaluated(step, metrics, evaluation_line(step, metrics, prefix))
         self.event("on_evaluate", metrics)
+
+    def sampled(self, prompt: str, written: str) -> None:
+        """Records how the model has continued one of `sample_prompts`."""
+        self.run_log.event("sample", self.state.global_step, prompt=prompt, text=written)
+        self.progress.line(f"sample   {' '.join((prompt + written).split())[:SHOWN]}")
 
     def log(self, logs: Metrics, machine: Metrics | None = None) -> None:
         """Logs through the Trainer's method. `machine`, which describes the machine and not the model, is added to the
