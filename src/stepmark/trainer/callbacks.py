@@ -24,6 +24,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
 from stepmark.trainer.setup import RunParts, count_epochs
 from stepmark.trainer.telemetry.progress import ProgressDisplay, evaluation_line
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -107,8 +108,9 @@ class RunCallbacks:
         self.run_log.describe(total_steps=total_steps, process=os.getpid(), host=socket.gethostname())
         if self.args.prometheus_file is not None:
             self.run_log.export(self.args.prometheus_file)
-        self.run_log.stays_done = self.state.global_step >= total_steps and self.run_log.recorded_state() == "done"
-        self.run_log.status("running", self.state.global_step)
+        finished = self.state.global_step >= total_steps
+        self.run_log.stays_done = finished and RunStatus.read(self.run_log.folder).state == DONE
+        self.run_log.status(RUNNING, self.state.global_step)
         self.begun = self._training = True
 
     @property
@@ -171,7 +173,7 @@ class RunCallbacks:
         if self._training:
             best = {} if self.state.best_metric is None else {"best_metric": self.state.best_metric}
             self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **best)
-            self.run_log.status("running", step)
+            self.run_log.status(RUNNING, step)
         self.event("on_log", {**logs, "epoch": epoch})
 
     # State

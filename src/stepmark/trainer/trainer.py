@@ -72,6 +72,7 @@ from stepmark.trainer.run_folder.output_folder import (
     set_aside_finished_run,
 )
 from stepmark.trainer.run_folder.run_identity import identity
+from stepmark.trainer.run_folder.status import DONE
 from stepmark.trainer.setup import (
     RunParts,
     align_special_tokens,
@@ -639,7 +640,7 @@ class Trainer:
                         sets = [dataset for _, dataset in self._eval_sets()]
                         self._run.write_results("eval", self.final_evaluation(), sets)
                 with self._run.writing():
-                    self._run.log.status("done", self.state.global_step, loop.stop_reason)
+                    self._run.log.status(DONE, self.state.global_step, loop.stop_reason)
                 finished(folder)
                 return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
             except BaseException as error:

@@ -25,6 +25,7 @@ from stepmark.trainer.evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.resume import restore_run
+from stepmark.trainer.run_folder.status import INTERRUPTED
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
@@ -500,7 +501,7 @@ class TrainingLoop:
 
     def _announce_end(self, reason: str) -> None:
         self._say_interrupted(f"{reason}\n{HOW_TO_GO_ON}")
-        self._callbacks.run_log.try_status("interrupted", self._step, reason)
+        self._callbacks.run_log.try_status(INTERRUPTED, self._step, reason)
 
     def _say_interrupted(self, reason: str) -> None:
         if self._callbacks.run_log.writes:

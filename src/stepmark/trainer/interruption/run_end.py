@@ -22,7 +22,8 @@ from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failur
 from stepmark.liveness.heartbeat import BEAT
 from stepmark.liveness.process_exit import say
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.run_folder.run_log import RunLog, keep_others_from_writing, read_status
+from stepmark.trainer.run_folder.run_log import RunLog, keep_others_from_writing
+from stepmark.trainer.run_folder.status import DONE, INTERRUPTED, RUNNING, RunStatus
 
 if TYPE_CHECKING:
     from stepmark.liveness.host_group import HostGroup
@@ -45,8 +46,8 @@ def ending_outside_training(folder: Path) -> Iterator[None]:
             record_interruption(folder, reason, began)
 
     def is_done() -> bool:
-        status = read_status(folder)
-        return status.get("state") == "done" and status.get("time", 0.0) >= began
+        status = RunStatus.read(folder)
+        return status.state == DONE and status.written_since(began)
 
     with ending_at_signals("not training", record, is_done):
         yield
@@ -63,13 +64,11 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
     if World.from_environment().rank != 0 or _a_rank_has_failed() or extracting_graphs():
         return
     try:
-        status = read_status(folder, strictly=True)
-        state = status.get("state")
-        ended = state == "done" or (state != "running" and status.get("time", 0.0) >= began)
-        if ended or held_by_another(folder, watch=1.5 * BEAT):
+        status = RunStatus.read(folder, strictly=True)
+        if not status.rank_may_interrupt(began) or held_by_another(folder, watch=1.5 * BEAT):
             return
         folder.mkdir(parents=True, exist_ok=True)
-        RunLog(folder, writes=True).status("interrupted", int(status.get("step", 0)), reason)
+        RunLog(folder, writes=True).status(INTERRUPTED, status.step, reason)
     except OSError as error:
         logger.warning("cannot write the run's status: %s", error)
 
@@ -85,11 +84,11 @@ def record_end(callbacks: RunCallbacks, error: BaseException, host: HostGroup) -
     rank 0 was killed, and no supervisor knows, the first rank that is left does so."""
     run_log, step = callbacks.run_log, callbacks.state.global_step
     if host.rank and REPORTS not in os.environ and all(map(host.is_gone, range(host.rank))):
-        run_log.writes = run_log.recorded_state() == "running"
+        run_log.writes = RunStatus.read(run_log.folder).state == RUNNING
     if isinstance(error, RunInterrupted) and error.recorded:
         return
     if isinstance(error, RunInterrupted):
-        run_log.try_status("interrupted", step, error.reason)
+        run_log.try_status(INTERRUPTED, step, error.reason)
         if run_log.writes:
             say(f"interrupted by {error.reason}\n{HOW_TO_GO_ON}")
     elif callbacks.begun:  # otherwise nothing is known of the run yet, or the status is an earlier one's
@@ -97,11 +96,11 @@ def record_end(callbacks: RunCallbacks, error: BaseException, host: HostGroup) -
         named = report.secondary or not isinstance(error, StepmarkError)
         reason = report.message if named else f"{type(error).__name__}: {report.message}"
         if isinstance(error, KeyboardInterrupt):
-            run_log.try_status("interrupted", step, reason)
+            run_log.try_status(INTERRUPTED, step, reason)
         elif run_log.stop_reason is not None and report.secondary:
             # A signal came when training had ended here and not on another rank, or the other way round.
             signal = run_log.stop_reason.partition(":")[0]
-            run_log.try_status("interrupted", step, f"{signal}: another rank has ended; the last checkpoint stands")
+            run_log.try_status(INTERRUPTED, step, f"{signal}: another rank has ended; the last checkpoint stands")
         else:
             keep_failure(Path(callbacks.args.output_dir), error, World.from_environment().rank)
             run_log.failed(step, reason, final=not may_be_restarted(callbacks.args.max_restarts, error))

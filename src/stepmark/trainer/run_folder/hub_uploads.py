@@ -21,7 +21,8 @@ from stepmark.liveness.failure_report import FAILURES
 from stepmark.liveness.host_group import HostGroup
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.output_folder import EARLIER, on_rank_0
-from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, STATUS, SYSTEM
+from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, SYSTEM
+from stepmark.trainer.run_folder.status import STATUS
 from stepmark.trainer.training_arguments import TrainingArguments
 
 logger = logging.getLogger("stepmark")

@@ -26,7 +26,8 @@ from stepmark.interchange.hints import import_hint
 from stepmark.liveness.console import CONSOLE
 from stepmark.liveness.failure_report import FAILURES
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING, STATUS, SYSTEM, read_status
+from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING, SYSTEM
+from stepmark.trainer.run_folder.status import STATUS, RunStatus
 
 if TYPE_CHECKING:
     from stepmark.liveness.host_group import HostGroup
@@ -244,4 +245,4 @@ def _same_run(folder: Path, resumes: bool) -> bool:
     events = read_lines(folder / EVENTS)
     if events and events[-1].get("event") == RESTARTING:
         return True
-    return resumes and read_status(folder).get("state") not in ("failed", "done")
+    return resumes and RunStatus.read(folder).can_resume()
