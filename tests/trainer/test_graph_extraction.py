@@ -15,7 +15,7 @@ from transformers.integrations import CodeCarbonCallback
 from stepmark import Checkpointer, Trainer, TrainingArguments, save
 from stepmark.cli.failed_run import FailedRun
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.trainer.interruption.outside_training import record_interruption
+from stepmark.trainer.interruption.run_end import record_interruption
 from stepmark.trainer.interruption.stop_request import ask_to_stop, reason_to_stop
 from tests.support.programs import Blocks, tiny_model
 
@@ -108,7 +108,7 @@ def test_what_a_real_run_has_left_stays(tmp_path: Path, monkeypatch: pytest.Monk
 def test_training_twice_leaves_a_real_run_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, 2)
     monkeypatch.setattr(
-        "stepmark.trainer.run_folder.finished_runs._FINISHED", set()
+        "stepmark.trainer.run_folder.output_folder._FINISHED", set()
     )  # as another process has trained it
     before = files_in(tmp_path)
     monkeypatch.setenv(VARIABLE, "1")

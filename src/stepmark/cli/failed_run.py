@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from stepmark.liveness.console import keep_console
+from stepmark.trainer.run_folder.status import FAILED, INTERRUPTED, RunStatus
 
 logger = logging.getLogger("stepmark")
 
@@ -22,11 +23,11 @@ class FailedRun:
         """Sets the run's status to failed, with this reason, and with `first` also where there is none yet. A rank that
         lost its peer may have recorded only that, so the launcher's reason replaces it; a status from before this
         start, or another live run's, stays."""
-        self._try_to_write("failed", message, first)
+        self._try_to_write(FAILED, message, first)
 
     def interrupted(self, reason: str) -> None:
         """Sets the run's status to interrupted, where it is still running: a signal has killed its ranks."""
-        self._try_to_write("interrupted", reason)
+        self._try_to_write(INTERRUPTED, reason)
 
     def _try_to_write(self, state: str, message: str, first: bool = False) -> None:
         try:
@@ -37,21 +38,17 @@ class FailedRun:
     def _write(self, state: str, message: str, first: bool) -> None:
         from stepmark.checkpoint.coordination.folder_claim import held_by_another
         from stepmark.runtime.xla_environment import extracting_graphs
-        from stepmark.trainer.run_folder.run_log import RunLog, read_status
+        from stepmark.trainer.run_folder.run_log import RunLog
 
         if extracting_graphs():
             return
-        status = read_status(self._folder)
-        running = status.get("state") == "running"
-        failed = state == status.get("state") == "failed" and status.get("time", 0.0) >= self._began
-        if not (running or failed or (first and not status)) or held_by_another(self._folder):
+        status = RunStatus.read(self._folder)
+        if not status.supervisor_may_end(state, self._began, first=first) or held_by_another(self._folder):
             return
         keep_console(self._folder)
-        reason = str(status.get("reason") or "")
-        if failed and (reason == message or message.endswith(f": {reason}")):
+        if status.says(message):
             return
-        step = status.get("step")
         log = RunLog(self._folder, writes=True)
         if self._prometheus_file is not None:
             log.export(self._prometheus_file)
-        log.try_status(state, step if isinstance(step, int) else 0, message)
+        log.try_status(state, status.step, message)

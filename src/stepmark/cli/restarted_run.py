@@ -13,7 +13,8 @@ from stepmark.errors import CheckpointError
 from stepmark.launch.restarts import Restarts
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 from stepmark.liveness.console import keep_console
-from stepmark.trainer.run_folder.run_log import RESTART_DELAY, RunLog
+from stepmark.trainer.run_folder.run_log import RESTARTING, RunLog
+from stepmark.trainer.run_folder.status import INTERRUPTED, RESTART_DELAY, RUNNING, RunStatus
 
 _SHOWN = 8  # samples that an error names
 
@@ -47,9 +48,9 @@ class RestartedRun:
 
     def _announce(self, failure: str, step: int, attempt: int, delay: float) -> None:
         log = self._log()
-        log.describe(**{**log.earlier_details(), RESTART_DELAY: delay})
-        log.event("restarting", step, attempt=attempt, reason=failure, delay=delay)
-        log.try_status("running", step, f"{failure}; attempt {attempt} starts in {delay:g} s")
+        log.describe(**{**RunStatus.read(self._folder).details, RESTART_DELAY: delay})
+        log.event(RESTARTING, step, attempt=attempt, reason=failure, delay=delay)
+        log.try_status(RUNNING, step, f"{failure}; attempt {attempt} starts in {delay:g} s")
         keep_console(self._folder)
         at = f" at step {step}" if step else ""
         print(f"failed{at}: {failure}; attempt {attempt} starts in {delay:g} s", file=sys.stderr, flush=True)
@@ -58,7 +59,7 @@ class RestartedRun:
         newest = next(iter(checkpoints(self._folder)), None)
         step = (step_of(newest) or 0) if newest is not None else 0
         reason = f"{signal}: before another attempt; {'the last checkpoint stands' if step else 'nothing is saved'}"
-        self._log().try_status("interrupted", step, reason)
+        self._log().try_status(INTERRUPTED, step, reason)
         print(f"interrupted by {reason}", file=sys.stderr, flush=True)
 
     def _log(self) -> RunLog:

@@ -67,7 +67,7 @@ def _supervise(parsed: argparse.Namespace, training: TrainingFields) -> int:
 def _train(recipe: Recipe) -> int:
     from stepmark.launch.supervisor import follow_supervisor
     from stepmark.runtime.xla_environment import extracting_graphs
-    from stepmark.trainer.interruption.outside_training import ending_outside_training
+    from stepmark.trainer.interruption.run_end import ending_outside_training
 
     follow_supervisor()
     if extracting_graphs():  # the device returns placeholders, so there is nothing to train

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from stepmark.config.option_text import parse_options
 from stepmark.config.recipe import ModelArguments, Recipe
@@ -16,9 +17,11 @@ from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import DataError, StepmarkError, UsageError
 from stepmark.launch.imports import quick_imports
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
-from stepmark.recipe.adapter import with_adapter
 from stepmark.recipe.early_checks import check_model_folder
 from stepmark.runtime.module_placement import cast_module
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
@@ -270,3 +273,38 @@ def _first_line(error: Exception) -> str:
 def _similar(name: str, config: Any) -> str:
     close = difflib.get_close_matches(name, config.to_dict(), n=1)
     return f"; did you mean {close[0]}?" if close else f"; {type(config).__name__} has other names for its sizes"
+
+
+def with_adapter(model: nn.Module, config: ModelArguments) -> nn.Module:
+    """The model with the adapter that the recipe asks for, if it does; its first weights are the next random numbers.
+
+    Raises:
+        UsageError: peft is not installed, or cannot adapt the modules that `lora_target_modules` names.
+    """
+    if config.peft is None:
+        return model
+    from peft import get_peft_model
+
+    try:
+        adapted: Any = get_peft_model(model, _lora(config))
+    except (ValueError, TypeError) as error:  # as peft rejects modules and values
+        raise UsageError(f"lora_target_modules: {' '.join(str(error).split())}") from error
+    made: nn.Module = adapted
+    return made
+
+
+def _lora(config: ModelArguments) -> LoraConfig:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float will do
+        lora_dropout=config.lora_dropout,
+        target_modules=_modules(config.lora_target_modules),
+    )
+
+
+def _modules(given: str | list | None) -> str | list | None:
+    """One name means the modules of that name; other text is a pattern of complete names, as in peft."""
+    return [given] if isinstance(given, str) and given.isidentifier() else given

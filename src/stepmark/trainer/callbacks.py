@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -12,24 +13,26 @@ from typing import Any
 from torch import nn
 from transformers.trainer_callback import (
     CallbackHandler,
+    DefaultFlowCallback,
     ExportableState,
     TrainerCallback,
     TrainerControl,
     TrainerState,
 )
 
+from stepmark.config.training_fields import TrainingFields
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.compat.strategies import StrategyCallback
-from stepmark.trainer.results import evaluation_line
 from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
 from stepmark.trainer.setup import RunParts, count_epochs
-from stepmark.trainer.telemetry.progress import ProgressDisplay
+from stepmark.trainer.telemetry.progress import ProgressDisplay, evaluation_line
 from stepmark.trainer.training_arguments import TrainingArguments
 
 Metrics = dict[str, float]
 
 logger = logging.getLogger("stepmark")
+SHOWN = 100  # characters of a sample on the terminal
 _OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer, and made anew here
 
 
@@ -105,8 +108,9 @@ class RunCallbacks:
         self.run_log.describe(total_steps=total_steps, process=os.getpid(), host=socket.gethostname())
         if self.args.prometheus_file is not None:
             self.run_log.export(self.args.prometheus_file)
-        self.run_log.stays_done = self.state.global_step >= total_steps and self.run_log.recorded_state() == "done"
-        self.run_log.status("running", self.state.global_step)
+        finished = self.state.global_step >= total_steps
+        self.run_log.stays_done = finished and RunStatus.read(self.run_log.folder).state == DONE
+        self.run_log.status(RUNNING, self.state.global_step)
         self.begun = self._training = True
 
     @property
@@ -145,6 +149,11 @@ class RunCallbacks:
         self.progress.evaluated(step, metrics, evaluation_line(step, metrics, prefix))
         self.event("on_evaluate", metrics)
 
+    def sampled(self, prompt: str, written: str) -> None:
+        """Records how the model has continued one of `sample_prompts`."""
+        self.run_log.event("sample", self.state.global_step, prompt=prompt, text=written)
+        self.progress.line(f"sample   {' '.join((prompt + written).split())[:SHOWN]}")
+
     def log(self, logs: Metrics, machine: Metrics | None = None) -> None:
         """Logs through the Trainer's method. `machine`, which describes the machine and not the model, is added to the
         log files and to the callbacks' logs, not to the history that checkpoints hold."""
@@ -164,7 +173,7 @@ class RunCallbacks:
         if self._training:
             best = {} if self.state.best_metric is None else {"best_metric": self.state.best_metric}
             self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **best)
-            self.run_log.status("running", step)
+            self.run_log.status(RUNNING, step)
         self.event("on_log", {**logs, "epoch": epoch})
 
     # State
@@ -200,3 +209,58 @@ class RunCallbacks:
 def _defines(callback: TrainerCallback, event: str) -> bool:
     method = getattr(callback, event)
     return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
+
+
+class StrategyCallback(DefaultFlowCallback):
+    """Sets the control's flags by the strategies of the arguments.
+
+    `epoch` fires at the end of every epoch, also where `max_steps` or a callback ends it early. `steps` evaluates and
+    saves at the end of the run too, so that no training is lost. There are no evaluations before `eval_delay`. A
+    run in which a callback ends epochs early ends after as many epochs as it would have had without that, also where
+    `max_steps` says how many these are.
+    """
+
+    _ended_early = False
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._ended_early = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+        step = state.global_step
+        first = step == 1 and args.logging_first_step
+        control.should_log |= first or _every(args.logging_strategy, step, state.logging_steps)
+        due = step >= args.eval_delay
+        control.should_evaluate |= due and _every(args.eval_strategy, step, state.eval_steps)
+        control.should_save |= _every(args.save_strategy, step, state.save_steps)
+        if step >= state.max_steps:
+            self._end_run(args, control)
+        return control
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+        control.should_log |= args.logging_strategy == "epoch"
+        due = state.epoch is not None and state.epoch >= args.eval_delay
+        control.should_evaluate |= due and args.eval_strategy == "epoch"
+        control.should_save |= args.save_strategy == "epoch"
+        in_last_epoch = state.epoch is not None and state.epoch > state.num_train_epochs - 1
+        self._ended_early |= control.should_epoch_stop
+        if self._ended_early and in_last_epoch and not control.should_training_stop:
+            self._end_run(args, control)
+        return control
+
+    def _end_run(self, args: Any, control: TrainerControl) -> None:
+        control.should_training_stop = True
+        control.should_evaluate |= args.eval_strategy == "steps"
+        control.should_save |= args.save_strategy == "steps"
+
+
+def _every(strategy: str, step: int, interval: float) -> bool:
+    return strategy == "steps" and step % int(interval) == 0
+
+
+def is_better(args: TrainingFields, value: float, best: float | None) -> bool:
+    """Whether the metric for the best model improved; NaN is never better."""
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return value > best if args.greater_is_better else value < best

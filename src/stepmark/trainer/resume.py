@@ -15,7 +15,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.liveness.host_group import HostGroup
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.run_folder.existing_run import check_named_checkpoint
+from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
 from stepmark.trainer.run_folder.run_identity import changes_of_data, check_same_run
 from stepmark.trainer.setup import RunParts
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.trainer_utils import PredictionOutput
 
 from stepmark.errors import UsageError
 from stepmark.evaluation.greedy_generation import greedy_tokens
-from stepmark.trainer.results import PredictionOutput
 from stepmark.trainer.trainer import Trainer
 
 

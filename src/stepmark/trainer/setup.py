@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.debug_utils import DebugUnderflowOverflow
 from transformers.trainer_callback import TrainerCallback
 
@@ -36,8 +37,8 @@ from stepmark.runtime.module_placement import (
 )
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.loaders import TrainLoader
-from stepmark.trainer.run_folder.existing_run import check_no_earlier_run
-from stepmark.trainer.run_folder.outputs import check_room
+from stepmark.trainer.run_folder.output_folder import check_no_earlier_run, check_room
+from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
@@ -280,3 +281,38 @@ def reports(callback: TrainerCallback | type[TrainerCallback]) -> bool:
     """Whether a callback is one of transformers' reporters, or derived from one: it writes what is logged."""
     kind = callback if isinstance(callback, type) else type(callback)
     return any(each.__module__.startswith("transformers.integrations") for each in kind.__mro__)
+
+
+def align_special_tokens(model: nn.Module, processing_class: Any) -> None:
+    """Sets the end, begin and padding tokens of the model's configurations to those of the tokenizer, as transformers'
+    Trainer does when training begins: some heads look for them, generation stops at them, and they are saved.
+
+    A token that the tokenizer lacks changes nothing. A generation configuration with several end tokens keeps them.
+    """
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    config: Any = getattr(model, "config", None)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(config, "get_text_config"):
+        return
+    changed = {}
+    for name in SPECIAL:
+        token = getattr(tokenizer, name, None)
+        if token is None:
+            continue
+        for each in (config.get_text_config(), getattr(model, "generation_config", None)):
+            if each is not None and _set(each, name, token):
+                changed[name] = token
+    if changed:
+        found = ", ".join(f"{name}: {token}" for name, token in changed.items())
+        logger.info("the model's configuration has the tokenizer's special tokens now: %s", found)
+
+
+def _set(config: Any, name: str, token: int) -> bool:
+    """Whether the configuration had another token."""
+    before = getattr(config, name, None)
+    if isinstance(before, list):
+        if token in before:
+            return False
+        setattr(config, name, [token, *before])
+        return True
+    setattr(config, name, token)
+    return bool(before != token)

@@ -2,59 +2,83 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import EvalPrediction, TrainerMemoryTracker
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    EvalPrediction,
+    PredictionOutput,
+    TrainerMemoryTracker,
+    TrainOutput,
+)
 
-from stepmark.checkpoint import Checkpointer
 from stepmark.config.old_names import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.data.loader.collate import PadTo
 from stepmark.data.loader.loader import DataLoader
-from stepmark.errors import UsageError
+from stepmark.data.loader.stream_loader import check_readable_again
+from stepmark.errors import DataError, UsageError
+from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import check_by_batch
+from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.rank_heartbeats import PeerWatch
 from stepmark.parallel.optimizer.protocols import StepOptimizer
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
+from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.pipeline.staged_model import staged
+from stepmark.runtime.context import Context
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.compat.custom_loss import call_compute_loss
 from stepmark.trainer.compat.given_loader import GivenLoader
-from stepmark.trainer.compat.given_samplers import call_sampler, sampler_of
 from stepmark.trainer.compat.model_factory import model_of
-from stepmark.trainer.compat.overrides import check_assignment, check_overrides, hooks_of, overrides
-from stepmark.trainer.compat.parameter_queries import ParameterQueries
+from stepmark.trainer.compat.overrides import (
+    call_compute_loss,
+    call_sampler,
+    check_assignment,
+    check_overrides,
+    hooks_of,
+    overrides,
+    sampler_of,
+)
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
-from stepmark.trainer.evaluation_methods import EvaluationMethods
-from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
+from stepmark.trainer.evaluation import (
+    PausableEvaluation,
+    TrainerEvaluation,
+    evaluation_sets,
+    logged_evaluation,
+    make_prompt_sampler,
+    sample_prompts,
+)
+from stepmark.trainer.interruption.run_end import record_end
 from stepmark.trainer.interruption.silent_ranks import watch_peers
 from stepmark.trainer.loaders import LoaderFactory, default_collator
-from stepmark.trainer.results import TrainOutput
 from stepmark.trainer.resume import TRAINER_STATE
+from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter, adapter_of
-from stepmark.trainer.run_folder.earlier_attempt import part_from_earlier_attempt
-from stepmark.trainer.run_folder.finished_runs import finished, set_aside_finished_run
-from stepmark.trainer.run_folder.hub_uploads import HubCallback, HubMethods, check_hub
-from stepmark.trainer.run_folder.model_export import write_model
-from stepmark.trainer.run_folder.outputs import SavedFiles, prepare_output_folder, write_model_files
+from stepmark.trainer.run_folder.hub_uploads import CARD, HubCallback, HubUploads, check_hub, model_card
+from stepmark.trainer.run_folder.model_export import SavedFiles, write_model, write_model_files
+from stepmark.trainer.run_folder.output_folder import (
+    finished,
+    set_aside_earlier_attempt,
+    set_aside_finished_run,
+)
 from stepmark.trainer.run_folder.run_identity import identity
-from stepmark.trainer.run_folder.run_log import RunLog
-from stepmark.trainer.run_folder.special_tokens import align_special_tokens
-from stepmark.trainer.run_results import RunResults, record_end
-from stepmark.trainer.script_methods import ScriptMethods
+from stepmark.trainer.run_folder.status import DONE
 from stepmark.trainer.setup import (
     RunParts,
+    align_special_tokens,
     check_packed,
     check_start,
     compile_as_asked,
@@ -67,13 +91,14 @@ from stepmark.trainer.setup import (
     step_optimizer,
     tensors_of,
 )
+from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
-from stepmark.training.noisy_embeddings import noisy_embeddings
+from stepmark.training.pipelined_forward import PipelinedForward
 from stepmark.training.step import TrainStep
 
 NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods that call it where they are replaced
@@ -90,7 +115,7 @@ class _NoAccelerate:
 
 
 @explains_keywords
-class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
+class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
     A subclass may override `compute_loss`, `get_train_dataloader`, `get_eval_dataloader`, `create_optimizer`,
@@ -121,11 +146,13 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             complete on disk, also with `async_save`, so a callback may read it and add files to it.
         optimizers: (optimizer, schedule); each that is None is made from `args`.
         preprocess_logits_for_metrics: `(logits, labels)` to what `compute_metrics` gets as predictions.
+        run: The opened run, where the caller has opened it. Default: opened here, as `args` says.
 
     Attributes:
         loss_averages_over: `samples` where the loss is a mean over samples although batches have labels that can be
             counted, or `targets`. A subclass with such a `compute_loss` sets it; else it is that of `compute_loss_func`
             or of the model, and by default `targets`: batches are weighted by the labels that are not -100.
+        model_accepts_loss_kwargs: Not used: losses are means in any case. Some scripts set it.
         optimizer: The `torch.optim` optimizer of the run; None before `create_optimizer`.
         lr_scheduler: The schedule of the run; None before `create_scheduler`.
         checkpoint_files: Functions that are called with the folder of a new checkpoint, on rank 0, and may write files
@@ -137,6 +164,11 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     """
 
     loss_averages_over: str | None = None
+    model_accepts_loss_kwargs = False
+    is_deepspeed_enabled = False
+    is_fsdp_enabled = False
+    is_model_parallel = False
+    place_model_on_device = True
     accelerator = _NoAccelerate()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -158,6 +190,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
+        *,
+        run: Run | None = None,
     ) -> None:
         check_overrides(type(self), _OWN_HOOKS)
         self.args: TrainingArguments = converted(args)
@@ -170,9 +204,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         check_kinds(data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset)
         check_kinds(callbacks=callbacks, optimizers=optimizers)
         check_packed(model, train_dataset, eval_dataset)
-        prepare_compile_cache(self.args.compile_cache)
-        self.context: Context = start(self.args.device_name, self.args.join_timeout)
-        open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
+        self._run = Run.open(self.args) if run is None else run
+        self.context: Context = self._run.context
         self.mesh = prepare_model(model, self.args, self.context)
         compile_as_asked(model, self.args, self.mesh)
         self.model = model
@@ -193,7 +226,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self._made_tensors: set[int] = set()  # that it updates
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
-        self._pausable: PausableEvaluation | None = None  # that of the evaluation in the training loop
         self._saved_files = SavedFiles(Path(self.args.output_dir), self.context.host)
         self.checkpoint_files: list[Callable[[Path], None]] = []
         self._callbacks = RunCallbacks(
@@ -201,12 +233,16 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             [each for each in (*reporters(self.args), *(callbacks or ())) if _is_called(each)],
             model,
             processing_class,
-            RunLog(Path(self.args.output_dir), writes=self.is_world_process_zero() and not extracting_graphs()),
+            self._run.log,
             leads_node=self.context.world.local_rank == 0,
             log=lambda logs: self.log(logs),
         )
+        self._hub = HubUploads(self.context.host)
         if self.args.push_to_hub and not extracting_graphs():
-            self._upload_checkpoints()
+            check_hub(self.args, self.mesh.tensor_parallel.size * self.mesh.pipeline.size)
+            self.init_hf_repo()
+            if self.args.hub_strategy != "end":
+                self.add_callback(HubCallback(self._hub.repository))
         self._watch: PeerWatch | None = None  # for the next run, where other ranks may wait for this one
         if self.context.store is not None and not extracting_graphs():
             self._watch = watch_peers(self.mesh, self._callbacks)
@@ -231,13 +267,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self.loss.override = self._overridden_loss
         elif name == "loss_averages_over" and "loss" in vars(self):
             self._set_loss()
-
-    def _upload_checkpoints(self) -> None:
-        """Creates the repository, and uploads checkpoints as `hub_strategy` says."""
-        check_hub(self.args, self.mesh.tensor_parallel.size * self.mesh.pipeline.size)
-        self.init_hf_repo()
-        if self.args.hub_strategy != "end":
-            self.add_callback(HubCallback(self._repository))
 
     def _check_pipeline(self, name: str, replaced: bool) -> None:
         """Raises UsageError for a replaced method that calls the complete model, where no rank has it."""
@@ -571,7 +600,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     ) -> TrainOutput:
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         folder = Path(self.args.output_dir)
-        prepare_output_folder(folder, self.context.host)
+        self._run.begin_training(folder)
         self._callbacks.reset()
         if self._factory is not None:
             self._factory.begin_run(self.model, self.mesh)
@@ -582,7 +611,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 parts,
                 self._callbacks,
                 checkpointer,
-                evaluate=self._evaluate_own_data,
+                evaluate=self._evaluate_in_training,
                 write_files=self._write_files,
                 before_save=self._collect_model_files,
             )
@@ -598,23 +627,25 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             try:
                 with loop.stopping_at_signals(), watch:
-                    if self.args.eval_strategy != "no" and not extracting_graphs():
-                        self.try_metrics()
+                    if self.args.eval_strategy != "no" and not extracting_graphs() and not self._overridden("evaluate"):
+                        self._evaluation.try_metrics([each for _, each in self._eval_sets()], self.get_eval_dataloader)
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
                     if restored is None and not extracting_graphs():
-                        part_from_earlier_attempt(
+                        set_aside_earlier_attempt(
                             folder, self.context.host, resumes=bool(resume), repeats=loop.record_resumption
                         )
-                    output = self._train(loop, parts, checkpointer, restored)
+                    metrics, steps = loop.train(restored)
+                    metrics = self._run.write_training(metrics, steps, self.train_dataset)
+                    self._save_state()
                 if save_model:
                     self.save_model()
                     if self.args.eval_strategy != "no":
                         sets = [dataset for _, dataset in self._eval_sets()]
-                        self._results.write_evaluation(self.final_evaluation(), sets)
-                with self._results.writing():
-                    self._callbacks.run_log.status("done", self.state.global_step, loop.stop_reason)
+                        self._run.write_results("eval", self.final_evaluation(), sets)
+                with self._run.writing():
+                    self._run.log.status(DONE, self.state.global_step, loop.stop_reason)
                 finished(folder)
-                return output
+                return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
             except BaseException as error:
                 record_end(self._callbacks, error, self.context.host)
                 raise
@@ -655,46 +686,209 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             columns=getattr(dataset, "sample_columns", None),
         )
 
-    def _train(
-        self, loop: TrainingLoop, parts: RunParts, checkpointer: Checkpointer, restored: Path | None
-    ) -> TrainOutput:
-        callbacks, first, evaluating = self._callbacks, self.state.global_step, loop.is_evaluating
-        loop.begin(restored)
-        began = time.perf_counter()
-        callbacks.event("on_train_begin")
-        with noisy_embeddings(self.model, self.args.neftune_noise_alpha):
-            loop.run(restored)
-        seconds, steps = time.perf_counter() - began, self.state.global_step - first
-        mean_loss, machine = loop.mean_loss(), loop.closing_fields()
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            checkpointer.restore({"model": self._saved}, Path(self.state.best_model_checkpoint))
-            callbacks.best_step = self.state.best_global_step
-        samples = steps * parts.loader.layout.global_batch
-        metrics = {
-            "epoch": self.state.epoch,
-            "total_flos": self.state.total_flos,
-            "train_loss": mean_loss,
-            "train_runtime": seconds,
-            "train_samples_per_second": samples / seconds,
-            "train_steps_per_second": steps / seconds,
-        }
-        if steps or evaluating:  # a process that found the run finished has trained nothing
-            callbacks.log({name: value for name, value in metrics.items() if name != "epoch"}, machine)
-        callbacks.event("on_train_end")
-        if self._repository is not None:
-            self._repository.wait()
-        self.context.host.barrier()  # the run is done where no rank hangs in a callback
-        metrics = self._results.write_training(metrics, steps, self.train_dataset)
-        if self.is_world_process_zero() and not extracting_graphs():
-            with self._results.writing():
-                self._write_state(Path(self.args.output_dir))
-        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
-
-    # Saving
+    # Evaluation
 
     @property
-    def _results(self) -> RunResults:
-        return RunResults(Path(self.args.output_dir), self._callbacks.run_log, self.context.host)
+    def evaluator(self) -> Evaluator:
+        """Evaluates with the loss and the functions that the Trainer has now."""
+        return Evaluator(
+            self.model,
+            self.loss,
+            self.context.runtime,
+            self.context.host,
+            self._autocast_dtype,
+            self.preprocess_logits_for_metrics,
+            reporting=self.mesh.reporting_ranks,
+            prediction_step=self._overridden_step if self._overridden("prediction_step") else None,
+            stages=None if staged(self.model) is None else self._pipelined_forward(),
+        )
+
+    def _pipelined_forward(self) -> PipelinedForward:
+        return PipelinedForward(self.model, self.loss, self.mesh, self._autocast_dtype)
+
+    @property
+    def _evaluation(self) -> TrainerEvaluation:
+        return TrainerEvaluation(self.evaluator, self.args, self._callbacks, self._loaders, self.compute_metrics)
+
+    def evaluate(
+        self,
+        eval_dataset: str | Dataset | Mapping[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Computes loss and metrics over exactly the samples of a dataset. Collective.
+
+        A subclass may override it; evaluations in training are made by it too. Several datasets are evaluated by a call
+        for each.
+
+        Args:
+            eval_dataset: The data, or several datasets by name, or the name of one of the Trainer's sets; default: the
+                Trainer's own.
+            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
+                its configuration names.
+            metric_key_prefix: What the metrics' names begin with; the names of several datasets are appended to it.
+
+        Returns:
+            The metrics by name; runtimes are in seconds.
+
+        Raises:
+            UsageError: There is no evaluation data.
+            DataError: A dataset is empty.
+        """
+        self._memory_tracker.start()
+        if not isinstance(eval_dataset, str):
+            self._eval_sets(eval_dataset)  # raises where there is no data
+        own = eval_dataset is None
+        data = self.eval_dataset if own else eval_dataset
+        if isinstance(data, Mapping):
+            metrics: dict[str, float] = {}
+            for name, dataset in data.items():
+                metrics |= self.evaluate(
+                    eval_dataset=name if own else dataset,
+                    ignore_keys=ignore_keys,
+                    metric_key_prefix=f"{metric_key_prefix}_{name}",
+                )
+        else:
+            batches, pause = partial(self.get_eval_dataloader, eval_dataset), PausableEvaluation.current()
+            metrics = self._evaluation.of_set(batches, metric_key_prefix, ignore_keys, pause)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        if own and metric_key_prefix == "eval":
+            self._callbacks.last_evaluation = (self._callbacks.model_position()[0], metrics)
+        return metrics
+
+    def _evaluate_in_training(self, evaluation: PausableEvaluation) -> dict[str, float]:
+        with evaluation.running():
+            metrics = self.evaluate()
+        self._callbacks.last_evaluation = (self.state.global_step, metrics)
+        for prompt, written in zip(sample_prompts(self.args), self.sample_texts(), strict=False):
+            self._callbacks.sampled(prompt, written)
+        return metrics
+
+    @cached_property
+    def prompt_sampler(self) -> PromptSampler | None:
+        """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
+        return make_prompt_sampler(self.args, self.model, self.processing_class)
+
+    def sample_texts(self) -> list[str]:
+        """What the model writes after `sample_prompts`, on the first rank; nothing on others, or without prompts."""
+        if self.prompt_sampler is None or self.context.host.rank != 0:
+            return []
+        return self.prompt_sampler.texts(self.model, self.context.runtime, self._autocast_dtype)
+
+    def _eval_sets(self, given: Any = None) -> list[tuple[str, Any]]:
+        """The sets to evaluate, each with the prefix of its metrics."""
+        dataset = self.eval_dataset if given is None else given
+        if dataset is None and self._overridden("get_eval_dataloader"):
+            return [("eval", None)]
+        sets = evaluation_sets(dataset)
+        for _, each in sets if given is None else ():
+            check_readable_again("eval_dataset", each)
+        return sets
+
+    def final_evaluation(self) -> dict[str, float]:
+        """Returns the metrics of the model as it is at the end of training; evaluates it where that was not done yet.
+
+        With `load_best_model_at_end` these are the metrics of the best model. Collective.
+        """
+        step, _ = self._callbacks.model_position()
+        last = self._callbacks.last_evaluation
+        if last is not None and last[0] == step:
+            return last[1]
+        return logged_evaluation(self.state.log_history, step, self._eval_sets()) or self.evaluate()
+
+    def predict(
+        self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Computes predictions, labels and metrics over exactly the samples of a dataset. Collective.
+
+        Args:
+            test_dataset: The data.
+            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
+                its configuration names.
+            metric_key_prefix: What the metrics' names begin with.
+
+        Returns:
+            Numpy arrays of all samples in order, and the metrics by name.
+
+        Raises:
+            DataError: The dataset is empty.
+        """
+        if hasattr(test_dataset, "__len__") and not len(test_dataset):
+            raise DataError("test_dataset: it is empty; pass one with samples")
+        self._memory_tracker.start()
+        found = self._evaluation.run(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
+        metrics = self._evaluation.metrics(found, metric_key_prefix)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        self._callbacks.event("on_predict", metrics)
+        return PredictionOutput(found.predictions, found.labels, metrics)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Evaluates one batch. A subclass may override it.
+
+        Args:
+            model: The model.
+            inputs: A batch on the device.
+            prediction_loss_only: Return no predictions and labels.
+            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
+                its configuration names.
+
+        Returns:
+            The batch's mean loss, a 0-dim tensor (None without labels), predictions and labels: tensors, or tuples.
+        """
+        loss, predictions, labels = replace(self.evaluator, model=model).predict_batch(inputs, ignore_keys)
+        return (loss, None, None) if prediction_loss_only else (loss, predictions, labels)
+
+    def _overridden_step(
+        self, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Calls a subclass's `prediction_step`."""
+        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        return self.prediction_step(self.model, given, loss_only, ignore_keys)  # type: ignore[arg-type]
+
+    def run_evaluation(self, batches: Any, *, gather: bool) -> Evaluation:
+        """Evaluates what `get_eval_dataloader` returned, and logs nothing; see `Evaluator`. Collective."""
+        return self._evaluation.run(batches, gather=gather)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str = "",
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluates batches and returns all that was found, for subclasses whose `evaluate` or `predict` works on the
+        predictions. A subclass may call it, not override it. Collective.
+
+        Args:
+            dataloader: What `get_eval_dataloader` or `get_test_dataloader` returned, or batches of one's own.
+            description: Not used: the progress bar shows evaluations in one way. transformers' signature has it.
+            prediction_loss_only: Compute the loss alone. Default: the argument of this name.
+            ignore_keys: Outputs of the model that are not predictions, besides the loss and caches. Default: those that
+                its configuration names.
+            metric_key_prefix: What the metrics' names begin with.
+
+        Returns:
+            Numpy arrays of all samples in order (None with `prediction_loss_only`), the metrics, those of
+            `compute_metrics` included, and the number of samples.
+        """
+        found = self._evaluation.run(
+            dataloader,
+            gather=True,
+            loss_only=prediction_loss_only,
+            ignore_keys=ignore_keys,
+            before_batch=PausableEvaluation.current().before_batch,
+        )
+        metrics = self._evaluation.metrics(found, metric_key_prefix)
+        return EvalLoopOutput(found.predictions, found.labels, metrics, found.samples)
+
+    # Saving
 
     @property
     def _saved_processing(self) -> Any:
@@ -744,6 +938,160 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 
     def _write_state(self, folder: Path) -> None:
         self._callbacks.exportable_state().save_to_json(str(folder / TRAINER_STATE))
+
+    # The Hugging Face hub
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository's complete name; None before the first upload, and on other ranks than 0."""
+        return None if self._hub.repository is None else self._hub.repository.name
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Creates the repository of the arguments, or finds that it exists. Collective.
+
+        Args:
+            token: A token with write permission; default: `hub_token`, or the one of `hf auth login`.
+            private: Whether a new repository is private; default: `hub_private_repo`.
+
+        Raises:
+            StepmarkError: It cannot be created; on all ranks.
+        """
+        self._hub.create(self.args, token, private)
+
+    def create_model_card(self, **details: Any) -> None:
+        """Writes README.md, a draft of a model card, to the run's folder, on rank 0; not while graphs are extracted.
+
+        Args:
+            **details: Those of transformers' method: `language`, `license`, `tags`, `model_name`, `finetuned_from`,
+                `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
+        """
+        if self.context.host.rank == 0 and not extracting_graphs():
+            folder = Path(self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CARD).write_text(model_card(self, self.model, **details), encoding="utf-8")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **details: Any,
+    ) -> Any:
+        """Saves the model to the run's folder, with a model card, and uploads it. Collective.
+
+        Args:
+            commit_message: Of the commit.
+            blocking: Return when the upload is complete. Default: True.
+            token: A token with write permission; default: `hub_token`, or the one of `hf auth login`.
+            revision: The branch; default: `hub_revision`, or the main one.
+            private: Whether a new repository is private; default: `hub_private_repo`.
+            **details: For `create_model_card`.
+
+        Returns:
+            huggingface_hub's CommitInfo, or a future of it where `blocking` is false; None on other ranks than 0, and
+            where the process only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`), which uploads nothing.
+
+        Raises:
+            StepmarkError: The folder cannot be written to, or the upload fails.
+        """
+        if not self._hub.exists():
+            self.init_hf_repo(token, private)
+        self.save_model()
+        if self._hub.repository is None or extracting_graphs():
+            return None
+        name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
+        self.create_model_card(**{"model_name": name, **details})
+        return self._hub.push(self.args, commit_message, blocking, revision)
+
+    # What scripts ask and write
+
+    @property
+    def model_wrapped(self) -> nn.Module:
+        """The model: nothing is wrapped around it."""
+        return self.model
+
+    @property
+    def label_smoother(self) -> Any:
+        """transformers' LabelSmoother where `label_smoothing_factor` asks for one, for a `compute_loss` of a subclass
+        that calls it; otherwise None."""
+        factor = self.args.label_smoothing_factor
+        if not factor:
+            return None
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        return LabelSmoother(epsilon=factor)
+
+    def get_num_trainable_parameters(self) -> int:
+        """The number of values in the parameters that are trained, of this rank's part of the model."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def get_learning_rates(self) -> list[float]:
+        """The learning rate of each of the optimizer's parameter groups."""
+        return [group["lr"] for group in self._groups()]
+
+    def get_optimizer_group(self, param: str | Tensor | None = None) -> Any:
+        """The parameter group that a parameter is in, or the parameters of every group.
+
+        Args:
+            param: A parameter, or its name. Default: none.
+
+        Raises:
+            UsageError: There is no such parameter in a group; `zero_1` has other tensors there.
+        """
+        groups = self._groups()
+        if param is None:
+            return [group["params"] for group in groups]
+        wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
+        for group in groups:
+            if any(each is wanted for each in group["params"]):
+                return group
+        name = f"{param!r}" if isinstance(param, str) else "the given one"
+        raise UsageError(f"get_optimizer_group: the optimizer has no parameter {name}")
+
+    def _groups(self) -> list[dict[str, Any]]:
+        if self.optimizer is None:
+            raise UsageError("optimizer: there is none yet; call create_optimizer or train first")
+        return self.optimizer.param_groups
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints metrics on rank 0.
+
+        Args:
+            split: The heading: `train`, `eval` or `predict` for example.
+            metrics: The metrics by name.
+        """
+        if self.is_world_process_zero():
+            print("\n".join(metric_lines(split, metrics)), flush=True)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes metrics to `<split>_results.json` in the run's folder, on rank 0.
+
+        Args:
+            split: `train`, `eval` or `predict` for example.
+            metrics: The metrics by name.
+            combined: Also add them to all_results.json. Default: True.
+
+        Raises:
+            StepmarkError: The folder cannot be written to.
+        """
+        with self._run.writing():
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            self._run.log.results(split, dict(metrics), combined=combined)
+
+    def save_state(self) -> None:
+        """Writes trainer_state.json to the run's folder, on rank 0; training does so itself.
+
+        Raises:
+            StepmarkError: The folder cannot be written to.
+        """
+        self._save_state()
+
+    def _save_state(self) -> None:
+        if self.is_world_process_zero() and not extracting_graphs():
+            with self._run.writing():
+                self._write_state(Path(self.args.output_dir))
 
 
 def _is_called(callback: TrainerCallback | type[TrainerCallback]) -> bool:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from stepmark.cli.main import run
 from stepmark.runtime import context as context_module
-from stepmark.trainer.run_folder import outputs as output_module
+from stepmark.trainer.run_folder import output_folder as output_module
 from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support import commands
 from tests.support.corruption import flip_bit

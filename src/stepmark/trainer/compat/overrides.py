@@ -6,6 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from stepmark.config.training_fields import GROUP_BY_LENGTH
 from stepmark.errors import UsageError
 
 CALLED = (
@@ -151,3 +156,53 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether a method of a subclass has a parameter of this name, or takes any."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def call_compute_loss(
+    compute: Callable[..., Any], owner: str, model: nn.Module, inputs: Any, items: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """Returns the loss, a 0-dim tensor, and the outputs, which are asked for without gradients, in evaluations, only.
+
+    Args:
+        compute: The method, with transformers' parameters; it may lack `num_items_in_batch`.
+        owner: The name of its class, for errors.
+        model: The model.
+        inputs: A batch on the device.
+        items: The number of the batch's targets, a 0-dim tensor.
+
+    Raises:
+        UsageError: It returns something else than a loss with one element, or no outputs where they are asked for.
+    """
+    wants_outputs = not torch.is_grad_enabled()
+    options: dict[str, Any] = {"num_items_in_batch": items} if accepts(compute, "num_items_in_batch") else {}
+    options |= {"return_outputs": True} if wants_outputs else {}
+    found = compute(model, dict(inputs) if isinstance(inputs, Mapping) else inputs, **options)
+    loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (wants_outputs and not isinstance(found, tuple)):
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        expected = "a loss with one element" + (" and the outputs (return_outputs=True)" if wants_outputs else "")
+        raise UsageError(f"{owner}.compute_loss returned a {type(found).__name__}{shape}; return {expected}")
+    return loss.reshape(()), outputs
+
+
+def call_sampler(trainer: Any) -> Sampler[int] | None:
+    """What an overridden `_get_train_sampler` returns; older ones take no dataset."""
+    takes_dataset = len(inspect.signature(trainer._get_train_sampler).parameters) > 0
+    sampler = trainer._get_train_sampler(trainer.train_dataset) if takes_dataset else trainer._get_train_sampler()
+    if sampler is not None and not hasattr(sampler, "__iter__"):
+        raise UsageError(f"_get_train_sampler: returned {type(sampler).__name__}, which is not a sampler")
+    return sampler
+
+
+def sampler_of(dataset: Any, strategy: str) -> Sampler[int]:
+    """A sampler with the meaning of a `train_sampling_strategy`, for a subclass that calls the Trainer's own.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if strategy == GROUP_BY_LENGTH:
+        raise UsageError(
+            "train_sampling_strategy: group_by_length has no sampler that _get_train_sampler could return; choose "
+            "random or sequential, or do not override it"
+        )
+    return SequentialSampler(dataset) if strategy == "sequential" else RandomSampler(dataset)

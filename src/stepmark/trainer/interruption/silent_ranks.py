@@ -12,7 +12,7 @@ from stepmark.liveness.stuck_ranks import Finding
 from stepmark.liveness.watchdog import watchdog
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.run_folder.run_log import STUCK
+from stepmark.trainer.run_folder.status import STUCK
 
 
 def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:

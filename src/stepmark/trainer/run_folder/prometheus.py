@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.filesystem import files
+from stepmark.trainer.run_folder.status import STATES
 
 logger = logging.getLogger("stepmark")
 
-STATES = ("running", "done", "interrupted", "failed")
 COUNTED = {"saved": "saves", "save_failed": "save_failures", "trouble": "troubles"}  # events
 _INVALID = re.compile(r"[^a-zA-Z0-9_]")
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from stepmark.data.data_description import data_difference
 from stepmark.errors import CheckpointMismatch
-from stepmark.trainer.run_folder.special_tokens import SPECIAL
 
 _CHECKSUMS = {
     "data": "training data have changed",
     "tokenizer": "tokenizer has changed: it has other tokens or options",
 }
+SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 MAY_DIFFER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures", *SPECIAL}
 
 

@@ -36,8 +36,7 @@ from stepmark.trainer.telemetry.peak_flops import device_model
 from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
-from stepmark.trainer.telemetry.throughput import Throughput, memory_fields
-from stepmark.trainer.telemetry.timers import RunTimers
+from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, memory_fields
 
 logger = logging.getLogger("stepmark")
 MAX_COMPILATIONS = 100  # events of one process

@@ -15,7 +15,7 @@ from stepmark.filesystem.json_files import append_line
 from stepmark.report.figures import marks
 from stepmark.report.history import History, read_history
 from stepmark.report.tables import event_table
-from stepmark.trainer.run_folder import earlier_attempt
+from stepmark.trainer.run_folder import output_folder
 from tests.support.programs import Blocks, tiny_model
 
 
@@ -125,7 +125,7 @@ def test_records_that_cannot_be_moved_are_an_error(tmp_path: Path, monkeypatch: 
     def refuses(*_: Any) -> Path:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(earlier_attempt, "move_to_earlier_run", refuses)
+    monkeypatch.setattr(output_folder, "move_to_earlier_run", refuses)
     with pytest.raises(StepmarkError, match="^output_dir: the records of an earlier attempt .*Permission denied"):
         train(tmp_path)
     assert losses(tmp_path) == before
