@@ -104,7 +104,7 @@ def _export_place() -> None:
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        from stepmark.config.old_names import export_message
+        from stepmark.config.refusals import export_message
 
         message = export_message(name)
         if message is not None:

@@ -12,11 +12,12 @@ import pytest
 import transformers
 
 from stepmark import TrainingArguments
-from stepmark.config.absent_arguments import INSTEAD
-from stepmark.config.old_names import FIELDS
 from stepmark.config.recipe import all_fields
+from stepmark.config.refusals import refusals
 from stepmark.config.transformers_defaults import ALIASES, DONE_ANYWAY, SWITCHES
 from stepmark.errors import UsageError
+
+INSTEAD, FIELDS = refusals("transformers"), refusals("elsewhere")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepmark.config.field_help import FIELD_HELP, help_of
 from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe
-from stepmark.config.unknown_field_message import unknown_field
+from stepmark.config.refusals import unknown_field
 from stepmark.liveness import console
 
 
@@ -64,5 +64,5 @@ def recipe_of(parsed: argparse.Namespace) -> Recipe:
         if parsed.recipe is None and is_switch(name) and value.endswith((".yaml", ".yml")):
             parsed.recipe, given[name] = value, "true"
     recipe = read_recipe(parsed.recipe, given)
-    console.install(recipe.training.log_format, launcher=parsed.nproc is not None)
+    console.install(recipe.training.log_format, launcher=getattr(parsed, "nproc", None) is not None)
     return recipe

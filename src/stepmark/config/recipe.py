@@ -15,8 +15,8 @@ from typing import Any
 
 from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
 from stepmark.config.data_arguments import DataArguments
+from stepmark.config.refusals import unknown_field
 from stepmark.config.training_fields import TrainingFields
-from stepmark.config.unknown_field_message import unknown_field
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from stepmark.config.absent_arguments import INSTEAD, transformers_class, transformers_defaults
 from stepmark.config.coercion import field_names
-from stepmark.config.unknown_field_message import unknown_field
+from stepmark.config.quiet_libraries import quiet_libraries
+from stepmark.config.refusals import refusals, unknown_field
 from stepmark.errors import UsageError
 
-# Arguments that ask for what is done in any case: whether a value is such a one, and what is done.
-DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "eval_accumulation_steps": (lambda value: value is not None, "predictions leave the device after each batch"),
-    "ddp_find_unused_parameters": (lambda value: True, "parameters without a gradient are allowed"),
-    "ddp_static_graph": (lambda value: True, "the order of gradients need not be declared"),
-    "ddp_backend": (lambda value: value in ("gloo", "nccl", "xla"), "the backend is that of the device"),
-    "logging_nan_inf_filter": (lambda value: value is False, "losses are logged as they are"),
-    "dataloader_pin_memory": (lambda value: value is False, "memory is not pinned"),
-    "dataloader_persistent_workers": (lambda value: value is True, "workers live for an epoch"),
-    "dataloader_prefetch_factor": (lambda value: _is_count(value), "batches are prefetched"),
-    "torch_empty_cache_steps": (lambda value: _is_count(value), "the cache is left alone"),
-    "include_num_input_tokens_seen": (lambda value: value in ("no", False), "as HfArgumentParser reads `no`"),
-    "eval_use_gather_object": (lambda value: True, "predictions are gathered as objects"),
-}
 
+def _is_count(value: Any) -> bool:
+    """Whether a value is None or a positive whole number."""
+    return value is None or (type(value) is int and value > 0)
+
+
+def _always(value: Any) -> bool:
+    return True
+
+
+# Arguments that may ask for what is done in any case, and which of their values do.
+DONE_ANYWAY: dict[str, Callable[[Any], bool]] = {
+    "eval_accumulation_steps": lambda value: value is not None,  # predictions leave the device after each batch
+    "ddp_find_unused_parameters": _always,  # parameters without a gradient are allowed
+    "ddp_static_graph": _always,  # the order of gradients need not be declared
+    "ddp_backend": lambda value: value in ("gloo", "nccl", "xla"),  # the backend is that of the device
+    "logging_nan_inf_filter": lambda value: value is False,
+    "dataloader_pin_memory": lambda value: value is False,
+    "dataloader_persistent_workers": lambda value: value is True,  # workers live for an epoch
+    "dataloader_prefetch_factor": _is_count,
+    "torch_empty_cache_steps": _is_count,
+    "include_num_input_tokens_seen": lambda value: value in ("no", False),  # as HfArgumentParser reads `no`
+    "eval_use_gather_object": _always,
+}
 
 LATE = "_late"  # the attribute with fields that HfArgumentParser leaves alone, for `__post_init__`
 _ABSENT: dict[str, dataclasses.Field[Any]] = {}  # fields that `options_of_transformers` has made
@@ -39,6 +49,24 @@ ALIASES = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
+
+
+@functools.cache
+def transformers_class() -> Any:
+    """transformers' TrainingArguments, also where a program puts another class in its place later."""
+    quiet_libraries()
+    from transformers import TrainingArguments
+
+    return TrainingArguments
+
+
+@functools.cache
+def transformers_defaults() -> dict[str, Any]:
+    """The defaults of transformers' TrainingArguments by name. Imports transformers, which takes seconds."""
+    fields = [field for field in dataclasses.fields(transformers_class()) if field.init]
+    missing = dataclasses.MISSING
+    made = {field.name: field.default_factory() for field in fields if field.default_factory is not missing}
+    return {field.name: None if field.default is missing else field.default for field in fields} | made
 
 
 class AcceptingDefaults(type):
@@ -67,7 +95,7 @@ def options_of_transformers(base: type) -> type:
     """
     hints = typing.get_type_hints(transformers_class())
     fields = [
-        (name, hints[name], dataclasses.field(default=value, metadata={"help": INSTEAD.get(name, "")}))
+        (name, hints[name], dataclasses.field(default=value, metadata={"help": refusals("transformers").get(name, "")}))
         for name, value in transformers_defaults().items()
         if name not in field_names(base) and not isinstance(value, (list, dict))
     ]
@@ -135,23 +163,14 @@ def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict
         UsageError: Others are not transformers fields, or neither have their default value nor ask for what is done
             anyway. All are named.
     """
-    others = {name: value for name, value in options.items() if name not in known and not is_done(name, value)}
+    done = [name for name, value in options.items() if name in DONE_ANYWAY and DONE_ANYWAY[name](value)]
+    others = {name: value for name, value in options.items() if name not in (*known, *done)}
     if others:
         defaults = transformers_defaults()
         refused = [name for name, value in others.items() if name not in defaults or not _equal(value, defaults[name])]
         if refused:
             raise UsageError("; ".join(unknown_field(name, known) for name in refused))
     return {name: value for name, value in options.items() if name in known}
-
-
-def _is_count(value: Any) -> bool:
-    """Whether a value is None or a positive whole number."""
-    return value is None or (type(value) is int and value > 0)
-
-
-def is_done(name: str, value: Any) -> bool:
-    """Whether an argument asks for what is done anyway."""
-    return name in DONE_ANYWAY and DONE_ANYWAY[name][0](value)
 
 
 def _equal(value: Any, default: Any) -> bool:

@@ -22,6 +22,8 @@ from transformers.trainer_utils import (
 )
 
 from stepmark.config.old_names import explains_keywords
+from stepmark.checkpoint import Checkpointer
+from stepmark.config.refusals import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.data.loader.collate import PadTo
 from stepmark.data.loader.loader import DataLoader

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from stepmark.config.training_fields import GROUP_BY_LENGTH
+from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError
 
 CALLED = (
@@ -36,99 +37,18 @@ CALLED = (
     "push_to_hub",
 )
 
-_LOSS = "compute_loss"
-_STEP = "compute_loss, or pass a callback (on_step_begin, on_pre_optimizer_step, on_step_end)"
-_BATCH = "get_train_dataloader and get_eval_dataloader, or pass a data_collator"
-_SAVE = "save_model, or pass a callback (on_save)"
-_RESTORE = "nothing: resume_from_checkpoint restores the complete run; pass a callback with state for more"
-_SETTING = "nothing; set the device, dtype and sharding in TrainingArguments"
-_HUB = "push_to_hub"
-
-INSTEAD = {
-    "training_step": _STEP,
-    "get_batch_samples": _STEP,
-    "_get_num_items_in_batch": _LOSS,
-    "_prepare_inputs": _BATCH,
-    "_prepare_input": _BATCH,
-    "_prepare_context_parallel_inputs": _BATCH,
-    "_remove_unused_columns": _BATCH,
-    "_set_signature_columns_if_needed": _BATCH,
-    "_get_collator_with_removed_columns": _BATCH,
-    "_get_dataloader": "get_train_dataloader and get_eval_dataloader",
-    "_get_eval_sampler": "get_eval_dataloader",
-    "num_examples": "get_train_dataloader",
-    "get_total_train_batch_size": "get_train_dataloader",
-    "set_initial_training_values": "get_train_dataloader",
-    "get_decay_parameter_names": "create_optimizer",
-    "get_optimizer_cls_and_kwargs": "create_optimizer",
-    "_get_learning_rate": "create_scheduler",
-    "compute_loss_context_manager": _LOSS,
-    "autocast_smart_context_manager": _LOSS,
-    "evaluation_loop": "prediction_step or evaluate, or pass compute_metrics",
-    "prediction_loop": "prediction_step or evaluate, or pass compute_metrics",
-    "_evaluate": "evaluate",
-    "_determine_best_metric": "evaluate, and set metric_for_best_model",
-    "_save": _SAVE,
-    "_save_checkpoint": _SAVE,
-    "_save_optimizer_and_scheduler": _SAVE,
-    "_save_rng_state": _SAVE,
-    "_save_scaler": _SAVE,
-    "_get_output_dir": _SAVE,
-    "_load_from_checkpoint": _RESTORE,
-    "_load_optimizer_and_scheduler": _RESTORE,
-    "_load_rng_state": _RESTORE,
-    "_load_scaler": _RESTORE,
-    "_load_callback_state": _RESTORE,
-    "_load_best_model": _RESTORE,
-    "_issue_warnings_after_load": _RESTORE,
-    "_inner_training_loop": _STEP,
-    "_init_training_state": _STEP,
-    "_prepare_for_training": "create_optimizer_and_scheduler",
-    "_run_epoch": _STEP,
-    "_finalize_training": "train",
-    "_maybe_log_save_evaluate": "log, evaluate or save_model",
-    "_clip_grad_norm": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_get_grad_norm": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_mixed_mesh_grad_norm": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_has_mixed_mesh_grads": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_track_num_input_tokens": "log",
-    "store_flos": "log",
-    "floating_point_ops": "log",
-    "_validate_args": _SETTING,
-    "_build_accelerator_args": _SETTING,
-    "create_accelerator_and_postprocess": _SETTING,
-    "get_sp_size": _SETTING,
-    "get_cp_size": _SETTING,
-    "get_tp_size": _SETTING,
-    "_defer_fsdp_gradient_reduction": _SETTING,
-    "_sync_replicated_trainable_parameters": _SETTING,
-    "_wrap_model": _SETTING,
-    "_update_auto_batch_size": _SETTING,
-    "_move_model_to_device": _SETTING,
-    "end": _SETTING,
-    "init_hf_repo": _HUB,
-    "_push_from_checkpoint": _HUB,
-    "_finish_current_push": _HUB,
-    "hyperparameter_search": "train",
-    "call_model_init": "nothing; pass model_init",
-    "_hp_search_setup": "train",
-    "_report_to_hp_search": "train",
-    "_tune_save_checkpoint": "train",
-    "is_local_process_zero": "is_world_process_zero",
-}
-
 
 def hooks_of(base: type) -> dict[str, Any]:
     """The methods of `base` among those of transformers' Trainer, as they are now, before any patch."""
     missing = object()
-    found = {name: inspect.getattr_static(base, name, missing) for name in (*CALLED, *INSTEAD)}
+    found = {name: inspect.getattr_static(base, name, missing) for name in (*CALLED, *refusals("hook"))}
     return {name: method for name, method in found.items() if method is not missing}
 
 
 def check_overrides(cls: type, own: Mapping[str, Any]) -> None:
     """Raises UsageError where `cls` has, by definition or by a patch, a hook of transformers' Trainer that is never
     called here. `own` are Stepmark's methods, of `hooks_of`."""
-    for name, instead in INSTEAD.items():
+    for name, instead in refusals("hook").items():
         if inspect.getattr_static(cls, name, None) is not own.get(name):
             raise UsageError(f"{cls.__name__}: {name} is never called by stepmark's Trainer; override {instead}")
 
@@ -137,8 +57,8 @@ def check_assignment(trainer: Any, name: str, value: Any) -> None:
     """Raises UsageError for a hook of transformers' Trainer that is never called here, and for another model than the
     Trainer was made with, set as an attribute of a Trainer."""
     kind = type(trainer).__name__
-    if name in INSTEAD:
-        raise UsageError(f"{kind}: {name} is never called by stepmark's Trainer; override {INSTEAD[name]}")
+    if name in refusals("hook"):
+        raise UsageError(f"{kind}: {name} is never called by stepmark's Trainer; override {refusals('hook')[name]}")
     own = vars(trainer).get("model")
     if name == "model" and own is not None and value is not own:
         raise UsageError(
