@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from stepmark.errors import PeerFailed
+from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import TIMED_OUT, describe_lost_peer, is_lost_peer
-from stepmark.liveness.process_exit import within
 from stepmark.liveness.process_groups import Group
 
 _PROBE = 0x5EE  # the tag of messages that nobody receives
@@ -102,12 +102,10 @@ class HostGroup:
         return self._ask_store(lambda store: store.get(topic).decode() if store.check([topic]) else None)
 
     def _ask_store(self, ask: Callable[[dist.Store], str | None]) -> str | None:
-        answers: list[str | None] = []
-
-        def call() -> None:
-            with contextlib.suppress(RuntimeError):  # the rank that serves it is gone
-                answers.append(ask(distributed_c10d._get_default_store()))
-
-        if self.size > 1 and self._store_answers:
-            self._store_answers = within(_STORE_SECONDS, call)
-        return answers[0] if answers else None
+        if self.size == 1 or not self._store_answers:
+            return None
+        call = BoundedCall(lambda: ask(distributed_c10d._get_default_store()), raises=True)
+        self._store_answers = call.ended(_STORE_SECONDS)
+        with contextlib.suppress(RuntimeError):  # the rank that serves it is gone
+            return call.result() if self._store_answers else None
+        return None

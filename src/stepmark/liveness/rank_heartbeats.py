@@ -31,9 +31,10 @@ import torch.distributed as dist
 
 from stepmark.errors import PeerLost, StepTimeout
 from stepmark.liveness import progress
+from stepmark.liveness.bounded_call import within
 from stepmark.liveness.failure_report import REPORTS, is_lost_peer
 from stepmark.liveness.host_group import launcher_serves
-from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say, within
+from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say
 from stepmark.liveness.progress import Progress
 from stepmark.liveness.stuck_ranks import LEFT, Beat, Finding, find_stuck, listed
 
@@ -296,7 +297,7 @@ class PeerWatch:
                 else [about.text, *(about.beat.stack if about.beat else [])]
             )
             say("stepmark: " + ("stuck: " + "\n  ".join(shown) if finding else f"{self._name(about.rank)} goes on"))
-        within(RECORDING, lambda: self._found(finding))
+        within(RECORDING, lambda: self._found(finding), None)
 
     def _name(self, rank: int, *more: str) -> str:
         beat, notes = self._latest.get(rank), ", ".join(filter(None, (self._place(rank), *more)))
@@ -336,9 +337,9 @@ class PeerWatch:
             if self._closed.is_set():
                 return
             print_stacks(reason)
-            within(RECORDING, lambda: self._ending(reason))  # the main thread may hang with the log's lock
+            within(RECORDING, lambda: self._ending(reason), None)  # the main thread may hang with the log's lock
             if self._reachable is not None and self._rank == self._first:  # last: a launcher may end this rank then
-                within(RECORDING, lambda: self._tell_all(reason))
+                within(RECORDING, lambda: self._tell_all(reason), None)
             for worker in multiprocessing.active_children():  # one that is stopped would outlive this process
                 worker.kill()
             end_process(StepTimeout(reason), self._rank)

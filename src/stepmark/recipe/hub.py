@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from stepmark.config.data_arguments import STDLIB
 from stepmark.config.recipe import Recipe
 from stepmark.errors import UsageError
+from stepmark.liveness.bounded_call import within
 
 ENDPOINT = "https://huggingface.co"
 SECONDS = 3.0  # that the hub has to answer in
@@ -95,9 +95,8 @@ def _hub_answers() -> bool:
 @functools.cache
 def _answers(endpoint: str) -> bool:
     """Whether there is any answer in time; resolving the name may take longer than a timeout of the connection."""
-    answered = threading.Event()
 
-    def ask() -> None:
+    def ask() -> bool:
         request = urllib.request.Request(endpoint, method="HEAD")
         try:
             urllib.request.urlopen(request, timeout=SECONDS).close()
@@ -105,10 +104,7 @@ def _answers(endpoint: str) -> bool:
             pass  # an answer
         except (OSError, ValueError) as error:
             if "CERTIFICATE" not in str(error):  # the client may have certificates of its own
-                return
-        answered.set()
+                return False
+        return True
 
-    thread = threading.Thread(target=ask, name="stepmark-hub", daemon=True)
-    thread.start()
-    thread.join(SECONDS)
-    return answered.is_set()
+    return within(SECONDS, ask, False)
