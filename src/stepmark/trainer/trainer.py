@@ -21,8 +21,6 @@ from transformers.trainer_utils import (
     TrainOutput,
 )
 
-from stepmark.config.old_names import explains_keywords
-from stepmark.checkpoint import Checkpointer
 from stepmark.config.refusals import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.data.loader.collate import PadTo
@@ -36,9 +34,6 @@ from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.rank_heartbeats import PeerWatch
 from stepmark.parallel.optimizer.protocols import StepOptimizer
-from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
-from stepmark.runtime.context import Context, start
-from stepmark.optim.protocols import StepOptimizer
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.context import Context
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
@@ -751,7 +746,7 @@ class Trainer:
                     metric_key_prefix=f"{metric_key_prefix}_{name}",
                 )
         else:
-            batches, pause = partial(self.get_eval_dataloader, eval_dataset), PausableEvaluation.current()
+            batches, pause = partial(self.get_eval_dataloader, None if own else data), PausableEvaluation.current()
             metrics = self._evaluation.of_set(batches, metric_key_prefix, ignore_keys, pause)
         self._memory_tracker.stop_and_update_metrics(metrics)
         if own and metric_key_prefix == "eval":
