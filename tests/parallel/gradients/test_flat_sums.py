@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepmark import ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
-from stepmark.parallel.gradients.sums import GradientSums
+from stepmark.parallel.gradients.flat_sums import FlatSums
 from stepmark.runtime.collectives import NoCollectives
 from stepmark.runtime.mesh import Mesh
 
@@ -29,14 +29,14 @@ class Net(nn.Module):
         return (self.first.float() * x).sum() * self.scale.float()
 
 
-def sums_of(net: Net, seen: list[int] | None = None) -> GradientSums:
+def sums_of(net: Net, seen: list[int] | None = None) -> FlatSums:
     buckets = make_buckets([list(net.named_parameters())], NoCollectives(), 1, Mesh.create(device="cpu").runtime)
-    return GradientSums(
-        buckets, Mesh.create(device="cpu").runtime, lambda number, _: (seen if seen is not None else []).append(number)
-    )
+    sums = FlatSums(buckets, Mesh.create(device="cpu").runtime)
+    sums.arrived = lambda number, _: (seen if seen is not None else []).append(number)
+    return sums
 
 
-def found(sums: GradientSums) -> list[float]:
+def found(sums: FlatSums) -> list[float]:
     return sums.complete(0).tolist()
 
 
@@ -52,7 +52,7 @@ def test_sums_are_those_of_autograd(dtype: torch.dtype, passes: int) -> None:
             x = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, float(number)]])
             net(x).backward()
             plain(x).backward()
-            sums.collect_all()
+            sums.collect()
         assert plain.first.grad is not None
         assert plain.scale.grad is not None
         assert found(sums) == [*plain.first.grad.flatten().tolist(), plain.scale.grad.item(), 0.0, 0.0, 0.0]
@@ -63,9 +63,9 @@ def test_a_parameter_that_takes_part_in_some_passes_only_keeps_its_sum() -> None
     net = Net()
     sums = sums_of(net)
     net(torch.ones(2, 3)).backward()
-    sums.collect_all()
+    sums.collect()
     (net.unused * 5).sum().backward()
-    sums.collect_all()
+    sums.collect()
     assert found(sums) == [2.0] * 6 + [15.0] + [5.0] * 3
 
 
@@ -77,7 +77,7 @@ def test_what_the_loop_does_to_gradients_counts() -> None:
     net.first.grad.mul_(10)  # clipped or scaled by hand
     net.scale.grad = None  # cleared
     net.unused.grad = torch.full((3,), 7.0)  # assigned
-    sums.collect_all()
+    sums.collect()
     assert found(sums) == [20.0] * 6 + [0.0] + [7.0] * 3
     sums.reset()
     assert all(parameter.grad is None for parameter in net.parameters())
@@ -87,17 +87,17 @@ def test_gradients_that_are_cleared_between_passes_do_not_count() -> None:
     net = Net()
     sums = sums_of(net)
     net(torch.full((2, 3), 3.0)).backward()
-    sums.collect_all()
+    sums.collect()
     net.zero_grad()
     net(torch.ones(2, 3)).backward()
-    sums.collect_all()
+    sums.collect()
     assert found(sums) == [2.0] * 6 + [15.0] + [0.0] * 3
 
 
 def test_sparse_gradients_are_added() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     buckets = make_buckets([list(table.named_parameters())], NoCollectives(), 1, Mesh.create(device="cpu").runtime)
-    sums = GradientSums(buckets, Mesh.create(device="cpu").runtime, lambda *_: None)
+    sums = FlatSums(buckets, Mesh.create(device="cpu").runtime)
     for _ in range(2):
         table(torch.tensor([1, 1, 3])).sum().backward()
     assert sums.complete(0).tolist() == [0.0, 0.0, 4.0, 4.0, 0.0, 0.0, 2.0, 2.0]
@@ -122,7 +122,7 @@ def test_the_last_optimizer_of_a_model_gets_its_gradients(dtype: torch.dtype, ke
     sums = sums_of(net)
     for _ in range(2):
         net(torch.ones(2, 3)).backward()
-    sums.collect_all()
+    sums.collect()
     assert found(sums) == [4.0] * 6 + [30.0] + [0.0] * 3
     assert not seen
     assert len(net.first._post_accumulate_grad_hooks) == 1  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def test_the_last_optimizer_of_a_model_gets_its_gradients(dtype: torch.dtype, ke
         each.reset()  # which leaves the gradients of the other one
         with pytest.raises(UsageError, match="another optimizer was made over parameters of this one"):
             each.hooks.check()
-    sums.collect_all()
+    sums.collect()
     assert found(sums) == [4.0] * 6 + [30.0] + [0.0] * 3
 
 
@@ -176,11 +176,11 @@ def test_gradients_that_are_weighted_on_arrival_make_the_same_sums(dtype: torch.
         net = Net(dtype)
         sums = sums_of(net)
         (net.scale.float() * 3).sum().backward()
-        sums.collect_all()
+        sums.collect()
         sums.weigh_arriving(0.5, weighing)
         for _ in range(2):
             net(torch.ones(2, 3)).backward()
-        sums.collect_all()
+        sums.collect()
         results.append(sums.weighted(0, 0.5).tolist())
         assert sums.got() == [True, True, False]
     assert results[0] == results[1]

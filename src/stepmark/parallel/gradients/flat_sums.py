@@ -14,7 +14,7 @@ from stepmark.runtime.base import Runtime
 Weight = Tensor | float  # a tensor where a number would have to be waited for
 
 
-class GradientSums:
+class FlatSums:
     """One flat float32 tensor per bucket, which gets each gradient as soon as autograd has made it.
 
     Autograd makes the first gradient of a step in memory of its own, from where it is copied; where the bucket has the
@@ -25,54 +25,48 @@ class GradientSums:
     bucket (`weigh_arriving`): that saves reading and writing them once more.
 
     Attributes:
+        buckets: The parameters.
         flat: The sums, `bucket.padded` elements each. Those of parameters without a gradient are undefined until
             `complete`.
         arrived: Called with the number of a bucket and the position of its member whenever a gradient is there.
         hooks: What collects the gradients.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], runtime: Runtime, arrived: Callable[[int, int], object]) -> None:
-        self._buckets = list(buckets)
-        zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self._buckets]
+    def __init__(self, buckets: Sequence[Bucket], runtime: Runtime) -> None:
+        self.buckets = list(buckets)
+        self.arrived: Callable[[int, int], object] = lambda number, position: None
+        zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self.buckets]
         self.flat: list[Tensor] = list(runtime.place(zeros))
-        self._index = {id(m.parameter): (k, i) for k, b in enumerate(self._buckets) for i, m in enumerate(b.members)}
         self._places = [
             [member.places_in(flat) for member in bucket.members]
-            for bucket, flat in zip(self._buckets, self.flat, strict=True)
+            for bucket, flat in zip(self.buckets, self.flat, strict=True)
         ]
         self._views = [
             [p[0] if b.dtype == torch.float32 and m.in_order else None for m, p in zip(b.members, places, strict=True)]
-            for b, places in zip(self._buckets, self._places, strict=True)
+            for b, places in zip(self.buckets, self._places, strict=True)
         ]
-        self._present = [[False for _ in bucket.members] for bucket in self._buckets]
-        self._got = [[False for _ in bucket.members] for bucket in self._buckets]
-        self._weighted = [[False for _ in bucket.members] for bucket in self._buckets]
+        self._present = [[False for _ in bucket.members] for bucket in self.buckets]
+        self._got = [[False for _ in bucket.members] for bucket in self.buckets]
+        self._weighted = [[False for _ in bucket.members] for bucket in self.buckets]
         self._weight: Weight | None = None
         self._weighing: Collection[int] = ()
-        self._arrived = arrived
-        members = [(k, i) for k, bucket in enumerate(self._buckets) for i in range(len(bucket.members))]
+        members = [(k, i) for k, bucket in enumerate(self.buckets) for i in range(len(bucket.members))]
         self._hooked = [place for place in members if self._parameter(*place).requires_grad]
-        self.hooks = GradientHooks(self, [self._parameter(*place) for place in self._hooked], GradientSums._made)
+        self.hooks = GradientHooks(self, [self._parameter(*place) for place in self._hooked], FlatSums._made)
 
     def _parameter(self, number: int, position: int) -> nn.Parameter:
-        return self._buckets[number].members[position].parameter
+        return self.buckets[number].members[position].parameter
 
     def _made(self, index: int) -> None:
         """Autograd has made a gradient."""
         number, position = self._hooked[index]
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            self.collect(self._parameter(number, position))
-        else:
+        with torch.no_grad():  # in backward(create_graph=True) too
             self._collect(self._parameter(number, position), number, position)
-        self._arrived(number, position)
-
-    @torch.no_grad()
-    def collect(self, parameter: Tensor) -> None:
-        """Takes what is in `parameter.grad`: the sum itself where that is a view of the bucket and the user has
-        assigned another tensor, else one more gradient."""
-        self._collect(parameter, *self._index[id(parameter)])
+        self.arrived(number, position)
 
     def _collect(self, parameter: Tensor, number: int, position: int) -> None:
+        """Takes what is in `parameter.grad`: the sum itself where that is a view of the bucket and the user has
+        assigned another tensor, else one more gradient."""
         gradient, view = parameter.grad, self._views[number][position]
         if gradient is None:
             if view is not None and not self._weighted[number][position]:  # none has arrived, or the user cleared it
@@ -86,7 +80,7 @@ class GradientSums:
             return
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
         places = self._places[number][position]
-        boxes = [dense] if len(places) == 1 else self._buckets[number].members[position].boxes_of(dense)
+        boxes = [dense] if len(places) == 1 else self.buckets[number].members[position].boxes_of(dense)
         parameter.grad = view if self._put(number, position, places, boxes) else None
         self._present[number][position] = self._got[number][position] = True
 
@@ -114,9 +108,9 @@ class GradientSums:
         self._weight, self._weighing = weight, numbers
 
     @torch.no_grad()
-    def collect_all(self) -> None:
+    def collect(self) -> None:
         """Takes what the user has assigned to `parameter.grad` since the backward passes."""
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(self.buckets):
             for position, member in enumerate(bucket.members):
                 self._collect(member.parameter, number, position)
 
@@ -151,7 +145,7 @@ class GradientSums:
             return
         self._weight = None
         self.hooks.come_last()
-        for bucket, *flags in zip(self._buckets, self._present, self._got, self._weighted, strict=True):
+        for bucket, *flags in zip(self.buckets, self._present, self._got, self._weighted, strict=True):
             for each in flags:
                 each[:] = [False] * len(each)
             for member in bucket.members:

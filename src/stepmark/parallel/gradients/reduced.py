@@ -1,11 +1,30 @@
-"""Gradients that callbacks may look at and change before the update."""
+"""The gradients of a step, reduced over all ranks; callbacks may look at them and change them before the update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ReducedGradients:
+    """The result of one step's backward passes over all ranks.
+
+    Attributes:
+        gradients: Mean gradients (fp32) in the form that the optimizer's `set_gradients` takes: of complete parameters,
+            or of this rank's shards. None where a parameter took no part.
+        loss: Mean loss per target token, a 0-dim tensor on the device.
+        tokens: Number of target tokens, a 0-dim float32 tensor on the device.
+        norm: 2-norm of the complete model's gradient, a 0-dim float32 tensor on the device.
+    """
+
+    gradients: list[Tensor | None]
+    loss: Tensor
+    tokens: Tensor
+    norm: Tensor
 
 
 def show(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Callable[[], None]:
