@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
-from stepmark.parallel.gradients.protocols import ReducedGradients
-from stepmark.data.batch import MicroBatch, StepBatch
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
