@@ -205,7 +205,7 @@ class Monitor:
         shown = ", ".join(lines[:MAX_LINES]) + (", …" if len(lines) > MAX_LINES else "")
         logger.warning(
             "every step reads values from the lazy device, which ends the graph and makes the host wait: %s; change "
-            "these lines, or use a model that docs/lazy-devices.md lists as undisturbed",
+            "these lines, or use a model that docs/tables.md lists as undisturbed",
             shown,
         )
 
