@@ -47,7 +47,7 @@ def train(recipe: Recipe) -> None:
 
 
 def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Run]:
-    """Checks what can be checked at once, and opens the run: the metrics functions, and the run. Collective."""
+    """Makes the checks that need no data, and opens the run. Returns the metrics functions and the run. Collective."""
     args = recipe.training
     quiet_libraries()
     prepare_environment()
@@ -100,8 +100,8 @@ def build_trainer(
         recipe: The recipe.
         run: The opened run.
         functions: Metrics of evaluations, if there are any.
-        prepare: Makes the data, from the tokenizer: `train`, `validation` or None, and `fingerprint`.
-        build: `build_model`, or what takes its place.
+        prepare: Maps the tokenizer to the data: `train`, `validation` or None, and `fingerprint`.
+        build: `build_model`, or a function with its signature.
         callbacks: For the Trainer.
 
     Raises:

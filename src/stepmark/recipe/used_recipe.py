@@ -1,5 +1,4 @@
-"""`used_recipe.yaml`: the recipe of a run, file and flags together, in its folder and in each of its checkpoints, for
-commands that read them."""
+"""`used_recipe.yaml`: a run's recipe, file and flags merged, in the run's folder and in each of its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,13 +13,7 @@ from stepmark.filesystem import files
 from stepmark.runtime.xla_environment import extracting_graphs
 
 USED_RECIPE = "used_recipe.yaml"
-_MAY_BE_PATHS = (
-    "model_name_or_path",
-    "config_name",
-    "tokenizer_name",
-    "dataset_name",
-    "compile_cache",
-)
+_MAY_BE_PATHS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "compile_cache")
 _FILES = ("train_file", "validation_file", "chat_template_path")
 
 

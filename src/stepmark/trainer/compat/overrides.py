@@ -13,109 +13,53 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from stepmark.config.training_fields import GROUP_BY_LENGTH
 from stepmark.errors import UsageError
 
-CALLED = (
-    "compute_loss",
-    "get_train_dataloader",
-    "_get_train_sampler",
-    "get_eval_dataloader",
-    "get_test_dataloader",
-    "create_optimizer",
-    "create_scheduler",
-    "create_optimizer_and_scheduler",
-    "prediction_step",
-    "evaluate",
-    "predict",
-    "log",
-    "save_model",
-    "train",
-    "is_world_process_zero",
-    "add_callback",
-    "remove_callback",
-    "pop_callback",
-    "create_model_card",
-    "push_to_hub",
-)
-
-_LOSS = "compute_loss"
-_STEP = "compute_loss, or pass a callback (on_step_begin, on_pre_optimizer_step, on_step_end)"
-_BATCH = "get_train_dataloader and get_eval_dataloader, or pass a data_collator"
-_SAVE = "save_model, or pass a callback (on_save)"
-_RESTORE = "nothing: resume_from_checkpoint restores the complete run; pass a callback with state for more"
-_SETTING = "nothing; set the device, dtype and sharding in TrainingArguments"
-_HUB = "push_to_hub"
-
-INSTEAD = {
-    "training_step": _STEP,
-    "get_batch_samples": _STEP,
-    "_get_num_items_in_batch": _LOSS,
-    "_prepare_inputs": _BATCH,
-    "_prepare_input": _BATCH,
-    "_prepare_context_parallel_inputs": _BATCH,
-    "_remove_unused_columns": _BATCH,
-    "_set_signature_columns_if_needed": _BATCH,
-    "_get_collator_with_removed_columns": _BATCH,
-    "_get_dataloader": "get_train_dataloader and get_eval_dataloader",
-    "_get_eval_sampler": "get_eval_dataloader",
-    "num_examples": "get_train_dataloader",
-    "get_total_train_batch_size": "get_train_dataloader",
-    "set_initial_training_values": "get_train_dataloader",
-    "get_decay_parameter_names": "create_optimizer",
-    "get_optimizer_cls_and_kwargs": "create_optimizer",
-    "_get_learning_rate": "create_scheduler",
-    "compute_loss_context_manager": _LOSS,
-    "autocast_smart_context_manager": _LOSS,
-    "evaluation_loop": "prediction_step or evaluate, or pass compute_metrics",
-    "prediction_loop": "prediction_step or evaluate, or pass compute_metrics",
-    "_evaluate": "evaluate",
-    "_determine_best_metric": "evaluate, and set metric_for_best_model",
-    "_save": _SAVE,
-    "_save_checkpoint": _SAVE,
-    "_save_optimizer_and_scheduler": _SAVE,
-    "_save_rng_state": _SAVE,
-    "_save_scaler": _SAVE,
-    "_get_output_dir": _SAVE,
-    "_load_from_checkpoint": _RESTORE,
-    "_load_optimizer_and_scheduler": _RESTORE,
-    "_load_rng_state": _RESTORE,
-    "_load_scaler": _RESTORE,
-    "_load_callback_state": _RESTORE,
-    "_load_best_model": _RESTORE,
-    "_issue_warnings_after_load": _RESTORE,
-    "_inner_training_loop": _STEP,
-    "_init_training_state": _STEP,
-    "_prepare_for_training": "create_optimizer_and_scheduler",
-    "_run_epoch": _STEP,
-    "_finalize_training": "train",
-    "_maybe_log_save_evaluate": "log, evaluate or save_model",
-    "_clip_grad_norm": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_get_grad_norm": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_mixed_mesh_grad_norm": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_has_mixed_mesh_grads": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_track_num_input_tokens": "log",
-    "store_flos": "log",
-    "floating_point_ops": "log",
-    "_validate_args": _SETTING,
-    "_build_accelerator_args": _SETTING,
-    "create_accelerator_and_postprocess": _SETTING,
-    "get_sp_size": _SETTING,
-    "get_cp_size": _SETTING,
-    "get_tp_size": _SETTING,
-    "_defer_fsdp_gradient_reduction": _SETTING,
-    "_sync_replicated_trainable_parameters": _SETTING,
-    "_wrap_model": _SETTING,
-    "_update_auto_batch_size": _SETTING,
-    "_move_model_to_device": _SETTING,
-    "end": _SETTING,
-    "init_hf_repo": _HUB,
-    "_push_from_checkpoint": _HUB,
-    "_finish_current_push": _HUB,
-    "hyperparameter_search": "train",
-    "call_model_init": "nothing; pass model_init",
-    "_hp_search_setup": "train",
-    "_report_to_hp_search": "train",
-    "_tune_save_checkpoint": "train",
-    "is_local_process_zero": "is_world_process_zero",
+_CALLED = """
+    compute_loss get_train_dataloader _get_train_sampler get_eval_dataloader get_test_dataloader create_optimizer
+    create_scheduler create_optimizer_and_scheduler prediction_step evaluate predict log save_model train
+    is_world_process_zero add_callback remove_callback pop_callback create_model_card push_to_hub
+"""
+CALLED = tuple(_CALLED.split())
+_REMEDIES = {  # for hooks of transformers' Trainer that are never called here: what to override
+    "compute_loss, or pass a callback (on_step_begin, on_pre_optimizer_step, on_step_end)": """
+        training_step get_batch_samples _inner_training_loop _init_training_state _run_epoch
+    """,
+    "compute_loss": "_get_num_items_in_batch compute_loss_context_manager autocast_smart_context_manager",
+    "get_train_dataloader and get_eval_dataloader, or pass a data_collator": """
+        _prepare_inputs _prepare_input _prepare_context_parallel_inputs _remove_unused_columns
+        _set_signature_columns_if_needed _get_collator_with_removed_columns
+    """,
+    "get_train_dataloader and get_eval_dataloader": "_get_dataloader",
+    "get_eval_dataloader": "_get_eval_sampler",
+    "get_train_dataloader": "num_examples get_total_train_batch_size set_initial_training_values",
+    "create_optimizer": "get_decay_parameter_names get_optimizer_cls_and_kwargs",
+    "create_scheduler": "_get_learning_rate",
+    "prediction_step or evaluate, or pass compute_metrics": "evaluation_loop prediction_loop",
+    "evaluate": "_evaluate",
+    "evaluate, and set metric_for_best_model": "_determine_best_metric",
+    "save_model, or pass a callback (on_save)": """
+        _save _save_checkpoint _save_optimizer_and_scheduler _save_rng_state _save_scaler _get_output_dir
+    """,
+    "nothing: resume_from_checkpoint restores the complete run; pass a callback with state for more": """
+        _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler _load_callback_state
+        _load_best_model _issue_warnings_after_load
+    """,
+    "create_optimizer_and_scheduler": "_prepare_for_training",
+    "train": "_finalize_training hyperparameter_search _hp_search_setup _report_to_hp_search _tune_save_checkpoint",
+    "log, evaluate or save_model": "_maybe_log_save_evaluate",
+    "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)": """
+        _clip_grad_norm _get_grad_norm _mixed_mesh_grad_norm _has_mixed_mesh_grads
+    """,
+    "log": "_track_num_input_tokens store_flos floating_point_ops",
+    "nothing; set the device, dtype and sharding in TrainingArguments": """
+        _validate_args _build_accelerator_args create_accelerator_and_postprocess get_sp_size get_cp_size get_tp_size
+        _defer_fsdp_gradient_reduction _sync_replicated_trainable_parameters _wrap_model _update_auto_batch_size
+        _move_model_to_device end
+    """,
+    "push_to_hub": "init_hf_repo _push_from_checkpoint _finish_current_push",
+    "nothing; pass model_init": "call_model_init",
+    "is_world_process_zero": "is_local_process_zero",
 }
+INSTEAD = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 
 
 def hooks_of(base: type) -> dict[str, Any]:

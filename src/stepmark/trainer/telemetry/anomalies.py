@@ -30,8 +30,8 @@ class Anomaly:
 class AnomalyDetector:
     """Checks every step's numbers when they reach the host, and calls `report` once for each kind of anomaly.
 
-    `stop_on_nan`: steps in a row that are not finite after which the run has diverged; 0: never. `not_finite` has the
-    numbers of the last step that are not finite, by name: the weights after it are of no use."""
+    `stop_on_nan`: consecutive steps that are not finite after which the run has diverged; 0: never. `not_finite` has
+    the numbers of the last step on the host that are not finite, by name, the same on all ranks."""
 
     def __init__(self, report: Callable[[Anomaly], None], *, stop_on_nan: int = 0) -> None:
         self.not_finite: dict[str, float] = {}
