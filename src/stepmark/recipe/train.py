@@ -69,7 +69,7 @@ def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Run]:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """All that a run checks before it reads data or weights, on this machine alone; and that a new model can be made.
+    """Makes all checks of a run that need neither data nor weights, on this machine, and that of a new model.
 
     Raises:
         StepmarkError: A run of the recipe would be refused.
@@ -171,7 +171,7 @@ def _model_factory(args: TrainingFields, context: Context) -> Any:
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
-    """Tokenized and packed data; one rank of each node prepares it, and the others then find it in the cache."""
+    """Tokenized and packed data: one rank of each node prepares it, the others read the cache."""
     from stepmark.data.prepared_data import prepare
 
     with context.leader_first("preparing data") as leads:
@@ -191,7 +191,7 @@ def _check_names(args: TrainingFields) -> None:
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, recipe: Recipe) -> None:
-    """A token without an embedding crashes on the host, and reads arbitrary memory on some devices."""
+    """Raises UsageError for tokens without an embedding, which crash the host or read arbitrary device memory."""
     embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > embeddings:
         raise UsageError(

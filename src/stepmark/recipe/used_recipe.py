@@ -30,7 +30,7 @@ def write_used_recipe(folder: Path, recipe: Recipe) -> None:
 
 
 def recipe_writer(recipe: Recipe) -> Any:
-    """A callback that writes the recipe when training begins; a run that is refused before that changes nothing."""
+    """A callback that writes the recipe when training begins, so that a refused run leaves no trace."""
     from transformers import TrainerCallback
 
     class WriteRecipe(TrainerCallback):
@@ -42,8 +42,8 @@ def recipe_writer(recipe: Recipe) -> Any:
 
 
 def recipe_file_of(model: Path) -> Path | None:
-    """The recipe of the run that saved a checkpoint or model: beside its weights, else in the run's folder around it;
-    None where there is none."""
+    """The recipe of the run that saved a checkpoint or model: in its folder, else in the folder around it; None where
+    there is none."""
     candidates = (folder / USED_RECIPE for folder in (model, model.absolute().parent))
     return next((path for path in candidates if path.is_file()), None)
 

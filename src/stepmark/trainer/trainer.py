@@ -653,7 +653,7 @@ class Trainer:
                 self._callbacks.close()
 
     def make_parts(self) -> RunParts:
-        """Makes what a run needs before its first step, such as the optimizer."""
+        """The parts of a training: loader, optimizer, schedule, step."""
         loader = self._loaders.steps_of(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
         total_steps = count_steps(self.args, loader)
         optimizer, schedule = self._make_optimizer_and_schedule(total_steps)
@@ -884,7 +884,7 @@ class Trainer:
 
     @property
     def _saved_processing(self) -> Any:
-        """What is saved beside the model: `processing_class`, or else that of the collator, as in transformers."""
+        """What is saved with the model: `processing_class`, or else that of the collator, as in transformers."""
         collator = self.data_collator
         if isinstance(collator, PadTo):
             collator = collator.collate_fn

@@ -124,7 +124,7 @@ def _as_told(error: Exception) -> StepmarkError:
 
 
 class HubCallback(TrainerCallback):
-    """Uploads each checkpoint of a run when it is complete on disk, on rank 0, while training goes on."""
+    """Uploads each checkpoint of a run when it is complete on disk, on rank 0, in the background."""
 
     def __init__(self, repository: HubRepository | None) -> None:
         self._repository = repository  # None on other ranks, which have the callback too: all wait for the same saves
