@@ -1,7 +1,7 @@
 """Monitors training: time, throughput, memory, saves, recompilations and anomalies.
 
-It reads the host's clock and numbers that are on the host anyway. It never waits for the device, adds nothing to a
-graph and does not communicate with other ranks, so a run trains the same with and without it.
+It reads the clock and numbers that reach the host anyway. It never waits for the device, adds nothing to a graph and
+does not communicate with other ranks, so a run trains the same with and without it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_LINES = 5  # that read the device, named in one warning
 
 
 class Monitor:
-    """The monitors of one run on one rank. Only the rank that writes the run's log reports what they find."""
+    """The monitors of one run on one rank. Only the rank that writes the run's log reports findings."""
 
     def __init__(self, parts: RunParts, run_log: RunLog) -> None:
         args, context = parts.args, parts.context
@@ -136,7 +136,7 @@ class Monitor:
         return {**speed, **self.part_fields(), **memory_fields(self._runtime)}
 
     def part_fields(self) -> dict[str, float]:
-        """Where the time since the last call, or the last log, went."""
+        """Seconds of each part of training since the last call or log."""
         parts = {f"seconds_{part}": spent for part, spent in self.timers.parts().items()}
         self.timers.restart()
         return parts
