@@ -40,6 +40,9 @@ from stepmark.trainer.run_folder.output_folder import check_no_earlier_run, chec
 from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
+from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.loss_scaler import LossScaler
+from stepmark.training.micro_batches import autocast_dtype
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
 from stepmark.training.optimizer import build_optimizer, wrap_optimizer
 from stepmark.training.packed_samples import check_packing
@@ -218,6 +221,25 @@ def step_optimizer(
         stages=mesh.context.host if mesh.pipeline.size > 1 else None,
         mesh=mesh,
         bucket_elements=args.bucket_elements,
+    )
+
+
+def make_step(
+    model: nn.Module, optimizer: StepOptimizer, loss: MicroBatchLoss, mesh: Mesh, args: TrainingFields
+) -> TrainStep:
+    """The step that the arguments describe."""
+    return TrainStep(
+        model,
+        optimizer,
+        loss,
+        mesh,
+        accumulation=args.gradient_accumulation_steps,
+        pipeline_schedule=args.pipeline_schedule,
+        max_grad_norm=args.max_grad_norm,
+        autocast=autocast_dtype(bf16=args.bf16, fp16=args.fp16),
+        scaler=LossScaler() if args.fp16 else None,
+        reduce_dtype=getattr(torch, args.reduce_dtype),
+        seed=args.seed,
     )
 
 

@@ -41,10 +41,13 @@ from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.compat.model_factory import model_of
 from stepmark.trainer.compat.overrides import (
+    NEED_COMPLETE_MODEL,
+    NoAccelerator,
     call_compute_loss,
     call_sampler,
     check_assignment,
     check_overrides,
+    check_pipeline,
     hooks_of,
     overrides,
     sampler_of,
@@ -82,6 +85,7 @@ from stepmark.trainer.setup import (
     count_steps,
     make_checkpointer,
     make_schedule,
+    make_step,
     prepare_model,
     reporters,
     reports,
@@ -92,23 +96,9 @@ from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.pipelined_forward import PipelinedForward
-from stepmark.training.step import TrainStep
-
-NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods that call it where they are replaced
-
-
-class _NoAccelerate:
-    """Says what to use instead where it is read; a script may set the attribute."""
-
-    def __get__(self, trainer: Any, kind: type) -> Any:
-        raise AttributeError(
-            f"{kind.__name__!r} object has no attribute 'accelerator': Stepmark does not use accelerate; return a "
-            "loader as it is instead of accelerator.prepare(loader); see also args.device and is_world_process_zero()"
-        )
 
 
 @explains_keywords
@@ -166,7 +156,7 @@ class Trainer:
     is_fsdp_enabled = False
     is_model_parallel = False
     place_model_on_device = True
-    accelerator = _NoAccelerate()
+    accelerator = NoAccelerator()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
@@ -207,8 +197,8 @@ class Trainer:
         compile_as_asked(model, self.args, self.mesh)
         self.model = model
         self._saved = adapter_of(model) or model
-        for name in NEED_COMPLETE_MODEL:
-            self._check_pipeline(name, self._overridden(name))
+        for name in filter(self._overridden, NEED_COMPLETE_MODEL):
+            check_pipeline(name, self.mesh.pipeline.size)
         if self.args.batch_eval_metrics and compute_metrics is not None:
             check_by_batch(compute_metrics)
         self._default_collator = default_collator(processing_class)
@@ -256,7 +246,8 @@ class Trainer:
                 rules it out.
         """
         check_assignment(self, name, value)
-        self._check_pipeline(name, name in NEED_COMPLETE_MODEL)
+        if name in NEED_COMPLETE_MODEL:
+            check_pipeline(name, self.mesh.pipeline.size)
         if name in ("train_dataset", "eval_dataset"):
             check_packed(self.model, value, may_call=False)
         super().__setattr__(name, value)
@@ -264,15 +255,6 @@ class Trainer:
             self.loss.override = self._overridden_loss
         elif name == "loss_averages_over" and "loss" in vars(self):
             self._set_loss()
-
-    def _check_pipeline(self, name: str, replaced: bool) -> None:
-        """Raises UsageError for a replaced method that calls the complete model, where no rank has it."""
-        if replaced and self.mesh.pipeline.size > 1:
-            raise UsageError(
-                f"{name} and pipeline_parallel_size: a {name} of your own calls the complete model, and each rank has "
-                "a stage of it; pass compute_loss_func, preprocess_logits_for_metrics or compute_metrics, which get "
-                "the last stage's outputs, or set pipeline_parallel_size to 1"
-            )
 
     def _overridden(self, name: str) -> bool:
         """Whether a subclass, or an attribute that was set, replaces a method."""
@@ -471,21 +453,6 @@ class Trainer:
             return made, self.lr_scheduler
         return step_optimizer(self.model, self.args, self.mesh, self.optimizer), self.lr_scheduler
 
-    def make_step(self, optimizer: StepOptimizer) -> TrainStep:
-        return TrainStep(
-            self.model,
-            optimizer,
-            self.loss,
-            self.mesh,
-            accumulation=self.args.gradient_accumulation_steps,
-            pipeline_schedule=self.args.pipeline_schedule,
-            max_grad_norm=self.args.max_grad_norm,
-            autocast=self._autocast_dtype,
-            scaler=LossScaler() if self.args.fp16 else None,
-            reduce_dtype=getattr(torch, self.args.reduce_dtype),
-            seed=self.args.seed,
-        )
-
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with the one that saved, as plain values."""
         own = identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self._loaders.data_seed)
@@ -666,7 +633,7 @@ class Trainer:
             loader=loader,
             optimizer=optimizer,
             schedule=schedule,
-            step=self.make_step(optimizer),
+            step=make_step(self.model, optimizer, self.loss, self.mesh, self.args),
             total_steps=total_steps,
             identity=self.identity(),
             data=getattr(self.train_dataset, "description", None),

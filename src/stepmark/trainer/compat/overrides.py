@@ -59,6 +59,7 @@ _REMEDIES = {  # for hooks of transformers' Trainer that are never called here: 
     "nothing; pass model_init": "call_model_init",
     "is_world_process_zero": "is_local_process_zero",
 }
+NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods whose replacement calls the complete model
 INSTEAD = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 
 
@@ -87,6 +88,27 @@ def check_assignment(trainer: Any, name: str, value: Any) -> None:
     if name == "model" and own is not None and value is not own:
         raise UsageError(
             f"{kind}: its model, which was moved and sharded for the device, cannot be replaced; make a new Trainer"
+        )
+
+
+def check_pipeline(name: str, stages: int) -> None:
+    """Raises UsageError for a method in `NEED_COMPLETE_MODEL` that is replaced, where each rank has one of several
+    stages."""
+    if stages > 1:
+        raise UsageError(
+            f"{name} and pipeline_parallel_size: a {name} of your own calls the complete model, and each rank has "
+            "a stage of it; pass compute_loss_func, preprocess_logits_for_metrics or compute_metrics, which get "
+            "the last stage's outputs, or set pipeline_parallel_size to 1"
+        )
+
+
+class NoAccelerator:
+    """`Trainer.accelerator`, which says what to use instead where it is read; a script may set the attribute."""
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        raise AttributeError(
+            f"{kind.__name__!r} object has no attribute 'accelerator': Stepmark does not use accelerate; return a "
+            "loader as it is instead of accelerator.prepare(loader); see also args.device and is_world_process_zero()"
         )
 
 
