@@ -198,7 +198,7 @@ def check_sharding(config: ModelArguments, tokenizer: Any, factory: ModelFactory
     made = build_config(config, tokenizer) if name is None else None
     try:
         if made is None:
-            made = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+            made = AutoConfig.from_pretrained(str(name), trust_remote_code=trust)
         with torch.device("meta"):
             model = _from_config(made, trust)
     except Exception:  # the error of building or loading it says more
