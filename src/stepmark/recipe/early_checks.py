@@ -1,4 +1,4 @@
-"""What can be said about a recipe before torch is imported and ranks are started: whether what it names exists."""
+"""Checks of a recipe before torch is imported and ranks start: whether the files and names in it exist."""
 
 from __future__ import annotations
 

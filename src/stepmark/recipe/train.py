@@ -47,7 +47,7 @@ def train(recipe: Recipe) -> None:
 
 
 def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Run]:
-    """Checks what can be checked at once, and opens the run: the metrics functions, and the run. Collective."""
+    """Makes the checks that need no data, and opens the run. Returns the metrics functions and the run. Collective."""
     args = recipe.training
     quiet_libraries()
     prepare_environment()
@@ -69,7 +69,7 @@ def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Run]:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """All that a run checks before it reads data or weights, on this machine alone; and that a new model can be made.
+    """Makes all checks of a run that need neither data nor weights, on this machine, and that of a new model.
 
     Raises:
         StepmarkError: A run of the recipe would be refused.
@@ -100,8 +100,8 @@ def build_trainer(
         recipe: The recipe.
         run: The opened run.
         functions: Metrics of evaluations, if there are any.
-        prepare: Makes the data, from the tokenizer: `train`, `validation` or None, and `fingerprint`.
-        build: `build_model`, or what takes its place.
+        prepare: Maps the tokenizer to the data: `train`, `validation` or None, and `fingerprint`.
+        build: `build_model`, or a function with its signature.
         callbacks: For the Trainer.
 
     Raises:
@@ -171,7 +171,7 @@ def _model_factory(args: TrainingFields, context: Context) -> Any:
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
-    """Tokenized and packed data; one rank of each node prepares it, and the others then find it in the cache."""
+    """Tokenized and packed data: one rank of each node prepares it, the others read the cache."""
     from stepmark.data.prepared_data import prepare
 
     with context.leader_first("preparing data") as leads:
@@ -191,7 +191,7 @@ def _check_names(args: TrainingFields) -> None:
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, recipe: Recipe) -> None:
-    """A token without an embedding crashes on the host, and reads arbitrary memory on some devices."""
+    """Raises UsageError for tokens without an embedding, which crash the host or read arbitrary device memory."""
     embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > embeddings:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The part of a run that callbacks see, and what is recorded of it: state, control, log files and progress bar."""
+"""What callbacks see of a run, and what is logged of it: state, control, log files and progress bar."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ Metrics = dict[str, float]
 
 logger = logging.getLogger("stepmark")
 SHOWN = 100  # characters of a sample on the terminal
-_OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer, and made anew here
+_OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer; not restored
 
 
 class RunCallbacks:
-    """Calls the callbacks, whose answers change `control`, and keeps `state`, the run's log and the progress bar.
+    """Calls the callbacks, which set flags of `control`, and keeps `state`, the run's log and the progress bar.
 
-    `before_hearing` is called before an event that other callbacks than the run's own may hear. `last_evaluation` is
-    the step of the last evaluation of the Trainer's own data, with its metrics. `begun` is set once training has begun,
-    so that how the process ends is how the run ends. `log` is the Trainer's, which subclasses may override; it calls
-    `record`.
+    `before_hearing` is called before an event that a user's callback handles. `last_evaluation` is the step of the last
+    evaluation of the Trainer's own data, with its metrics. `begun` is set once training has begun: from then on the end
+    of the process is the end of the run. `log` is the Trainer's, which a subclass may override; it calls `record`.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class RunCallbacks:
         return self.best_step, epochs[-1] if epochs else self.state.epoch
 
     def show(self, parts: RunParts, train_dataloader: Any) -> None:
-        """Gives the callbacks what transformers gives them."""
+        """Sets what transformers' callbacks expect to find."""
         state, handler = self.state, self.handler
         state.max_steps = parts.total_steps
         state.num_train_epochs = count_epochs(self.args, parts.loader)
@@ -184,8 +183,8 @@ class RunCallbacks:
         return self.state
 
     def restore_state(self, saved: TrainerState) -> None:
-        """Continues the history and the search for the best model of `saved`, and restores the callbacks' states: what
-        they have counted, and with `restore_callback_states_from_checkpoint` also what they were made with."""
+        """Restores the history, the best model and the callbacks' states from `saved`: their counters, and with
+        `restore_callback_states_from_checkpoint` also their constructor arguments."""
         for name in ("log_history", "total_flos", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(self.state, name, getattr(saved, name))
         states: Any = saved.stateful_callbacks  # plain values, once they were read from a file
@@ -214,10 +213,9 @@ def _defines(callback: TrainerCallback, event: str) -> bool:
 class StrategyCallback(DefaultFlowCallback):
     """Sets the control's flags by the strategies of the arguments.
 
-    `epoch` fires at the end of every epoch, also where `max_steps` or a callback ends it early. `steps` evaluates and
-    saves at the end of the run too, so that no training is lost. There are no evaluations before `eval_delay`. A
-    run in which a callback ends epochs early ends after as many epochs as it would have had without that, also where
-    `max_steps` says how many these are.
+    `epoch` fires at the end of every epoch, also of one that `max_steps` or a callback ends early. `steps` also
+    evaluates and saves at the end of the run, so that no training is lost. There are no evaluations before
+    `eval_delay`. Where a callback ends epochs early, the number of epochs stays the same, also with `max_steps`.
     """
 
     _ended_early = False

@@ -72,9 +72,9 @@ class TrainingLoop:
         self._evaluate_data = evaluate
         self._write_files = write_files
         self._before_save = before_save
-        self._monitor = Monitor.for_run(parts, callbacks.run_log)
+        self._monitor = Monitor(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
-        self._losses = LossMeter(parts.context.runtime, self._monitor.look)
+        self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look)
         self._epoch_open = False
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
         self._preemption: PreemptionCoordinator | None = None
@@ -344,7 +344,7 @@ class TrainingLoop:
         state, control = self._callbacks.state, self._callbacks.control
         loads_best = self._args.load_best_model_at_end and state.best_model_checkpoint is not None
         at_end = self._step >= self._parts.total_steps or control.should_training_stop
-        error = self._monitor.diverged(ended=at_end and not loads_best)
+        error = self._monitor.anomalies.diverged(ended=at_end and not loads_best)
         if error is not None:
             self._checkpointer.wait()
             self._monitor.close()
@@ -384,7 +384,7 @@ class TrainingLoop:
             raise UsageError(f"metric_for_best_model: {key} is a {type(metrics[key]).__name__}; name a number")
         if follows_metric(self._parts.schedule):
             self._parts.schedule.step(metrics[key])
-        if not self._monitor.not_finite and is_better(self._args, metrics[key], state.best_metric):
+        if not self._monitor.anomalies.not_finite and is_better(self._args, metrics[key], state.best_metric):
             state.best_metric, state.best_global_step = metrics[key], state.global_step
             saves_best = self._args.save_strategy == "best" or self._args.load_best_model_at_end
             self._callbacks.control.should_save |= saves_best
@@ -460,7 +460,7 @@ class TrainingLoop:
                 "samples_per_step": self._parts.loader.layout.global_batch,
             },
             model_only=model_only,
-            metrics={**self._best_metric_now(), **self._monitor.not_finite},
+            metrics={**self._best_metric_now(), **self._monitor.anomalies.not_finite},
         )
         self._saved_step = self._step
         self._monitor.save_begun(handle)

@@ -66,6 +66,27 @@ def check_assignment(trainer: Any, name: str, value: Any) -> None:
         )
 
 
+def check_pipeline(name: str, stages: int) -> None:
+    """Raises UsageError for a method in `NEED_COMPLETE_MODEL` that is replaced, where each rank has one of several
+    stages."""
+    if stages > 1:
+        raise UsageError(
+            f"{name} and pipeline_parallel_size: a {name} of your own calls the complete model, and each rank has "
+            "a stage of it; pass compute_loss_func, preprocess_logits_for_metrics or compute_metrics, which get "
+            "the last stage's outputs, or set pipeline_parallel_size to 1"
+        )
+
+
+class NoAccelerator:
+    """`Trainer.accelerator`, which says what to use instead where it is read; a script may set the attribute."""
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        raise AttributeError(
+            f"{kind.__name__!r} object has no attribute 'accelerator': Stepmark does not use accelerate; return a "
+            "loader as it is instead of accelerator.prepare(loader); see also args.device and is_world_process_zero()"
+        )
+
+
 def overrides(trainer: Any, own: Mapping[str, Any], name: str) -> bool:
     """Whether the method `name` of `trainer` is not Stepmark's `own`: a subclass, a patch or an attribute has it."""
     method = getattr(trainer, name)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,20 +102,18 @@ class HubRepository:
                 logger.warning("%s", error)
 
 
-class _explained:
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
     """Inside the block, an error of the hub or the network is a StepmarkError, with its first line."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, StepmarkError):
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise StepmarkError(
-                f"{self._what}: {first}; check the token (`hf auth login`, or hub_token) and the network"
-            ) from error
+    try:
+        yield
+    except StepmarkError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise StepmarkError(
+            f"{what}: {first}; check the token (`hf auth login`, or hub_token) and the network"
+        ) from error
 
 
 def _as_told(error: Exception) -> StepmarkError:
@@ -124,7 +123,7 @@ def _as_told(error: Exception) -> StepmarkError:
 
 
 class HubCallback(TrainerCallback):
-    """Uploads each checkpoint of a run when it is complete on disk, on rank 0, while training goes on."""
+    """Uploads each checkpoint of a run when it is complete on disk, on rank 0, in the background."""
 
     def __init__(self, repository: HubRepository | None) -> None:
         self._repository = repository  # None on other ranks, which have the callback too: all wait for the same saves
@@ -135,11 +134,9 @@ class HubCallback(TrainerCallback):
             return
         folder = checkpoint_path(Path(args.output_dir), state.global_step)
         staged = _linked(folder, Path(args.output_dir) / f".hub-{state.global_step}")
+        complete = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": folder.name}.get(args.hub_strategy)
         uploads: list[tuple[str, list[str]]] = [("", NOT_OF_MODEL)]
-        if args.hub_strategy == "checkpoint":
-            uploads.append((LAST_CHECKPOINT, []))
-        if args.hub_strategy == "all_checkpoints":
-            uploads.append((folder.name, []))
+        uploads += [] if complete is None else [(complete, [])]
         repository.upload_in_background(staged, f"Training in progress, step {state.global_step}", uploads)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:

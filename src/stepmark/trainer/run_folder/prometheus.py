@@ -1,4 +1,4 @@
-"""The newest numbers of a run as a text file for Prometheus, which node_exporter's textfile collector reads."""
+"""The newest numbers of a run as a text file for node_exporter's textfile collector (Prometheus)."""
 
 from __future__ import annotations
 

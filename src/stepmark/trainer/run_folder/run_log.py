@@ -1,4 +1,4 @@
-"""The log files of a run: metrics.jsonl, events.jsonl, status.json and the results, all written by rank 0 alone.
+"""The log files of a run: metrics.jsonl, events.jsonl, status.json and the results. Only rank 0 writes them.
 
 docs/metrics.md describes their contents.
 """
@@ -30,8 +30,8 @@ _lock = threading.RLock()  # of all logs: a thread that ends the process writes 
 
 
 def keep_others_from_writing() -> None:
-    """For a thread that is about to end the process: what it writes is the last word. The main thread, which may be
-    about to write that the run has begun, waits for the end; one that hangs in a file system is not waited for."""
+    """Called by a thread that is about to end the process, so that nothing is written after it. The main thread may be
+    about to write that the run has begun; one that hangs in a file system is not waited for."""
     _lock.acquire(timeout=PATIENCE)
 
 
@@ -109,8 +109,8 @@ class RunLog:
         return {"state": state, "step": step, "time": time.time(), "reason": reason, **details_in(state, details)}
 
     def failure(self, step: int, *, final: bool, **details: Any) -> tuple[str, dict[str, Any]] | None:
-        """The path and the content of the status that another process writes if this one fails and cannot; None where
-        this process has written none."""
+        """The path and content of the status that the watchdog process writes if this one fails and cannot; None before
+        the first status."""
         if self._last is None:
             return None
         content = self._content(FAILED if final else RUNNING, step, None)
@@ -135,8 +135,8 @@ class RunLog:
             logger.warning("cannot write the run's status: %s", error)
 
     def stopping(self, step: int, reason: str) -> None:
-        """Records a request to stop. From now on the status is interrupted, unless the run completes: the launcher may
-        end the process before it has stopped by itself."""
+        """Records a request to stop: the status is interrupted unless the run completes, since the launcher may end the
+        process at any moment."""
         self._stopping, end = reason, self._end
         self.event("stopping", step, reason=reason)
         with _lock:
@@ -149,8 +149,8 @@ class RunLog:
         return self._stopping
 
     def failed(self, step: int, reason: str, *, final: bool = True) -> None:
-        """Records that training has failed. Not `final`: another process decides whether the run has failed with it, or
-        is started again; until then it is running, for watchers too."""
+        """Records that training has failed. Not `final`: a supervisor decides whether the run has failed or is
+        restarted, and until then it counts as running."""
         self.try_status(FAILED if final or self._stopping is not None else RUNNING, step, reason)
 
     def results(self, split: str, values: dict[str, Any], *, combined: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The progress of a run on rank 0's stderr: a bar on a terminal, elsewhere a line for each log; and messages."""
+"""What a run prints on rank 0's stderr: a progress bar on a terminal, elsewhere a line for each log."""
 
 from __future__ import annotations
 
@@ -57,14 +57,13 @@ class ProgressDisplay:
         return self._shows and time.monotonic() - self._last >= wait
 
     def seconds_left(self, step: int) -> float | None:
-        """Until the last step, at the pace since this process began to train, saves and evaluations included; None
-        where it has not trained a step."""
+        """Estimated seconds to the last step, from the pace of this process with saves and evaluations; None before its
+        first step."""
         trained = step - self._first
         return (time.monotonic() - self._began) / trained * max(self._total - step, 0) if trained > 0 else None
 
     def step(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """Moves the bar to `step`, with the numbers where there are new ones; without a bar they make a line where one
-        is due."""
+        """Moves the bar to `step`, with new numbers if there are any. Without a bar, prints them if a line is due."""
         if self._bar is None:
             if loss is not None and self.due():
                 self._print_log(step, {"loss": loss, "tokens_per_second": tokens_per_second})
@@ -123,7 +122,7 @@ def log_line(step: int, total: int, values: dict[str, Any], seconds_left: float 
 
 
 def decimals(value: float) -> str:
-    """With four decimals, or of a number so large that these say nothing its four first digits."""
+    """Four decimals, or four significant digits of a very large number."""
     return f"{value:.4f}" if abs(value) < 1e9 else f"{value:.4g}"
 
 

@@ -1,4 +1,4 @@
-"""Throughput and memory of a run: the fields of metrics.jsonl that describe the machine, not the model."""
+"""Throughput, time by part, FLOPs and memory: the fields of metrics.jsonl that describe the machine, not the model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _PHASES = {"data": DATA, "save": BETWEEN, "evaluation": METRICS}  # batches and 
 
 
 class RunTimers:
-    """Seconds since the last restart, by part. Time outside of the parts belongs to steps."""
+    """Seconds since the last restart: waiting for data, in saves, in evaluations, and the rest in steps."""
 
     def __init__(self) -> None:
         self.restart()
@@ -129,8 +129,9 @@ class RunTimers:
 
 
 class TotalFlos:
-    """Counts the operations of steps. Parameters of embeddings do not count, padding of samples does, as in
-    transformers, and rows that only keep a batch's shape do not; a model that is not one of transformers has none.
+    """`total_flos`: operations as transformers counts them, 6 per parameter and token, 0 for other models.
+
+    Embedding parameters do not count, padding tokens do; rows that only fill a batch's shape do not.
 
     Args:
         model: The model, of which this rank may have a part.
@@ -146,7 +147,7 @@ class TotalFlos:
         return 6 * complete_size(self._model).outside_embeddings
 
     def of(self, batch: StepBatch) -> float:
-        """The operations of a step on all ranks, whose samples are on average as long as this one's."""
+        """The operations of a step on all ranks, assuming that samples are on average as long as on this one."""
         if not self._per_token:
             return 0.0
         name = getattr(self._model, "main_input_name", "input_ids")
