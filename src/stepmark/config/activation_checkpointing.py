@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stepmark.config.option_text import parse_options
+from stepmark.config.yaml_file import parse_options
 from stepmark.errors import UsageError
 
 FIELD = "gradient_checkpointing_kwargs"

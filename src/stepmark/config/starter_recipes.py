@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepmark.config.field_help import help_of
+from stepmark.config.recipe import all_fields
 
 WIDTH = 58  # of a field with its value, after which its comment begins
 
@@ -97,5 +97,4 @@ def starter_recipe(kind: str, schema: str) -> str:
 
 
 def _commented(field: str) -> str:
-    described = help_of(field.split(":", 1)[0])
-    return field if described is None else f"{field:<{WIDTH}}# {described.text}"
+    return f"{field:<{WIDTH}}# {all_fields()[field.split(':', 1)[0]].help.text}"

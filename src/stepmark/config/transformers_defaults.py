@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from stepmark.config.coercion import field_names
+from stepmark.config.fields import field_names
 from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.refusals import refusals, unknown_field
 from stepmark.errors import UsageError
