@@ -11,8 +11,7 @@ import pytest
 
 from stepmark.cli.main import build_parser, run
 from stepmark.config.fields import fields_of
-from stepmark.config.recipe import all_fields, read_recipe, sections
-from stepmark.config.recipe_schema import recipe_schema
+from stepmark.config.recipe import all_fields, read_recipe, recipe_schema, sections
 from stepmark.config.starter_recipes import KINDS, starter_recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.config.yaml_file import parse_yaml

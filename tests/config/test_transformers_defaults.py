@@ -15,7 +15,7 @@ from stepmark import TrainingArguments
 from stepmark.config.fields import fields_of
 from stepmark.config.refusals import refusals
 from stepmark.config.training_fields import TrainingFields
-from stepmark.config.transformers_defaults import ALIASES, DONE_ANYWAY, SWITCHES
+from stepmark.config.transformers_defaults import DONE_ANYWAY, RENAMED
 from stepmark.errors import UsageError
 
 INSTEAD, FIELDS = refusals("transformers"), refusals("elsewhere")
@@ -103,14 +103,14 @@ def test_every_argument_that_is_lacking_is_on_the_page_about_transformers() -> N
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}
     mentioned = {word.partition("=")[0] for word in re.findall(r"`([\w=]+)`", page)}
     assert theirs - ours - mentioned == set()
-    assert {*DONE_ANYWAY, *SWITCHES, *ALIASES, *INSTEAD} <= mentioned
+    assert {*DONE_ANYWAY, *RENAMED, *INSTEAD} <= mentioned
 
 
 def test_every_argument_that_is_lacking_is_refused_with_a_remedy() -> None:
     theirs = {each.name for each in dataclasses.fields(transformers.TrainingArguments) if each.init}
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}
-    assert theirs - ours - set(SWITCHES) - set(INSTEAD) - set(FIELDS) <= set(DONE_ANYWAY)
-    for name in sorted(set(INSTEAD) - ours - set(ALIASES)):
+    assert theirs - ours - set(RENAMED) - set(INSTEAD) - set(FIELDS) <= set(DONE_ANYWAY)
+    for name in sorted(set(INSTEAD) - ours - set(RENAMED)):
         with pytest.raises(UsageError, match=f"^{name}: .*does not support; {re.escape(INSTEAD[name])}$"):
             TrainingArguments(**{name: "another value"})
 

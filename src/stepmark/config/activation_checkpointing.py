@@ -34,15 +34,6 @@ def checkpointing_options(given: Mapping[str, Any] | str | None) -> dict[str, An
     return options
 
 
-def check_checkpointing(options: Mapping[str, Any], pipeline_parallel_size: int) -> None:
-    """Raises UsageError where options are given that a pipeline, whose stages repeat their own passes, does not use."""
-    if options and pipeline_parallel_size > 1:
-        raise UsageError(
-            f"{FIELD} and pipeline_parallel_size: a stage repeats its complete forward pass, without "
-            "torch.utils.checkpoint; leave one of them out"
-        )
-
-
 def for_device(options: Mapping[str, Any], *, lazy: bool) -> dict[str, Any]:
     """What the checkpointing function of a device gets.
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from stepmark.config.data_arguments import DataArguments
+from stepmark.config.data_arguments import SOURCE_FIELDS, WEIGHT, DataArguments
 from stepmark.config.fields import (
     ABOVE_0,
     FRACTION,
@@ -127,6 +127,24 @@ def sections() -> Mapping[str, list[Field]]:
     for field in all_fields().values():
         found.setdefault(field.section, []).append(field)
     return found
+
+
+def recipe_schema() -> dict[str, Any]:
+    """A JSON schema of recipes, from which editors complete and check: every field with its types, values, default,
+    description and an example."""
+    fields = {name: field.schema() for name, field in all_fields().items()}
+    weight = {"type": "number", "exclusiveMinimum": 0, "description": "Share of the samples, relative to the others'."}
+    source = {WEIGHT: weight, **{name: fields[name] for name in SOURCE_FIELDS}}
+    fields["dataset_mixture"]["items"] = {**_object(source), "required": [WEIGHT]}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Stepmark recipe",
+        **_object(fields),
+    }
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def is_switch(name: str) -> bool:

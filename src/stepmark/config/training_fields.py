@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from stepmark.config.activation_checkpointing import check_checkpointing, checkpointing_options
+from stepmark.config.activation_checkpointing import checkpointing_options
 from stepmark.config.fields import (
     FINITE,
     FRACTION,
@@ -43,6 +43,7 @@ _DEADLINE = Values(
     lambda value: 0 < value < float("inf") if isinstance(value, float) else value in ("auto", "off"),
     "auto, off, or a number of seconds above 0",
 )
+_FOLDER = Values(lambda value: not isinstance(value, str) or value.strip(), "the path of a folder")
 _DEVICE = Values(lambda value: True, "", {"enum": [*DEVICES]})  # checked where it is used
 
 
@@ -59,7 +60,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     # Of a field that may be text and of another type, text comes second: HfArgumentParser reads the last but None.
 
     # fmt: off
-    output_dir: Annotated[str, Section("output and logs"), Help(
+    output_dir: Annotated[str, _FOLDER, Section("output and logs"), Help(
         "folder of the run; all ranks must see it", "runs/first")] = "trainer_output"
     run_name: Annotated[str | None, Help("name of the run for report_to", "first")] = None
     logging_strategy: Annotated[str, one_of("no", "steps", "epoch"), Help("when to log", "epoch")] = "steps"
@@ -217,7 +218,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     max_restarts: Annotated[int, at_least(0), Help(
         "with --nproc, restart failed ranks; give up after this many restarts in a row without progress", "3",
         more="From the newest complete checkpoint. Progress is a step beyond the one that failed.")] = 0
-    compile_cache: Annotated[str | None, OR_BOOL, Help(
+    compile_cache: Annotated[str | None, OR_BOOL, _FOLDER, Help(
         "folder of compiled graphs on lazy devices, for Neuron also an s3:// URL; false: none", "s3://bucket/graphs",
         "true, the one beside the token cache; on XLA's CPU client, false",
         "XLA's CPU client cannot read compiled graphs back.")] = None
@@ -225,16 +226,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
 
     def __post_init__(self) -> None:
         check_fields(self, TrainingFields, self._values())
-        if not self.output_dir.strip():
-            raise UsageError("output_dir: is empty; name the folder that the run writes to")
         self.output_dir = os.path.abspath(self.output_dir)
-        if isinstance(self.compile_cache, str) and not self.compile_cache.strip():
-            raise UsageError("compile_cache: is empty; name a folder, or set it to true or false")
         if self.prometheus_file is not None:
             self.prometheus_file = os.path.abspath(self.prometheus_file)
         check_options(self.optim, self.optimizer_options)
         check_reduce_dtype(self.reduce_dtype, lazy="xla" if self.device_name == "xla" else None)
-        check_checkpointing(self.checkpointing_options, self.pipeline_parallel_size)
         refuse(_contradictions(self))
         if self.metric_for_best_model is None and self._follows_metric():
             self.metric_for_best_model = "loss"
@@ -332,6 +328,11 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
     yield from _changed_without(
         args, "pipeline_parallel_size", ("pipeline_schedule", "pipeline_layers", "pipeline_chunks")
     )
+    if args.checkpointing_options and args.pipeline_parallel_size > 1:
+        yield (
+            "gradient_checkpointing_kwargs and pipeline_parallel_size: a stage recomputes its complete forward pass, "
+            "without torch.utils.checkpoint; set one of them"
+        )
     if args.pipeline_parallel_size > 1:
         yield from _pipeline_contradictions(args)
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
