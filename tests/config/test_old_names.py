@@ -10,7 +10,7 @@ import pytest
 import stepmark
 from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
-from stepmark.config.coercion import field_names
+from stepmark.config.fields import field_names
 from stepmark.config.recipe import all_fields, read_recipe
 from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError

@@ -18,8 +18,9 @@ from typing import Any, Literal, TypeVar
 from stepmark.errors import UsageError
 
 # transformers: arguments of its TrainingArguments; run_clm: of its example; elsewhere: fields and keywords of older
-# versions and of other tools; export: what other packages export; hook: methods of transformers' Trainer.
-Origin = Literal["transformers", "run_clm", "elsewhere", "export", "hook"]
+# versions and of other tools; export: what other packages export; hook: methods of transformers' Trainer;
+# optim: its optimizers; optim_args: their options that have a field.
+Origin = Literal["transformers", "run_clm", "elsewhere", "export", "hook", "optim", "optim_args"]
 Owner = TypeVar("Owner", bound=type)
 
 TYPING_ERROR = 0.85  # similarity from which a name counts as a typing error

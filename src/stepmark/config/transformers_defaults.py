@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from stepmark.config.coercion import field_names
+from stepmark.config.fields import field_names
 from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.refusals import refusals, unknown_field
 from stepmark.errors import UsageError
@@ -41,13 +41,12 @@ DONE_ANYWAY: dict[str, Callable[[Any], bool]] = {
 LATE = "_late"  # the attribute with fields that HfArgumentParser leaves alone, for `__post_init__`
 _ABSENT: dict[str, dataclasses.Field[Any]] = {}  # fields that `options_of_transformers` has made
 
-# Switches of transformers that are a value of another field here.
-SWITCHES: dict[str, tuple[str, Any]] = {"use_cpu": ("device", "cpu"), "enable_jit_checkpoint": ("save_on_signal", True)}
-
-# Newer names of transformers, which has both.
-ALIASES = {
-    "activation_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+# Other names of transformers: our field, the value that a switch means, and our field's default.
+RENAMED: dict[str, tuple[str, Any, Any]] = {
+    "use_cpu": ("device", "cpu", "auto"),
+    "enable_jit_checkpoint": ("save_on_signal", True, None),
+    "activation_checkpointing": ("gradient_checkpointing", None, False),
+    "activation_checkpointing_kwargs": ("gradient_checkpointing_kwargs", None, None),
 }
 
 
@@ -72,7 +71,7 @@ def transformers_defaults() -> dict[str, Any]:
 class AcceptingDefaults(type):
     """Makes dataclasses, subclasses of them included, whose constructor ignores arguments that it lacks, if they have
     the value that they have in transformers by default, or ask for what is done anyway (`DONE_ANYWAY`). Any other value
-    is a UsageError that names the argument. `SWITCHES` and `ALIASES` set other fields. What was ignored can be read
+    is a UsageError that names the argument. `RENAMED` ones set other fields. What was ignored can be read
     where the class has the fields of `options_of_transformers`. The constructor also takes fields that are declared
     with `init=False`, so that `HfArgumentParser` makes no options of them."""
 
@@ -82,8 +81,7 @@ class AcceptingDefaults(type):
         known = known_fields(cls)
         made: Any = cls.__new__(cls, *args, **options)  # type: ignore[arg-type]
         vars(made)[LATE] = late
-        named = _without_aliases(_without_switches(options, known))
-        used = without_defaults(named, known)
+        used = without_defaults(_renamed(options, known), known)
         vars(made).update({name: value for name, value in options.items() if is_absent(cls, name)})
         made.__init__(*args, **used)
         return made
@@ -118,40 +116,29 @@ def set_absent(args: Any, name: str, value: Any) -> None:
     """Sets such a field. Raises UsageError unless `value` is its default, or asks for what is done anyway."""
     if LATE in vars(args) and _equal(value, transformers_defaults()[name]):
         return  # the constructor's default, after what it was given
-    if name in ALIASES:
-        setattr(args, ALIASES[name], value)
+    own, meaning, _ = RENAMED.get(name, ("", None, None))
+    if own and meaning is None:
+        setattr(args, own, value)
         return
-    if name in SWITCHES and value != getattr(args, name):
-        if not value:
-            raise UsageError(f"{name}: is set as {SWITCHES[name][0]}; set that")
-        setattr(args, *SWITCHES[name])
-    elif name not in SWITCHES:
+    if not own:
         without_defaults({name: value}, ())
+    elif value != getattr(args, name):
+        if not value:
+            raise UsageError(f"{name}: is set as {own}; set that")
+        setattr(args, own, meaning)
     vars(args)[name] = value
 
 
-def _without_switches(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The options with the fields that `SWITCHES` stand for. Raises UsageError where two contradict each other."""
+def _renamed(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The options by the names that they have here. Raises UsageError where two contradict each other."""
     result = dict(options)
-    for switch, (name, value) in SWITCHES.items():
-        if switch in known or not result.get(switch):
+    for name, (own, meaning, default) in RENAMED.items():
+        given = None if name in known else result.pop(name, None)
+        if not given:
             continue
-        del result[switch]
-        if getattr(result.get(name), "type", result.get(name)) not in (None, "auto", value):
-            raise UsageError(f"{switch}, {name}: {switch} means {name}: {value}, not {result[name]}; leave one out")
-        result[name] = value
-    return result
-
-
-def _without_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by the names that they have here. Raises UsageError where two names have different values."""
-    result = {name: value for name, value in options.items() if name not in ALIASES}
-    for name, own in ALIASES.items():
-        value = options.get(name)
-        if not value:
-            continue
-        if result.get(own) not in (None, False, value):
-            raise UsageError(f"{name}, {own}: they are the same, and are {value} and {result[own]}; leave one out")
+        value = given if meaning is None else meaning
+        if getattr(result.get(own), "type", result.get(own)) not in (None, default, value):
+            raise UsageError(f"{name}, {own}: {name} means {own}: {value}, not {result[own]}; leave one out")
         result[own] = value
     return result
 

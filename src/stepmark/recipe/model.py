@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stepmark.config.option_text import parse_options
 from stepmark.config.recipe import ModelArguments, Recipe
+from stepmark.config.yaml_file import parse_options
 from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import DataError, StepmarkError, UsageError

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
-
-DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
 
 
 def check_device_name(wish: str) -> None:

@@ -17,8 +17,7 @@ from transformers.debug_utils import DebugUnderflowOverflow
 from transformers.trainer_callback import TrainerCallback
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
-from stepmark.config.reduce_dtypes import check_reduce_dtype
-from stepmark.config.training_fields import TrainingFields
+from stepmark.config.training_fields import TrainingFields, check_reduce_dtype
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.parallel.optimizer.protocols import StepOptimizer

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from stepmark.config.coercion import field_names
+from stepmark.config.fields import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
 from stepmark.config.transformers_defaults import LATE, is_absent, options_of_transformers, set_absent
 from stepmark.errors import UsageError

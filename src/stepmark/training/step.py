@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.config.reduce_dtypes import check_reduce_dtype
+from stepmark.config.training_fields import check_reduce_dtype
 from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.parallel.gradients.arithmetic import scale_to

@@ -353,11 +353,11 @@ def test_one_document_cannot_be_divided(tmp_path: Path) -> None:
         ({"train_file": ["a.txt", 3]}, "train_file: should be one or more paths"),
         ({"train_file": ["a.txt", "b.txt.gz"], "text_column": "x"}, "text_column is given, but"),
         ({"train_file": "src/**/*.py", "text_column": "x"}, "text_column is given, but"),
-        ({"train_file": "a.txt", "block_size": 1}, "block_size must be at least 2"),
-        ({"train_file": "a.txt", "validation_split_percentage": 100}, "validation_split_percentage must be from"),
-        ({"train_file": "a.txt", "max_train_samples": 0}, "max_train_samples must be at least 1"),
-        ({"train_file": "a.txt", "max_eval_samples": -1}, "max_eval_samples must be at least 1"),
-        ({"train_file": "a.txt", "preprocessing_num_workers": 0}, "preprocessing_num_workers must be at least 1"),
+        ({"train_file": "a.txt", "block_size": 1}, "block_size: should be at least 2"),
+        ({"train_file": "a.txt", "validation_split_percentage": 100}, "validation_split_percentage: should be from"),
+        ({"train_file": "a.txt", "max_train_samples": 0}, "max_train_samples: should be at least 1"),
+        ({"train_file": "a.txt", "max_eval_samples": -1}, "max_eval_samples: should be at least 1"),
+        ({"train_file": "a.txt", "preprocessing_num_workers": 0}, "preprocessing_num_workers: should be at least 1"),
     ],
 )
 def test_fields_that_contradict_each_other(fields: dict[str, object], message: str) -> None:

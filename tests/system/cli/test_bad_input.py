@@ -205,7 +205,7 @@ def test_a_block_longer_than_the_data_or_the_model(refused: Callable[..., str]) 
     assert "set block_size to" in error
     error = refused(code=1, block_size=33)
     assert error.startswith("block_size: 33 tokens are more than the model's 32 positions")
-    assert refused(block_size=0).startswith("block_size must be at least 2")
+    assert refused(block_size=0).startswith("block_size: should be at least 2")
 
 
 def test_evaluation_without_data(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 
-from stepmark.config.coercion import field_names
+from stepmark.config.fields import field_names
 from stepmark.config.training_fields import TrainingFields
 from stepmark.config.transformers_defaults import known_fields
 from stepmark.data.loader.collate import PadTo

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepmark.cli.main import build_parser, run
-from stepmark.config import training_fields
-from stepmark.config.coercion import convert
-from stepmark.config.field_help import CHOICES, FIELD_HELP
-from stepmark.config.recipe import PARTS, all_fields, read_recipe
-from stepmark.config.recipe_schema import accepted_types, recipe_schema
+from stepmark.config.fields import fields_of
+from stepmark.config.recipe import all_fields, read_recipe, recipe_schema, sections
 from stepmark.config.starter_recipes import KINDS, starter_recipe
+from stepmark.config.training_fields import TrainingFields
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import SCHEDULES
 from stepmark.runtime.device_names import DEVICES
 from tests.support.recipes import write_text
 
-HINTS: dict[str, Any] = {name: hint for part in PARTS for name, hint in typing.get_type_hints(part).items()}
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 
 
-def test_every_field_is_described_once() -> None:
-    described = [name for fields in FIELD_HELP.values() for name in fields]
-    assert sorted(described) == sorted(all_fields())
-
-
 @pytest.mark.parametrize("name", sorted(all_fields()))
-def test_examples_are_values_of_their_fields(name: str) -> None:
-    (described,) = [fields[name] for fields in FIELD_HELP.values() if name in fields]
-    value = convert(name, parse_yaml(f"{name}: {described.example}")[name], HINTS[name])
-    if name in CHOICES:
-        assert value in CHOICES[name]
+def test_a_field_is_described_with_an_example_of_its_values(name: str) -> None:
+    field = all_fields()[name]
+    assert field.help.text
+    assert field.section
+    field.checked(parse_yaml(f"{name}: {field.help.example}")[name])
+    if field.default is not None:
+        assert field.checked(field.default) == field.default
 
 
 NEEDED: dict[str, dict[str, Any]] = {
@@ -46,17 +40,16 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def test_choices_are_those_that_are_checked() -> None:
-    assert CHOICES["device"] == DEVICES
-    assert CHOICES["log_level"] == training_fields.LOG_LEVELS
-    assert CHOICES["pipeline_schedule"] == training_fields.PIPELINE_SCHEDULES == SCHEDULES
-    assert CHOICES["logging_strategy"] == CHOICES["eval_strategy"] == training_fields.STRATEGIES
-    for name, choices in CHOICES.items():
-        if name != "device":
-            for choice in choices:
-                chunks = {"pipeline_chunks": 2} if choice == "interleaved" else {}
-                training_fields.TrainingFields(**{**NEEDED.get(name, {}), **chunks, name: choice})
-            with pytest.raises(UsageError, match=name):
-                training_fields.TrainingFields(**{**NEEDED.get(name, {}), name: "another"})
+    choices = {name: field.choices for name, field in fields_of(TrainingFields).items() if field.choices}
+    assert choices.pop("device") == [*DEVICES]
+    assert choices["pipeline_schedule"] == [*SCHEDULES]
+    assert len(choices) == 9
+    for name, accepted in choices.items():
+        for choice in accepted:
+            chunks = {"pipeline_chunks": 2} if choice == "interleaved" else {}
+            TrainingFields(**{**NEEDED.get(name, {}), **chunks, name: choice})
+        with pytest.raises(UsageError, match=f"^{name}: 'another' is unknown; choose one of {', '.join(accepted)}"):
+            TrainingFields(**{**NEEDED.get(name, {}), name: "another"})
 
 
 def test_help_has_a_line_for_every_field(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,10 +57,19 @@ def test_help_has_a_line_for_every_field(capsys: pytest.CaptureFixture[str]) -> 
         build_parser().parse_args(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "recipe fields: optimization: " in shown
-    assert "recipe fields: other" not in shown
-    for name in all_fields():
+    for name, field in all_fields().items():
         assert f"--{name} " in shown
-    assert "the highest learning rate (default: 5e-05; example: 3e-4)" in shown
+        assert field.section in sections()
+    assert "peak learning rate (default: 5e-05; example: 3e-4)" in shown
+    assert "number of newest checkpoints to keep (default: all; example: 3)" in shown
+    assert "when to evaluate (no, steps, epoch; default: no; example: steps)" in shown
+
+
+def test_the_docstring_has_a_line_for_every_field() -> None:
+    text = inspect.getdoc(TrainingFields) or ""
+    for name in fields_of(TrainingFields):
+        assert f"\n    {name}: " in text
+    assert "    save_total_limit: number of newest checkpoints to keep. Default: all." in text
 
 
 def test_the_schema_has_every_field_with_its_types() -> None:
@@ -76,13 +78,15 @@ def test_the_schema_has_every_field_with_its_types() -> None:
     assert schema["additionalProperties"] is False
     for name, described in schema["properties"].items():
         types = [described["type"]] if isinstance(described["type"], str) else described["type"]
-        assert ("null" in types) == (type(None) in accepted_types(name, HINTS[name]))
+        assert ("null" in types) == (type(None) in all_fields()[name].types)
         if name == "resume_from_checkpoint":
             assert types == ["boolean", "string", "null"]
         default = described["default"]
         assert "null" in types if default is None else JSON_TYPES[type(default)] in [*types, "integer"]
         assert default in described.get("enum", [default])
         assert described["description"]
+    assert schema["properties"]["block_size"]["minimum"] == 2
+    assert schema["properties"]["adam_beta1"]["exclusiveMaximum"] == 1
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

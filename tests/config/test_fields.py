@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
-from stepmark.config.coercion import convert, convert_all, field_names
+from stepmark.config.fields import FRACTION, Help, check_fields, convert, field_names
 from stepmark.config.recipe import read_recipe
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
+
+
+def accepted(annotation: Any) -> tuple[Any, ...]:
+    return typing.get_args(annotation) or (annotation,)
 
 
 @pytest.mark.parametrize(
@@ -31,10 +36,13 @@ from stepmark.errors import UsageError
         ({"a": 1}, dict | str | None, {"a": 1}),
         ("a=1", dict | str | None, "a=1"),
         (["a"], str | list | None, ["a"]),
+        (("a",), str | list | None, ["a"]),
+        (Path("a"), str | None, "a"),
+        ("True", bool | str | None, True),
     ],
 )
 def test_accepted(value: Any, annotation: Any, expected: Any) -> None:
-    found = convert("field", value, annotation)
+    found = convert("field", value, accepted(annotation))
     assert found == expected
     assert type(found) is type(expected)
 
@@ -55,24 +63,28 @@ def test_accepted(value: Any, annotation: Any, expected: Any) -> None:
         (None, str, "text"),
         (3, str | None, "text or nothing"),
         (3, dict | str | None, "a mapping or text or nothing"),
-        ((1, 2), str | list | None, "text or a list or nothing"),
+        ({1, 2}, str | list | None, "text or a list or nothing"),
     ],
 )
 def test_refused(value: Any, annotation: Any, wanted: str) -> None:
     with pytest.raises(UsageError) as caught:
-        convert("field", value, annotation)
+        convert("field", value, accepted(annotation))
     assert str(caught.value).startswith(f"field: should be {wanted}, and is ")
 
 
 def test_a_complete_dataclass() -> None:
     @dataclass
     class Some:
-        rate: float = 0.0
+        rate: Annotated[float, FRACTION, Help("share", "0.5")] = 0.0
         count: int | None = None
 
     globals()["Some"] = Some
     assert field_names(Some) == ["rate", "count"]
-    assert convert_all(Some, {"rate": 1, "count": None}) == {"rate": 1.0, "count": None}
+    some = Some("1e-1", 2.0)  # type: ignore[arg-type]
+    check_fields(some, Some)
+    assert some == Some(0.1, 2)
+    with pytest.raises(UsageError, match="^rate: should be from 0 to below 1, and is 1.0"):
+        check_fields(Some(1), Some)
 
 
 @pytest.mark.parametrize(
