@@ -1,4 +1,5 @@
-"""Signals that arrive while the run is not training: it ends, and the run's folder records that it can be resumed."""
+"""How a run has ended, recorded by a process that does not train it: at a signal before or after training, and by the
+supervisor of ranks that could not record it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.world import World
+from stepmark.liveness.console import keep_console
 from stepmark.liveness.heartbeat import BEAT
 from stepmark.liveness.process_exit import say
 from stepmark.runtime.xla_environment import extracting_graphs
@@ -62,6 +64,39 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
         RunLog(folder, writes=True).status("interrupted", int(status.get("step", 0)), reason)
     except OSError as error:
         logger.warning("cannot write the run's status: %s", error)
+
+
+def record_end(
+    folder: Path, state: str, reason: str, *, began: float, prometheus_file: str | None = None, first: bool = False
+) -> None:
+    """Sets the status of the run in `folder` if it is still running, or with `first` if it has none.
+
+    The reason replaces that of a rank that has failed since `began` (seconds since the Unix epoch): one that has lost
+    its peer may have recorded only that. An earlier status stays, and so does that of another live run.
+    """
+    try:
+        _record_end(folder, state, reason, began, prometheus_file, first)
+    except OSError as error:
+        logger.warning("cannot write the run's status: %s", error)
+
+
+def _record_end(folder: Path, state: str, reason: str, began: float, prometheus_file: str | None, first: bool) -> None:
+    if extracting_graphs():
+        return
+    status = read_status(folder)
+    running = status.get("state") == "running"
+    failed = state == status.get("state") == "failed" and status.get("time", 0.0) >= began
+    if not (running or failed or (first and not status)) or held_by_another(folder):
+        return
+    keep_console(folder)
+    known = str(status.get("reason") or "")
+    if failed and (known == reason or reason.endswith(f": {known}")):
+        return
+    step = status.get("step")
+    log = RunLog(folder, writes=True)
+    if prometheus_file is not None:
+        log.export(prometheus_file)
+    log.try_status(state, step if isinstance(step, int) else 0, reason)
 
 
 def _a_rank_has_failed() -> bool:
