@@ -19,7 +19,7 @@ from stepmark.config.starter_recipes import KINDS, starter_recipe
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import SCHEDULES
-from stepmark.runtime.device_names import DEVICES
+from stepmark.runtime.hardware import DEVICES
 from tests.support.recipes import write_text
 
 HINTS: dict[str, Any] = {name: hint for part in PARTS for name, hint in typing.get_type_hints(part).items()}

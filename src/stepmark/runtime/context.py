@@ -20,8 +20,7 @@ from stepmark.launch.joining import connect
 from stepmark.launch.roster import Roster
 from stepmark.launch.world import World
 from stepmark.liveness.bounded_call import within
-from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.process_groups import leave
+from stepmark.liveness.host_group import HostGroup, leave
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.runtime.hardware import neuron_device_present

@@ -11,7 +11,13 @@ import torch.distributed as dist
 
 from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
+from stepmark.runtime.collectives import (
+    BridgeCollectives,
+    Collectives,
+    GraphCollectives,
+    GroupCollectives,
+    NoCollectives,
+)
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
 from stepmark.runtime.links import GroupLinks, HostLinks, StageLinks
 from stepmark.runtime.rank_grid import RankGrid, group_of, with_every_rank
@@ -201,8 +207,6 @@ def _collectives(context: Context, groups: Sequence[list[int]], between_stages: 
     axis = _of_own_group(GroupCollectives, context, groups)
     if axis is None or not runtime.lazy:
         return axis or NoCollectives()
-    from stepmark.runtime.host_bridge import BridgeCollectives
-
     return BridgeCollectives(runtime, axis)
 
 

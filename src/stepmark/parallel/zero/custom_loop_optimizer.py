@@ -17,7 +17,7 @@ from stepmark.optim.protocols import GradientReducer
 from stepmark.parallel.gradient_math import scale_to
 from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
 from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
-from stepmark.runtime.device_names import DEVICES
+from stepmark.runtime.hardware import DEVICES
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
 DEFAULT_MAX_NORM = 1.0
