@@ -12,7 +12,7 @@ from stepmark.data.sources.source_files import find_files
 from stepmark.data.sources.text_files import READERS
 from stepmark.errors import UsageError
 from stepmark.recipe.hub import check_hub_names
-from stepmark.runtime.device_names import check_device_name
+from stepmark.runtime.hardware import check_device_name
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint, check_no_earlier_run
 
 METRICS = ("eval_loss", "eval_perplexity", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")

@@ -13,7 +13,6 @@ from stepmark.config.data_arguments import STDLIB
 from stepmark.config.recipe import Recipe
 from stepmark.errors import UsageError
 from stepmark.liveness.bounded_call import within
-from stepmark.liveness.process_exit import within
 
 ENDPOINT = "https://huggingface.co"
 SECONDS = 3.0  # that the hub has to answer in
@@ -98,7 +97,7 @@ def _answers(endpoint: str) -> bool:
     def ask() -> bool:
         request = urllib.request.Request(endpoint, method="HEAD")
         try:
-            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=SECONDS).close()
+            urllib.request.urlopen(request, timeout=SECONDS).close()
         except urllib.error.HTTPError:
             pass  # an answer
         except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reducer import GradientReducer
@@ -17,7 +18,6 @@ from stepmark.parallel.optimizer.fused import fused_unless_chosen
 from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
 from stepmark.parallel.optimizer.sharded_optimizer import ShardedOptimizer
 from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
-from stepmark.runtime.device_names import DEVICES
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
 DEFAULT_MAX_NORM = 1.0

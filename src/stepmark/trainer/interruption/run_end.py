@@ -18,6 +18,7 @@ from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.restarts import may_be_restarted
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.world import World
+from stepmark.liveness.console import keep_console
 from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
 from stepmark.liveness.heartbeat import BEAT
 from stepmark.liveness.process_exit import say
@@ -69,6 +70,32 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         RunLog(folder, writes=True).status(INTERRUPTED, status.step, reason)
+    except OSError as error:
+        logger.warning("cannot write the run's status: %s", error)
+
+
+def record_supervised_end(
+    folder: Path, state: str, reason: str, *, began: float, prometheus_file: str | None = None, first: bool = False
+) -> None:
+    """Sets the status of the run in `folder`, whose ranks ended without recording it, if it is still running, or with
+    `first` if it has none.
+
+    The reason replaces that of a rank that has failed since `began` (seconds since the Unix epoch): one that has lost
+    its peer may have recorded only that. An earlier status stays, and so does that of another live run.
+    """
+    if extracting_graphs():
+        return
+    try:
+        status = RunStatus.read(folder)
+        if not status.supervisor_may_end(state, began, first=first) or held_by_another(folder):
+            return
+        keep_console(folder)
+        if status.says(reason):
+            return
+        log = RunLog(folder, writes=True)
+        if prometheus_file is not None:
+            log.export(prometheus_file)
+        log.try_status(state, status.step, reason)
     except OSError as error:
         logger.warning("cannot write the run's status: %s", error)
 

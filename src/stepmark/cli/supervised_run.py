@@ -1,8 +1,9 @@
-"""Starting the ranks of `--nproc` again: what they continue from, and what the run's files say about it."""
+"""The run whose ranks `--nproc` starts: what its files say of their end, and what restarted ranks resume from."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,34 +11,25 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointError
-from stepmark.launch.restarts import Restarts
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 from stepmark.liveness.console import keep_console
+from stepmark.trainer.interruption.run_end import record_supervised_end
 from stepmark.trainer.run_folder.run_log import RESTARTING, RunLog
-from stepmark.trainer.run_folder.status import INTERRUPTED, RESTART_DELAY, RUNNING, RunStatus
+from stepmark.trainer.run_folder.status import FAILED, INTERRUPTED, RESTART_DELAY, RUNNING, RunStatus
 
 _SHOWN = 8  # samples that an error names
 
 
-class RestartedRun:
-    """The run that this process supervises. Create it before the ranks start."""
+class SupervisedRun:
+    """See `stepmark.launch.restarts.SupervisedRun`. Create it before the ranks start; `command` is that of a rank."""
 
     def __init__(self, args: TrainingFields, command: Sequence[str]) -> None:
-        self._args = args
+        self._args, self._command, self._began = args, list(command), time.time()
         self._folder = Path(args.output_dir)
-        self._command = list(command)
         self._earlier = {_identity(path) for path in checkpoints(self._folder)}
 
-    def restarts(self) -> Restarts | None:
-        """The run's restarts; None where it has none."""
-        if not self._args.max_restarts:
-            return None
-        return Restarts(
-            self._args.max_restarts, self._resuming_command, describe_samples, self._announce, self._interrupted
-        )
-
-    def _resuming_command(self) -> list[str]:
-        """The command line of a rank that continues from what this run has saved, or else as the run itself began."""
+    def resuming_command(self) -> list[str]:
+        """A rank's command line that resumes from what this run has saved, or else starts as the run itself did."""
         saved = [path for path in checkpoints(self._folder) if _identity(path) not in self._earlier]
         named = self._args.resume_from_checkpoint
         if not saved or self._args.save_only_model:
@@ -46,7 +38,10 @@ class RestartedRun:
         newest = str(saved[0]) if isinstance(named, str) else "true"
         return [*self._command, "--resume_from_checkpoint", newest]
 
-    def _announce(self, failure: str, step: int, attempt: int, delay: float) -> None:
+    def describe(self, place: StepPlace) -> str:
+        return describe_samples(place)
+
+    def restarting(self, failure: str, step: int, attempt: int, delay: float) -> None:
         log = self._log()
         log.describe(**{**RunStatus.read(self._folder).details, RESTART_DELAY: delay})
         log.event(RESTARTING, step, attempt=attempt, reason=failure, delay=delay)
@@ -55,12 +50,24 @@ class RestartedRun:
         at = f" at step {step}" if step else ""
         print(f"failed{at}: {failure}; attempt {attempt} starts in {delay:g} s", file=sys.stderr, flush=True)
 
-    def _interrupted(self, signal: str) -> None:
+    def interrupted(self, signal: str, *, waiting: bool) -> None:
+        if not waiting:
+            self._record(INTERRUPTED, f"{signal}: the ranks have ended; the last checkpoint stands")
+            return
         newest = next(iter(checkpoints(self._folder)), None)
         step = (step_of(newest) or 0) if newest is not None else 0
         reason = f"{signal}: before another attempt; {'the last checkpoint stands' if step else 'nothing is saved'}"
         self._log().try_status(INTERRUPTED, step, reason)
         print(f"interrupted by {reason}", file=sys.stderr, flush=True)
+
+    def failed(self, message: str) -> None:
+        self._record(FAILED, message)
+
+    def _record(self, state: str, reason: str) -> None:
+        file = self._args.prometheus_file
+        record_supervised_end(self._folder, state, reason, began=self._began, prometheus_file=file)
+            self._folder, state, reason, began=self._began, prometheus_file=self._args.prometheus_file
+        )
 
     def _log(self) -> RunLog:
         return RunLog(self._folder, writes=self._folder.is_dir())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -46,7 +47,8 @@ def run_replicas(function: Callable[[Context], Any], replicas: int) -> list[Any]
         rank, size = graph_world()
         runtime = XlaRuntime(dispatch=lambda ranks: threads.dispatch(rank, ranks, dispatch))
         host = ThreadGroup(rank, threads)
-        context = Context(World(rank, size, rank, size), runtime, host)
+        links = partial(ThreadLinks, rank, threads)
+        context = Context(World(rank, size, rank, size), runtime, host, host_links=links)
         try:
             results[rank] = function(context)
         except BaseException:
@@ -126,15 +128,11 @@ class ThreadGroup(HostGroup):
     def broadcast(self, value: Any = None, source: int = 0) -> Any:
         return self.all_gather(value)[source]
 
-    def links(self, pipeline: Sequence[int]) -> ThreadLinks:
-        """Transfers of host tensors among the ranks of a pipeline."""
-        return ThreadLinks(self.rank, pipeline, self._threads)
-
 
 class ThreadLinks:
     """Transfers of host tensors among the threads of one pipeline. See `HostLinks`."""
 
-    def __init__(self, rank: int, pipeline: Sequence[int], threads: _Threads) -> None:
+    def __init__(self, rank: int, threads: _Threads, pipeline: Sequence[int]) -> None:
         self._rank = rank
         self._pipeline = list(pipeline)
         self._threads = threads
