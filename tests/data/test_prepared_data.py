@@ -314,7 +314,7 @@ def test_the_stream_has_every_character_however_long_the_lines_are(
     make: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stepmark.data.tokenize.segments.BATCH_CHARACTERS", 50)
-    monkeypatch.setattr("stepmark.data.sources.text_files.LONGEST_LINE", 40)
+    monkeypatch.setattr("stepmark.data.sources.sources.LONGEST_LINE", 40)
     texts = ["ab cd é " * 30, "x" * 333, "short\n\n" + " " * 200 + "end\n", "a\n" * 90]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)

@@ -11,7 +11,8 @@ import xxhash
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.chat.chat_template import ChatTokenizer
 from stepmark.data.chat.conversations import Conversations, filler_of, tokenized
-from stepmark.data.sources.conversation_sources import Rows, conversation_rows
+from stepmark.data.sources.corpus import Corpus
+from stepmark.data.sources.sources import open_sources
 from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.data.tokenize.token_cache import commit_entry, open_entry, writing_entry
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows, write_rows
@@ -32,7 +33,7 @@ def prepare_conversations(
     """
     assert config.messages_column is not None
     chat = ChatTokenizer(tokenizer, config.messages_column, config.assistant_only_loss)
-    train, validation = conversation_rows(config)
+    train, validation = open_sources(config).divided()
     sets = {"train": train, **({} if validation is None else {"validation": validation})}
     entry = root / _key(sets, tokenizer, config)
     meta = None if config.overwrite_cache else open_entry(entry)
@@ -54,18 +55,18 @@ def prepare_conversations(
         say(_described(name, made, block_size, cached=cached))
         return made
 
-    texts = list(train.texts)
+    texts = [(source.where, source.content) for source in train.sources]
     return samples("train"), samples("validation") if validation is not None else None, cached, texts
 
 
-def _key(sets: dict[str, Rows], tokenizer: Any, config: DataArguments) -> str:
+def _key(sets: dict[str, Corpus], tokenizer: Any, config: DataArguments) -> str:
     parts = [f"conversations={FORMAT}", *(f"{name}={rows.content}" for name, rows in sets.items())]
     parts += [f"tokenizer={TextEncoder.of(tokenizer).content}", f"template={tokenizer.chat_template}"]
     parts += [f"column={config.messages_column}", f"answers={config.assistant_only_loss}"]
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
 
 
-def _build(entry: Path, sets: dict[str, Rows], chat: ChatTokenizer) -> None:
+def _build(entry: Path, sets: dict[str, Corpus], chat: ChatTokenizer) -> None:
     with writing_entry(entry) as folder:
         files: dict[str, Any] = {}
         for name, rows in sets.items():

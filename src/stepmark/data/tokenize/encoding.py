@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from stepmark.data.sources.texts import Corpus
+from stepmark.data.sources.corpus import Corpus
 from stepmark.data.tokenize.segments import Segment, Tally, joined, segment_batches
 from stepmark.data.tokenize.tokenizer import END_OF_TEXT, PAD, byte_tokenizer
 from stepmark.errors import DataError

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
-from stepmark.data.sources.texts import Corpus, Texts
+from stepmark.data.sources.corpus import Corpus
 
 BATCH_CHARACTERS = 1 << 18
 
@@ -31,13 +33,12 @@ def segment_batches(corpus: Corpus, tally: Tally) -> Iterator[list[Segment]]:
     """The corpus in lists of about `BATCH_CHARACTERS` characters, at most twice that; counts documents in `tally`."""
     batch: list[Segment] = []
     characters = 0
-    for source in corpus.sources:
-        for segment in _segments(source, tally):
-            batch.append(segment)
-            characters += len(segment.text)
-            if characters >= BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
+    for segment in _segments(corpus, tally):
+        batch.append(segment)
+        characters += len(segment.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
     if batch:
         yield batch
 
@@ -56,17 +57,19 @@ def joined(batch: Iterable[Segment]) -> list[Segment]:
     return [Segment("".join(parts), *edge) for parts, edge in zip(texts, edges, strict=True)]
 
 
-def _segments(source: Texts, tally: Tally) -> Iterator[Segment]:
-    if source.continuous:
-        tally.documents += 1
-        yield from _document(piece for text in source.read() if text for piece in cut(text))
-        return
-    for text in source.read():
-        if text:
+def _segments(corpus: Corpus, tally: Tally) -> Iterator[Segment]:
+    for index, parts in groupby(corpus.numbered(), key=itemgetter(0)):
+        texts = (text for _, text in parts)
+        if corpus.sources[index].continuous:
             tally.documents += 1
-            yield from _document(cut(text))
-        else:
-            tally.without_text += 1
+            yield from _document(piece for text in texts if text for piece in cut(text))
+            continue
+        for text in texts:
+            if text:
+                tally.documents += 1
+                yield from _document(cut(text))
+            else:
+                tally.without_text += 1
 
 
 def _document(pieces: Iterable[str]) -> Iterator[Segment]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stepmark.data.sources.text_files import file_checksum
+from stepmark.data.sources.sources import file_checksum
 from stepmark.errors import DataError
 
 META = "meta.json"

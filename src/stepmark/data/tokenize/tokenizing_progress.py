@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stepmark.data.sources.texts import Corpus
+from stepmark.data.sources.corpus import Corpus
 from stepmark.data.tokenize.segments import Tally
 
 SECONDS_A_LINE = 10.0
