@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,11 @@ from stepmark.data.chat.conversations import Conversations
 from stepmark.data.chat.prepared_conversations import prepare_conversations
 from stepmark.data.data_description import describe_mixture, describe_source
 from stepmark.data.loader.mixture import JoinedSamples, Mixture, limited
+from stepmark.data.sources.corpus import Corpus
 from stepmark.data.sources.sources import Sources, open_sources
-from stepmark.data.tokenize.encoding import TextEncoder, encode_texts
+from stepmark.data.tokenize.encoding import Tally, TextEncoder, encode_texts
 from stepmark.data.tokenize.packing import PackedBlocks
-from stepmark.data.tokenize.segments import Tally
 from stepmark.data.tokenize.token_cache import TokenFile, commit_entry, open_entry, writing_entry
-from stepmark.data.tokenize.tokenizing_progress import TokenizingProgress, describe_split, read_summary
 from stepmark.errors import DataError, UsageError
 from stepmark.filesystem.cache_folder import cache_root
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FORMAT = 2  # of a cache entry; a new number invalidates all entries
 FINGERPRINT = 1  # with another number, no earlier run can be resumed
 DEFAULT_BLOCK_SIZE = 1024
+SECONDS_A_LINE = 10.0  # of progress
 Progress = Callable[[str], None]
 
 
@@ -111,7 +112,7 @@ def _prepare_source(
     if meta is None:
         meta = _build(entry, sources, encoder, config.preprocessing_num_workers or 1, say)
     for name in meta["tokens"]:
-        say(describe_split(name, meta, cached=cached))
+        say(_describe_split(name, meta, cached=cached))
 
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     filler = 0 if padding is None else padding
@@ -155,12 +156,12 @@ def _build(entry: Path, sources: Sources, encoder: TextEncoder, processes: int, 
             if texts is not None:
                 tally = Tally()
                 with TokenFile(folder / f"{name}.bin", encoder.dtype) as file:
-                    shown = TokenizingProgress(name, texts, progress)
+                    shown = _TokenizingProgress(name, texts, progress)
                     for ids in encode_texts(texts, encoder, processes, tally):
                         file.append(ids)
                         shown.at(file.tokens)
                 meta["tokens"][name] = file.tokens
-                meta["read"][name] = read_summary(tally)
+                meta["read"][name] = asdict(tally)
                 meta["files"][f"{name}.bin"] = file.summary
         commit_entry(folder, entry, meta)
     return meta
@@ -181,3 +182,46 @@ def _fingerprint(meta: dict[str, Any], train: PackedBlocks) -> str:
 
 def _silent(line: str) -> None:
     """Ignores progress."""
+
+
+class _TokenizingProgress:
+    """Reports one split through `say` from time to time."""
+
+    def __init__(self, split: str, texts: Corpus, say: Callable[[str], None]) -> None:
+        self._split, self._texts, self._say = split, texts, say
+        self._began = self._said = time.monotonic()
+
+    def at(self, tokens: int) -> None:
+        """This many tokens are written."""
+        now = time.monotonic()
+        if now - self._said < SECONDS_A_LINE:
+            return
+        self._said = now
+        fraction = self._texts.fraction
+        left = f", {fraction:.0%}, {_duration(self._seconds_left(fraction))} left" if fraction else ""
+        self._say(f"tokenizing {self._split}: {tokens / 1e6:.1f} million tokens{left}")
+
+    def _seconds_left(self, fraction: float) -> float:
+        return (time.monotonic() - self._began) * max(1 - fraction, 0.0) / fraction
+
+
+def _describe_split(split: str, meta: dict[str, Any], *, cached: bool) -> str:
+    """One line about a tokenized split, from its metadata."""
+    read = meta["read"][split]
+    tokens, documents, without_text = meta["tokens"][split], read["documents"], read["without_text"]
+    line = (
+        f"{'cached' if cached else 'tokenized'} {split}: {_amount(tokens)} tokens in"
+        f" {documents:,} document{'' if documents == 1 else 's'}"
+    )
+    if without_text:
+        line += f"; {without_text:,} without text left out"
+    return line
+
+
+def _amount(count: int) -> str:
+    return f"{count / 1e6:.1f} million" if count >= 1e6 else f"{count:,}"
+
+
+def _duration(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min"

@@ -18,8 +18,7 @@ from torch.utils.data import Dataset
 from stepmark.data.chat.chat_template import ChatTokenizer
 from stepmark.data.loader.collate import PadTo
 from stepmark.data.sources.tables import table_rows, without_fillings
-from stepmark.data.tokenize.packing import IGNORED
-from stepmark.data.tokenize.sample_packing import pack
+from stepmark.data.tokenize.packing import IGNORED, pack
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows
 from stepmark.errors import DataError, UsageError
 

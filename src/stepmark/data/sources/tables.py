@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -161,18 +161,19 @@ def _json_columns(path: Path) -> tuple[list[str], list[str]]:
 
 def _json_values(path: Path, column: str | None, meter: ReadMeter | None) -> Iterator[Any]:
     """The lines that are not blank, or the elements where the file is one list."""
-    number = 0
+    number = 1
     with open_text(path, meter) as file:
+        while (first := file.read(1)).isspace():
+            pass
         try:
-            for line in file:
-                if line.isspace():
-                    continue
-                number += 1
-                if number == 1 and line.lstrip().startswith("["):
-                    for number, value in enumerate(_list_elements(line.lstrip(), file), start=2):  # noqa: B007
-                        yield value
-                    return
-                yield json.loads(line)
+            if first == "[":
+                for number, value in enumerate(_list_elements(first, file), start=2):  # noqa: B007
+                    yield value
+                return
+            for line in chain([first + file.readline()] if first else [], file):
+                if not line.isspace():
+                    yield json.loads(line)
+                    number += 1
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}, row {number}: not valid JSON ({error}); give one object per line, or one list of objects"
