@@ -211,7 +211,7 @@ def test_an_interrupted_build_leaves_nothing_in_use(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("stepmark.data.prepared_data.commit_entry", interrupted)
+        patch.setattr("stepmark.data.tokenize.token_cache.commit_entry", interrupted)
         with pytest.raises(KeyboardInterrupt):
             make()
     assert list((tmp_path / "cache" / "data").iterdir()) == []

@@ -11,8 +11,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +86,22 @@ def new_entry(root: Path) -> Path:
     return folder
 
 
-@contextmanager
-def writing_entry(entry: Path) -> Iterator[Path]:
-    """A temporary folder in which the block writes `entry`, and commits it; removed if it does not.
+def find_or_write(
+    entry: Path, write: Callable[[Path], dict[str, Any]], *, overwrite: bool
+) -> tuple[dict[str, Any], bool]:
+    """The metadata of an entry, and whether it was there. If it was not, or with `overwrite`, `write` writes its files
+    into the folder that it is given, and returns the metadata.
 
     Raises DataError where the cache cannot be written.
     """
+    found = None if overwrite else open_entry(entry)
+    if found is not None:
+        return found, True
     folder = None
     try:
         folder = new_entry(entry.parent)
-        yield folder
+        meta = write(folder)
+        commit_entry(folder, entry, meta)
     except OSError as error:
         raise DataError(
             f"the data cache {entry.parent} cannot be written ({error.strerror}); free space, or set STEPMARK_CACHE to"
@@ -104,6 +110,7 @@ def writing_entry(entry: Path) -> Iterator[Path]:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # already renamed if it was committed
+    return meta, False
 
 
 def commit_entry(folder: Path, entry: Path, meta: Mapping[str, Any]) -> None:
