@@ -9,7 +9,6 @@ from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, read_manifest
 from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import Recipe
 from stepmark.data.sources.source_files import find_files
-from stepmark.data.sources.text_files import READERS
 from stepmark.errors import UsageError
 from stepmark.recipe.hub import check_hub_names
 from stepmark.runtime.hardware import check_device_name
@@ -35,7 +34,7 @@ def check_early(recipe: Recipe) -> None:
     for data in recipe.data.sources:
         for field, names in (("train_file", data.train_file), ("validation_file", data.validation_file)):
             if names:
-                find_files(field, names, READERS)
+                find_files(field, names)
     check_hub_names(recipe)
 
 

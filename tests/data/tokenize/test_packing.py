@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stepmark.data.tokenize.sample_packing import pack
+from stepmark.data.tokenize.packing import pack
 
 
 @pytest.mark.parametrize("seed", range(20))
