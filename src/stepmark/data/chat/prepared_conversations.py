@@ -11,7 +11,6 @@ import xxhash
 
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.chat.chat_template import ChatTokenizer
-from stepmark.data.chat.conversation_sources import Rows, conversation_rows
 from stepmark.data.chat.conversations import Conversations, filler_of, tokenized
 from stepmark.data.sources.corpus import Corpus
 from stepmark.data.sources.sources import Sources

@@ -14,28 +14,13 @@ from stepmark.config.refusals import refusals
 from stepmark.config.training_fields import GROUP_BY_LENGTH
 from stepmark.errors import UsageError
 
-CALLED = (
-    "compute_loss",
-    "get_train_dataloader",
-    "_get_train_sampler",
-    "get_eval_dataloader",
-    "get_test_dataloader",
-    "create_optimizer",
-    "create_scheduler",
-    "create_optimizer_and_scheduler",
-    "prediction_step",
-    "evaluate",
-    "predict",
-    "log",
-    "save_model",
-    "train",
-    "is_world_process_zero",
-    "add_callback",
-    "remove_callback",
-    "pop_callback",
-    "create_model_card",
-    "push_to_hub",
-)
+_CALLED = """
+    compute_loss get_train_dataloader _get_train_sampler get_eval_dataloader get_test_dataloader create_optimizer
+    create_scheduler create_optimizer_and_scheduler prediction_step evaluate predict log save_model train
+    is_world_process_zero add_callback remove_callback pop_callback create_model_card push_to_hub
+"""
+CALLED = tuple(_CALLED.split())
+NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods whose replacement calls the complete model
 
 
 def hooks_of(base: type) -> dict[str, Any]:
