@@ -18,8 +18,7 @@ from mkdocs.structure.files import File, Files
 
 from stepmark import errors
 from stepmark.cli.main import COMMANDS, build_parser
-from stepmark.config.field_help import FIELD_HELP
-from stepmark.config.recipe import all_fields
+from stepmark.config.recipe import sections
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- table ([\w-]+) -->")
@@ -84,25 +83,21 @@ def _normal(path: PurePosixPath) -> str:
 
 def fields_page() -> str:
     """Every recipe field in its group: type, default, what it does, and an example."""
-    known = all_fields()
     lines = ["# Recipe fields", ""]
     lines += ["Every field can be given in a recipe or as a flag, which overrides it. Unknown fields are rejected.", ""]
-    described = {name for fields in FIELD_HELP.values() for name in fields}
-    for group, fields in FIELD_HELP.items():
+    for title, fields in sections().items():
         lines += [
-            f"## {group.capitalize()}",
+            f"## {title.capitalize()}",
             "",
             "| field | | type | default | example |",
             "| --- | --- | --- | --- | --- |",
         ]
-        for name, each in fields.items():
-            kind, default = known[name]
-            lines.append(
-                f"| `{name}` | {_cell(each.text)} | {_code(kind)} | {_code(_shown(default))} | {_code(each.example)} |"
-            )
+        for field in fields:
+            choices = f" ({', '.join(field.choices)})" if field.choices else ""
+            text = f"{field.help.text}{choices}. {field.help.more}".strip()
+            cells = (_cell(text), _code(field.type_name), _code(field.default_text), _code(field.help.example))
+            lines.append(f"| `{field.name}` | {' | '.join(cells)} |")
         lines.append("")
-    missing = [name for name in known if name not in described]
-    assert not missing, missing
     return "\n".join(lines)
 
 
@@ -157,10 +152,6 @@ def _argument(action: argparse.Action) -> str:
     shown = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else value
     shown = " ".join(shown) if isinstance(shown, tuple) else shown
     return f"{names} {_code(shown) if shown else ''}".strip() if names else _code(action.metavar or action.dest)
-
-
-def _shown(default: object) -> str:
-    return "unset" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _code(text: object) -> str:

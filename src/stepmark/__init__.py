@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from stepmark.parallel.parallelize import parallelize
     from stepmark.runtime.mesh import Mesh
     from stepmark.runtime.module_placement import place_module
-    from stepmark.trainer.compat.seq2seq_arguments import Seq2SeqTrainingArguments
     from stepmark.trainer.run_folder.run_log import read_metrics
     from stepmark.trainer.seq2seq import Seq2SeqTrainer
     from stepmark.trainer.trainer import Trainer
-    from stepmark.trainer.training_arguments import TrainingArguments
+    from stepmark.trainer.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
     from stepmark.training.learning_rate_schedule import build_schedule
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.optimizer import build_optimizer
@@ -76,7 +75,7 @@ _MODULES = {
     "MicroBatchLoss": "stepmark.training.loss",
     "PadTo": "stepmark.data.loader.collate",
     "Seq2SeqTrainer": "stepmark.trainer.seq2seq",
-    "Seq2SeqTrainingArguments": "stepmark.trainer.compat.seq2seq_arguments",
+    "Seq2SeqTrainingArguments": "stepmark.trainer.training_arguments",
     "TrainStep": "stepmark.training.step",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.trainer.training_arguments",
@@ -105,7 +104,7 @@ def _export_place() -> None:
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        from stepmark.config.old_names import export_message
+        from stepmark.config.refusals import export_message
 
         message = export_message(name)
         if message is not None:

@@ -10,11 +10,12 @@ import pytest
 import stepmark
 from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
-from stepmark.config.coercion import field_names
-from stepmark.config.old_names import EXPORTS, FIELDS
+from stepmark.config.fields import field_names
 from stepmark.config.recipe import all_fields, read_recipe
+from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError
 
+FIELDS, EXPORTS = refusals("elsewhere"), refusals("export")
 RECIPE = "config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\n"
 NAMED = re.compile(r"\buse ([a-z][a-z_0-9]+)")
 
@@ -80,7 +81,7 @@ def test_the_page_has_what_the_errors_have() -> None:
 def test_an_unknown_name_is_explained_without_importing_transformers() -> None:
     """Which takes seconds."""
     program = (
-        "import sys; from stepmark.config.unknown_field_message import unknown_field as told;"
+        "import sys; from stepmark.config.refusals import unknown_field as told;"
         "assert 'not support' in told('streaming', ()) and 'not support' in told('fsdp', ());"
         "assert 'transformers field' in told('deepspeed', ()), told('deepspeed', ());"
         "assert 'nproc' in told('nproc_per_node', ()) and 'config_overrides' in told('n_layers', ());"

@@ -6,7 +6,8 @@ import importlib.util
 
 import pytest
 
-from stepmark.config.optimizers import INSTEAD, OPTIMIZERS, check_optimizer
+from stepmark.config.optimizers import OPTIMIZERS, check_optimizer
+from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError
 
 
@@ -19,8 +20,8 @@ def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest
     check_optimizer("adafactor")
 
 
-@pytest.mark.parametrize("name", INSTEAD)
+@pytest.mark.parametrize("name", refusals("optim"))
 def test_another_optimizer_of_transformers_says_which_to_use(name: str) -> None:
     with pytest.raises(UsageError, match=f"^optim: '{name}' is not supported; use adamw_"):
         check_optimizer(name)
-    assert INSTEAD[name].partition(",")[0] in OPTIMIZERS
+    assert refusals("optim")[name].partition(",")[0] in OPTIMIZERS

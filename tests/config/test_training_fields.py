@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.config.option_text import parse_options
 from stepmark.config.training_fields import TrainingFields
+from stepmark.config.yaml_file import parse_options
 from stepmark.errors import UsageError
 
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4}

@@ -12,11 +12,13 @@ import pytest
 import transformers
 
 from stepmark import TrainingArguments
-from stepmark.config.absent_arguments import INSTEAD
-from stepmark.config.old_names import FIELDS
-from stepmark.config.recipe import all_fields
-from stepmark.config.transformers_defaults import ALIASES, DONE_ANYWAY, SWITCHES
+from stepmark.config.fields import fields_of
+from stepmark.config.refusals import refusals
+from stepmark.config.training_fields import TrainingFields
+from stepmark.config.transformers_defaults import DONE_ANYWAY, RENAMED
 from stepmark.errors import UsageError
+
+INSTEAD, FIELDS = refusals("transformers"), refusals("elsewhere")
 
 
 @dataclass
@@ -63,10 +65,11 @@ def test_the_parser_of_example_scripts_reads_the_fields(tmp_path: Path) -> None:
 
 def test_the_parser_of_example_scripts_leaves_the_fields_as_they_are() -> None:
     """It writes resolved types into dataclasses; a recipe's flags would no longer be switches."""
-    before = all_fields()
+    before = fields_of(TrainingFields)
     transformers.HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
-    assert all_fields() == before
-    assert before["zero_1"][0] == "bool"
+    fields_of.cache_clear()
+    assert fields_of(TrainingFields) == before
+    assert before["zero_1"].types == (bool,)
 
 
 def test_a_path_to_resume_from_stays_a_path() -> None:
@@ -100,14 +103,14 @@ def test_every_argument_that_is_lacking_is_on_the_page_about_transformers() -> N
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}
     mentioned = {word.partition("=")[0] for word in re.findall(r"`([\w=]+)`", page)}
     assert theirs - ours - mentioned == set()
-    assert {*DONE_ANYWAY, *SWITCHES, *ALIASES, *INSTEAD} <= mentioned
+    assert {*DONE_ANYWAY, *RENAMED, *INSTEAD} <= mentioned
 
 
 def test_every_argument_that_is_lacking_is_refused_with_a_remedy() -> None:
     theirs = {each.name for each in dataclasses.fields(transformers.TrainingArguments) if each.init}
     ours = {each.name for each in dataclasses.fields(TrainingArguments)}
-    assert theirs - ours - set(SWITCHES) - set(INSTEAD) - set(FIELDS) <= set(DONE_ANYWAY)
-    for name in sorted(set(INSTEAD) - ours - set(ALIASES)):
+    assert theirs - ours - set(RENAMED) - set(INSTEAD) - set(FIELDS) <= set(DONE_ANYWAY)
+    for name in sorted(set(INSTEAD) - ours - set(RENAMED)):
         with pytest.raises(UsageError, match=f"^{name}: .*does not support; {re.escape(INSTEAD[name])}$"):
             TrainingArguments(**{name: "another value"})
 

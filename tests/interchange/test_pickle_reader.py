@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import resource
 import struct
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,39 @@ def test_malformed_ones_are_refused(data: bytes) -> None:
         return
     with pytest.raises(CheckpointError):
         read(data)
+
+
+def integer(value: int) -> bytes:
+    return b"\x8a\x0b" + value.to_bytes(11, "little", signed=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        pytest.param(b"}K\x01" + b"\x85" * 3_000_000 + b"K\x02s.", CheckpointError, id="nested key"),
+        pytest.param(b"}K\x01" + b"2\x86" * 60 + b"K\x02s.", CheckpointError, id="key of 2^60 parts"),
+        pytest.param(b"\x8f(K\x01" + b"2\x86" * 60 + b"\x90.", CheckpointError, id="item of 2^60 parts"),
+        pytest.param(
+            b"}(" + b"".join(integer(((1 << 61) - 1) * k) + b"N" for k in range(1, 60_000)) + b"u.",
+            CheckpointError,
+            id="keys that collide",
+        ),
+        pytest.param(b"K\x01r\xff\xff\xff\x7fr\xff\xff\xff\x6f.", None, id="memory for values kept"),
+        pytest.param(b"\x96" + struct.pack("<Q", 1 << 50) + b"x.", CheckpointError, id="memory for bytes"),
+        pytest.param(b"\x8b" + struct.pack("<i", 1 << 30) + b"x.", CheckpointError, id="integer of a gigabyte"),
+    ],
+)
+def test_no_pickle_takes_more_than_its_size(data: bytes, kind: type[Exception] | None) -> None:
+    """Each of them ends Python's own unpickler in C, or keeps it busy, or takes gigabytes."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.process_time()
+    if kind is None:
+        assert read(data) == 1
+    else:
+        with pytest.raises(kind):
+            read(data)
+    assert time.process_time() - begin < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
 
 
 def test_copies_are_bounded() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import run as call
-from stepmark.config.recipe import read_recipe
-from stepmark.config.recipe_schema import recipe_schema
+from stepmark.config.recipe import read_recipe, recipe_schema
 from stepmark.errors import UsageError
 from stepmark.recipe.early_checks import check_early
 from stepmark.recipe.used_recipe import read_used_recipe

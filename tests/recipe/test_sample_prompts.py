@@ -67,8 +67,11 @@ def test_samples_are_what_transformers_generates(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "sample_prompts and eval_strategy: they are continued at evaluations; set eval_strategy"),
-        ({"eval_strategy": "epoch", "tensor_parallel_size": 2}, "sample_prompts and tensor_parallel_size: the model"),
+        ({}, "sample_prompts and eval_strategy: sample_prompts needs evaluations; set eval_strategy"),
+        (
+            {"eval_strategy": "epoch", "tensor_parallel_size": 2},
+            "sample_prompts and tensor_parallel_size: prompts need a complete model",
+        ),
         ({"eval_strategy": "epoch", "sample_prompts": [3]}, "sample_prompts: should be one or more texts, and is [3]"),
         ({"eval_strategy": "epoch", "sample_prompts": []}, "sample_prompts: should be one or more texts, and is []"),
         ({"eval_strategy": "epoch", "sample_tokens": 0}, "sample_tokens: should be at least 1, and is 0"),

@@ -234,7 +234,7 @@ def measured_over_the_host(options: dict[str, Any]) -> dict[str, Any]:
 
 def measured_in_replica_threads(replicas: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     """In replica threads, by rank; the graphs are those of all of them."""
-    from stepmark.runtime.replica_threads import run_replicas
+    from tests.support.replica_threads import run_replicas
 
     MODELS.extend(build(**options["model"]) for _ in range(replicas))
     found = run_replicas(lambda context: measured(context, options), replicas)
@@ -243,7 +243,7 @@ def measured_in_replica_threads(replicas: int, options: dict[str, Any]) -> list[
 
 def in_replica_threads(replicas: int, options: list[dict[str, Any]]) -> list[list[list[list[float]]]]:
     """The same in replica threads; by rank, then by case."""
-    from stepmark.runtime.replica_threads import run_replicas
+    from tests.support.replica_threads import run_replicas
 
     results = []
     for each in options:

@@ -74,7 +74,9 @@ def test_options_are_read_from_text_and_checked() -> None:
     ):
         with pytest.raises(UsageError, match=f"^gradient_checkpointing_kwargs: {message}"):
             TrainingFields(gradient_checkpointing_kwargs=wrong)
-    with pytest.raises(UsageError, match="^gradient_checkpointing_kwargs and pipeline_parallel_size: a stage repeats"):
+    with pytest.raises(
+        UsageError, match="^gradient_checkpointing_kwargs and pipeline_parallel_size: a stage recomputes"
+    ):
         TrainingFields(**REENTRANT, pipeline_parallel_size=2, gradient_accumulation_steps=2)
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Writes the recipe and the schema, and returns 0. Raises UsageError if the recipe exists or cannot be written."""
-    from stepmark.config.recipe_schema import recipe_schema
+    from stepmark.config.recipe import recipe_schema
 
     path: Path = parsed.recipe
     try:

@@ -11,7 +11,7 @@ from stepmark.cli.recipe_fields import (
     recipe_of,
 )
 from stepmark.launch.imports import quick_imports
-from stepmark.launch.local_ranks import start_ranks
+from stepmark.launch.supervisor import start_ranks
 
 HELP = "make every graph of a recipe's run ahead, without data or weights; nothing of the run is saved"
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from typing import Any
 
-from stepmark.config.field_help import FIELD_HELP, help_of
-from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe
-from stepmark.config.unknown_field_message import unknown_field
+from stepmark.config.fields import Field
+from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe, sections
+from stepmark.config.refusals import unknown_field
 from stepmark.liveness import console
 
 
@@ -21,31 +20,18 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the path of a recipe, and its fields in groups with their descriptions."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="fields and their values; flags override it")
     parser.usage = "%(prog)s [RECIPE.yaml] [--nproc N] [--FIELD VALUE ...]"
-    described = {name for fields in FIELD_HELP.values() for name in fields}
-    groups = [*FIELD_HELP.items(), ("other", [name for name in all_fields() if name not in described])]
-    for title, names in groups:
-        if names:
-            _add_fields(parser.add_argument_group(f"recipe fields: {title}"), names)
+    for title, fields in sections().items():
+        group = parser.add_argument_group(f"recipe fields: {title}")
+        for field in fields:
+            switch: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(field.name) else {}
+            metavar = field.type_name.replace(" | None", "").replace(" | ", "|").upper()
+            group.add_argument(f"--{field.name}", metavar=metavar, help=_help(field), **switch)
     parser.add_argument(f"--{DO_TRAIN}", nargs="?", const="true", help=argparse.SUPPRESS)
 
 
-def _add_fields(group: argparse._ArgumentGroup, names: Iterable[str]) -> None:
-    known = all_fields()
-    for name in names:
-        kind, default = known[name]
-        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(name) else {}
-        group.add_argument(f"--{name}", metavar=_metavar(kind), help=_help(name, default), **switch)
-
-
-def _metavar(kind: str) -> str:
-    return kind.replace(" | None", "").replace(" | ", "|").upper()
-
-
-def _help(name: str, default: object) -> str:
-    described = help_of(name)
-    value = "unset" if default is None else str(default).lower() if isinstance(default, bool) else f"{default}"
-    example = f"; example: {described.example}" if described else ""
-    line = f"{described.text} (default: {value}{example})" if described else f"default: {value}"
+def _help(field: Field) -> str:
+    choices = f"{', '.join(field.choices)}; " if field.choices else ""
+    line = f"{field.help.text} ({choices}default: {field.default_text}; example: {field.help.example})"
     return line.replace("%", "%%")
 
 
@@ -64,5 +50,5 @@ def recipe_of(parsed: argparse.Namespace) -> Recipe:
         if parsed.recipe is None and is_switch(name) and value.endswith((".yaml", ".yml")):
             parsed.recipe, given[name] = value, "true"
     recipe = read_recipe(parsed.recipe, given)
-    console.install(recipe.training.log_format, launcher=parsed.nproc is not None)
+    console.install(recipe.training.log_format, launcher=getattr(parsed, "nproc", None) is not None)
     return recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stepmark.config.option_text import parse_options
+from stepmark.config.yaml_file import parse_options
 from stepmark.errors import UsageError
 
 FIELD = "gradient_checkpointing_kwargs"
@@ -32,15 +32,6 @@ def checkpointing_options(given: Mapping[str, Any] | str | None) -> dict[str, An
         if value not in CHOICES[name]:
             raise UsageError(f"{FIELD}: {name} should be {CHOICES[name][0]} or {CHOICES[name][1]}, and is {value!r}")
     return options
-
-
-def check_checkpointing(options: Mapping[str, Any], pipeline_parallel_size: int) -> None:
-    """Raises UsageError where options are given that a pipeline, whose stages repeat their own passes, does not use."""
-    if options and pipeline_parallel_size > 1:
-        raise UsageError(
-            f"{FIELD} and pipeline_parallel_size: a stage repeats its complete forward pass, without "
-            "torch.utils.checkpoint; leave one of them out"
-        )
 
 
 def for_device(options: Mapping[str, Any], *, lazy: bool) -> dict[str, Any]:

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import glob
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
-from stepmark.config.dataset_mixture import SHARED_FIELDS, SOURCE_FIELDS, WEIGHT, check_entries, name_of
+from stepmark.config.fields import (
+    Help,
+    Section,
+    Values,
+    at_least,
+    check_fields,
+    convert,
+    documented,
+    fields_of,
+    refuse,
+)
 from stepmark.errors import UsageError
 
 STDLIB = "python-stdlib"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 TABLES = (".json", ".jsonl", ".csv", ".parquet")
+WEIGHT = "weight"  # of a source of a mixture, which has SOURCE_FIELDS besides
+SOURCE_FIELDS = (
+    "train_file",
+    "dataset_name",
+    "dataset_config_name",
+    "text_column",
+    "messages_column",
+    "validation_file",
+    "validation_split_percentage",
+    "max_train_samples",
+)
+SHARED_FIELDS = ("validation_split_percentage", "messages_column")  # which the recipe may set for all sources
+_PERCENT = Values(lambda value: 0 <= value < 100, "from 0 to 99", {"minimum": 0, "maximum": 99})
 
 
 def uncompressed_suffix(path: Path) -> str:
@@ -36,123 +61,150 @@ def file_names(given: str | list | None) -> list[str]:
     return [given] if isinstance(given, str) else list(given or [])
 
 
+@documented
 @dataclass(frozen=True)
 class DataArguments:
-    """The recipe's data fields, with the names, meanings and defaults of Hugging Face's `run_clm` example.
+    """The data fields of a recipe, with the names, meanings and defaults of Hugging Face's `run_clm` example.
 
-    Texts come from `dataset_name` (`python-stdlib`, a folder, or a name of the Hugging Face hub) or from `train_file`:
-    one file, a folder, a pattern such as `data/**/*.jsonl`, or a list of these, also compressed;
-    validation texts from `validation_file`, else from the dataset's own validation split, else from the first
-    `validation_split_percentage` percent of the training texts (0: there is no validation). `max_train_samples` and
-    `max_eval_samples` count blocks of `block_size` tokens. `text_column` is `text`, else the only column of strings.
+    Without `validation_file`, validation texts are the dataset's own validation split, else the first
+    `validation_split_percentage` percent of the training texts. A sample is a block of `block_size` tokens; with
+    `messages_column`, one conversation or instruction in the tokenizer's chat template, or with `packing` a block of
+    several. The sources of `dataset_mixture` have a `weight` and the fields of `SOURCE_FIELDS`.
 
-    `dataset_mixture` is a list of sources in place of these: each has a `weight`, its share of the samples, and the
-    fields of `SOURCE_FIELDS`.
-
-    With `messages_column` the rows are conversations, or instructions, by the tokenizer's chat template, and
-    `block_size` is the length at most of one, or with `packing` of a block of several. `assistant_only_loss`: what the
-    assistant says is all that is trained on.
-
-    Raises UsageError where fields contradict each other or are out of range.
+    Raises:
+        UsageError: A value has the wrong type or is out of range, or fields contradict each other.
     """
 
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    text_column: str | None = None
-    messages_column: str | None = None
-    assistant_only_loss: bool = False
-    packing: bool = False
-    train_file: str | list | None = None
-    dataset_mixture: list | None = None
-    validation_file: str | list | None = None
-    block_size: int | None = None
-    validation_split_percentage: int = 5
-    max_train_samples: int | None = None
-    max_eval_samples: int | None = None
-    preprocessing_num_workers: int | None = None
-    overwrite_cache: bool = False
+    # fmt: off
+    dataset_name: Annotated[str | None, Section("data"), Help(
+        "python-stdlib (built in), a folder of save_to_disk, or a name of the hub", "python-stdlib")] = None
+    dataset_config_name: Annotated[str | None, Help("configuration of the dataset", "wikitext-2-raw-v1")] = None
+    text_column: Annotated[str | None, Help(
+        "column that holds the texts", "body", "text, else the only column of strings")] = None
+    messages_column: Annotated[str | None, Help(
+        "column that holds messages, to train on conversations", "messages")] = None
+    assistant_only_loss: Annotated[bool, Help("compute the loss on assistant messages only", "true")] = False
+    packing: Annotated[bool, Help(
+        "pack several conversations into one block, without attention across them", "true")] = False
+    train_file: Annotated[str | list | None, Help(
+        "training texts: a file, a folder, a pattern or a list of them, also compressed", '"data/*.jsonl"')] = None
+    dataset_mixture: Annotated[list | None, Help(
+        "several sources, sampled by weight", "[{train_file: a.txt, weight: 3}, {train_file: b/, weight: 1}]")] = None
+    validation_file: Annotated[str | list | None, Help("validation texts, in the same forms", "held_out.txt")] = None
+    block_size: Annotated[int | None, at_least(2), Help(
+        "tokens per sample", "512", "1024, or the model's maximum if that is less")] = None
+    validation_split_percentage: Annotated[int, _PERCENT, Help(
+        "percentage of the training texts to hold out if there are no validation texts", "1")] = 5
+    max_train_samples: Annotated[int | None, at_least(1), Help(
+        "maximum number of training samples", "1000", "all")] = None
+    max_eval_samples: Annotated[int | None, at_least(1), Help(
+        "maximum number of validation samples", "200", "all")] = None
+    preprocessing_num_workers: Annotated[int | None, at_least(1), Help("processes that tokenize", "8")] = None
+    overwrite_cache: Annotated[bool, Help("tokenize again even if cached", "true")] = False
+    # fmt: on
 
     def __post_init__(self) -> None:
-        if self.dataset_mixture is None:
-            self._check_sources()
-        else:
+        check_fields(self, DataArguments)
+        refuse(self._contradictions() if self.dataset_mixture is None else self._moved_into_sources())
+        if self.dataset_mixture is not None:
+            object.__setattr__(self, "dataset_mixture", _checked_sources(self.dataset_mixture))
             self._check_mixture()
-        self._check_ranges()
 
     @property
     def sources(self) -> tuple[DataArguments, ...]:
         """The data arguments of each source of a mixture alone; without one, these."""
         if self.dataset_mixture is None:
             return (self,)
-        entries = ({**entry} for entry in self.dataset_mixture)
-        return tuple(replace(self, dataset_mixture=None, **_without_weight(entry)) for entry in entries)
+        return tuple(self._source(entry) for entry in self.dataset_mixture)
 
     @property
     def weights(self) -> tuple[float, ...]:
         """The weight of each source."""
         return tuple(float(entry[WEIGHT]) for entry in self.dataset_mixture or ({WEIGHT: 1.0},))
 
+    def _source(self, entry: Mapping[str, Any]) -> DataArguments:
+        fields = {name: value for name, value in entry.items() if name != WEIGHT}
+        return replace(self, dataset_mixture=None, **fields)
+
+    def _moved_into_sources(self) -> Iterator[str]:
+        for name, field in fields_of(DataArguments).items():
+            if name in SOURCE_FIELDS and name not in SHARED_FIELDS and getattr(self, name) != field.default:
+                yield f"{name} and dataset_mixture: each source has its own; move {name} into the sources"
+
     def _check_mixture(self) -> None:
-        assert self.dataset_mixture is not None
-        for field in fields(self):
-            given = getattr(self, field.name) != field.default
-            if field.name in SOURCE_FIELDS and field.name not in SHARED_FIELDS and given:
-                raise UsageError(
-                    f"{field.name} and dataset_mixture: each source has its own; move {field.name} into the sources"
-                )
-        entries = check_entries(self.dataset_mixture, get_type_hints(DataArguments))
-        object.__setattr__(self, "dataset_mixture", entries)
         of_conversations = []
-        for index, entry in enumerate(entries):
+        for index, entry in enumerate(self.dataset_mixture or ()):
             try:
-                source = replace(self, dataset_mixture=None, **_without_weight(entry))
+                of_conversations.append(self._source(entry).messages_column is not None)
             except UsageError as error:
-                raise UsageError(f"{name_of(index)}: {error}") from error
-            of_conversations.append(source.messages_column is not None)
+                raise UsageError(f"{_name_of(index)}: {error}") from error
             if of_conversations[0] != of_conversations[-1]:
                 raise UsageError(
-                    f"{name_of(index)}: samples are texts or conversations; give messages_column to all sources or none"
+                    f"{_name_of(index)}: samples are texts or conversations; give messages_column to all sources or "
+                    "none"
                 )
 
-    def _check_sources(self) -> None:
+    def _contradictions(self) -> Iterator[str]:
         for field in ("train_file", "validation_file"):
             names = getattr(self, field)
             if isinstance(names, list) and not all(isinstance(name, str) and name for name in names):
-                raise UsageError(f"{field}: should be one or more paths, and is {names!r}")
+                yield f"{field}: should be one or more paths, and is {names!r}"
         if self.dataset_name and self.train_file:
-            raise UsageError("dataset_name and train_file are both given; training data has one source: remove one")
+            yield "dataset_name and train_file are both given; training data has one source: remove one"
         if not self.dataset_name and not self.train_file:
-            raise UsageError("there is no training data: give dataset_name, train_file or dataset_mixture")
+            yield "there is no training data: give dataset_name, train_file or dataset_mixture"
         if self.dataset_config_name and self.dataset_name in (None, STDLIB):
-            raise UsageError("dataset_config_name needs a dataset_name that has configurations; remove it")
-        for field in ("text_column", "assistant_only_loss", "packing"):
-            if getattr(self, field) and (self.messages_column is None) != (field == "text_column"):
-                raise UsageError(_conversation_fields(field))
-        if self.text_column is not None and not self._has_columns():
-            raise UsageError("text_column is given, but the data has no columns; remove it")
-
-    def _has_columns(self) -> bool:
+            yield "dataset_config_name needs a dataset_name that has configurations; remove it"
+        if self.text_column and self.messages_column is not None:
+            yield "text_column and messages_column: samples are texts or conversations; set one of them"
+        for field in ("assistant_only_loss", "packing"):
+            if getattr(self, field) and self.messages_column is None:
+                yield f"{field}: is for conversations; set messages_column to the column that has them, or leave it out"
         names = [*file_names(self.train_file), *file_names(self.validation_file)]
-        return self.dataset_name not in (None, STDLIB) or any(map(may_have_columns, names))
+        has_columns = self.dataset_name not in (None, STDLIB) or any(map(may_have_columns, names))
+        if self.text_column is not None and not has_columns:
+            yield "text_column is given, but the data has no columns; remove it"
 
-    def _check_ranges(self) -> None:
-        if self.block_size is not None and self.block_size < 2:
-            raise UsageError(f"block_size must be at least 2 tokens, not {self.block_size}")
-        if not 0 <= self.validation_split_percentage < 100:
+
+def _checked_sources(given: Sequence[Any]) -> list[dict[str, Any]]:
+    """The sources of a mixture as mappings of SOURCE_FIELDS and a `weight`.
+
+    Raises UsageError that names the source, from 1, for an unknown field, a value of the wrong type, or a weight that
+    is missing or not above 0.
+    """
+    if len(given) < 2:
+        raise UsageError(f"dataset_mixture: has {len(given)} sources; give two or more, or name the one by itself")
+    entries = [_checked_source(entry, _name_of(index)) for index, entry in enumerate(given)]
+    for index, entry in enumerate(entries):
+        source = {**entry, WEIGHT: None}
+        earlier = next((other for other in range(index) if {**entries[other], WEIGHT: None} == source), None)
+        if earlier is not None:
             raise UsageError(
-                f"validation_split_percentage must be from 0 to 99, not {self.validation_split_percentage}"
+                f"{_name_of(index)}: is the same as source {earlier + 1}; name it once, with the sum of both weights"
             )
-        for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} must be at least 1, not {value}; leave it out for no limit")
+    return entries
 
 
-def _without_weight(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name != WEIGHT}
+def _name_of(index: int) -> str:
+    """What messages call the source with this index, from 0."""
+    return f"dataset_mixture, source {index + 1}"
 
 
-def _conversation_fields(field: str) -> str:
-    if field == "text_column":
-        return "text_column and messages_column: samples are texts or conversations; set one of them"
-    return f"{field}: is for conversations; set messages_column to the column that has them, or leave it out"
+def _checked_source(entry: Any, where: str) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise UsageError(f"{where}: should be fields such as {{train_file: a.txt, {WEIGHT}: 1}}, and is {entry!r}")
+    for name in entry:
+        if name != WEIGHT and name not in SOURCE_FIELDS:
+            raise UsageError(
+                f"{where}: {name!r} is not a field of a source; it has {', '.join((WEIGHT, *SOURCE_FIELDS))}"
+            )
+    if entry.get(WEIGHT) is None:
+        raise UsageError(f"{where}: has no {WEIGHT}; give it one, its share of the samples in proportion to the others")
+    weight = convert(f"{where}, {WEIGHT}", entry[WEIGHT], (float,))
+    if not (math.isfinite(weight) and weight > 0):
+        raise UsageError(f"{where}, {WEIGHT}: should be a number above 0, and is {entry[WEIGHT]!r}; or leave it out")
+    fields = fields_of(DataArguments)
+    return {
+        WEIGHT: weight,
+        **{name: fields[name].checked(entry[name], f"{where}, {name}") for name in entry if name != WEIGHT},
+    }

@@ -3,82 +3,96 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
 import os
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
-from stepmark.config.data_arguments import DataArguments
+from stepmark.config.data_arguments import SOURCE_FIELDS, WEIGHT, DataArguments
+from stepmark.config.fields import (
+    ABOVE_0,
+    FRACTION,
+    Field,
+    Help,
+    Section,
+    at_least,
+    check_fields,
+    documented,
+    fields_of,
+    one_of,
+    refuse,
+)
+from stepmark.config.refusals import unknown_field
 from stepmark.config.training_fields import TrainingFields
-from stepmark.config.unknown_field_message import unknown_field
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 
 _LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 
 
+@documented
 @dataclass(frozen=True)
 class ModelArguments:
-    """Which model: a new one of `config_name` (a model type of transformers, or a folder with a config.json) with
-    `config_overrides`, or the weights in `model_name_or_path`; and its tokenizer, by default that of the model, with
-    the chat template in the file `chat_template_path`, by default its own. Python code that comes with them is executed
-    only with `trust_remote_code`.
+    """The model: a new one of `config_name`, or the weights in `model_name_or_path`; and its tokenizer.
 
-    With `peft: lora` the model's weights stay as they are, and an adapter of rank `lora_r`, scaled by `lora_alpha` /
-    `lora_r`, is trained on the modules that `lora_target_modules` names."""
+    Raises:
+        UsageError: A value has the wrong type or is out of range, or fields contradict each other.
+    """
 
-    model_name_or_path: str | None = None
-    config_name: str | None = None
-    config_overrides: dict | str | None = None
-    tokenizer_name: str | None = None
-    chat_template_path: str | None = None
-    trust_remote_code: bool = False
-    peft: str | None = None
-    lora_r: int = 8
-    lora_alpha: float = 16
-    lora_dropout: float = 0.0
-    lora_target_modules: str | list | None = "all-linear"
+    # fmt: off
+    model_name_or_path: Annotated[str | None, Section("model"), Help(
+        "pretrained model to train: a folder, or a name of the hub", "runs/first")] = None
+    config_name: Annotated[str | None, Help(
+        "new model to train: a model type of transformers, or a folder with a config.json", "gpt2")] = None
+    config_overrides: Annotated[dict | str | None, Help(
+        "configuration of the new model", "{n_layer: 4, n_embd: 256}")] = None
+    tokenizer_name: Annotated[str | None, Help(
+        "tokenizer: a folder, a name of the hub, or bytes (built in)", "bytes", "that of the model")] = None
+    chat_template_path: Annotated[str | None, Help(
+        "file with a chat template", "chat.jinja", "that of the tokenizer")] = None
+    trust_remote_code: Annotated[bool, Help(
+        "execute Python code that comes with the model or tokenizer", "true")] = False
+    peft: Annotated[str | None, one_of("lora"), Help(
+        "train an adapter on top of the frozen weights", "lora", "train all weights")] = None
+    lora_r: Annotated[int, at_least(1), Help("rank of the adapter", "16")] = 8
+    lora_alpha: Annotated[float, ABOVE_0, Help("scale of the adapter, times lora_r", "32")] = 16
+    lora_dropout: Annotated[float, FRACTION, Help("dropout before the adapter", "0.05")] = 0.0
+    lora_target_modules: Annotated[str | list | None, Help(
+        "modules with an adapter: all-linear, or names", "[q_proj, v_proj]")] = "all-linear"
+    # fmt: on
 
     def __post_init__(self) -> None:
-        if self.model_name_or_path is None and self.config_name is None:
-            raise UsageError("model_name_or_path or config_name: set one of them, to name the model to train")
-        if self.model_name_or_path is not None and self.config_name is not None:
-            raise UsageError("model_name_or_path and config_name: both name the model to train; set one of them")
-        if self.config_overrides and self.config_name is None:
-            raise UsageError("config_overrides: overrides are for a new model; set config_name, or leave them out")
-        if self.tokenizer_name is None and self.model_name_or_path is None:
-            raise UsageError("tokenizer_name: a new model needs one; `bytes` is built in")
-        self._check_adapter()
+        check_fields(self, ModelArguments)
+        refuse(self._contradictions())
 
-    def _check_adapter(self) -> None:
-        if self.peft is None:
-            given = [name for name in _LORA if getattr(self, name) != getattr(type(self), name)]
-            if given:
-                raise UsageError(f"{given[0]}: is for an adapter; set peft: lora, or leave it out")
-            return
-        if self.peft != "lora":
-            raise UsageError(f"peft: {self.peft!r} is unknown; choose lora, or leave it out to train all weights")
-        if self.model_name_or_path is None:
-            raise UsageError("peft: an adapter is trained over a model's weights; set model_name_or_path")
-        if self.lora_r < 1:
-            raise UsageError(f"lora_r: should be at least 1, and is {self.lora_r}")
-        if self.lora_alpha <= 0:
-            raise UsageError(f"lora_alpha: should be above 0, and is {self.lora_alpha:g}")
-        if not 0 <= self.lora_dropout < 1:
-            raise UsageError(f"lora_dropout: should be from 0 to below 1, and is {self.lora_dropout:g}")
+    def _contradictions(self) -> Iterator[str]:
+        if self.model_name_or_path is None and self.config_name is None:
+            yield "model_name_or_path or config_name: set one of them, to name the model to train"
+        if self.model_name_or_path is not None and self.config_name is not None:
+            yield "model_name_or_path and config_name: both name the model to train; set one of them"
+        if self.config_overrides and self.config_name is None:
+            yield "config_overrides: overrides are for a new model; set config_name, or leave them out"
+        if self.tokenizer_name is None and self.model_name_or_path is None:
+            yield "tokenizer_name: a new model needs one; `bytes` is built in"
+        for name in _LORA:
+            if self.peft is None and getattr(self, name) != getattr(type(self), name):
+                yield f"{name}: is for an adapter; set peft: lora, or leave it out"
+        if self.peft is not None and self.model_name_or_path is None:
+            yield "peft: an adapter is trained over a model's weights; set model_name_or_path"
 
 
 @dataclass(frozen=True)
 class EvaluationArguments:
-    """What evaluations compute besides: `metrics`, `module:function`, whose numbers they report too."""
+    """What evaluations compute besides the loss."""
 
-    metrics: str | None = None
+    metrics: Annotated[
+        str | None, Section("evaluation"), Help("function that returns more metrics", "my_module:my_function")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, EvaluationArguments)
 
 
 @dataclass(frozen=True)
@@ -92,26 +106,50 @@ class Recipe:
 _TEXT = "STEPMARK_RECIPE"  # a recipe's path, and its text as it was when the run began
 _LONGEST = 100_000  # bytes that a variable may have
 DO_TRAIN = "do_train"  # of transformers' scripts; true is accepted
-PARTS: tuple[type, ...] = (TrainingFields, ModelArguments, DataArguments, EvaluationArguments)
+PARTS: dict[str, type] = {
+    "model": ModelArguments,
+    "data": DataArguments,
+    "training": TrainingFields,
+    "evaluation": EvaluationArguments,
+}
 
 
 @cache
-def all_fields() -> Mapping[str, tuple[str, Any]]:
-    """Every recipe field by name, with its type as text and its default."""
-    fields = ((part, field) for part in PARTS for field in dataclasses.fields(part))
-    return {field.name: (_kind(part, field.name), field.default) for part, field in fields}
+def all_fields() -> Mapping[str, Field]:
+    """Every recipe field by name."""
+    return {name: field for part in PARTS.values() for name, field in fields_of(part).items()}
 
 
-def _kind(part: type, name: str) -> str:
-    """The field's type as it is annotated: transformers' HfArgumentParser puts others into `dataclasses.fields`."""
-    annotated = [inspect.get_annotations(owner) for owner in part.__mro__]
-    kind = next(kinds[name] for kinds in annotated if name in kinds)
-    return f"bool | {kind}" if name in BOOL_TOO else str(kind)
+@cache
+def sections() -> Mapping[str, list[Field]]:
+    """The fields by the sections of `--help`."""
+    found: dict[str, list[Field]] = {}
+    for field in all_fields().values():
+        found.setdefault(field.section, []).append(field)
+    return found
+
+
+def recipe_schema() -> dict[str, Any]:
+    """A JSON schema of recipes, from which editors complete and check: every field with its types, values, default,
+    description and an example."""
+    fields = {name: field.schema() for name, field in all_fields().items()}
+    weight = {"type": "number", "exclusiveMinimum": 0, "description": "Share of the samples, relative to the others'."}
+    source = {WEIGHT: weight, **{name: fields[name] for name in SOURCE_FIELDS}}
+    fields["dataset_mixture"]["items"] = {**_object(source), "required": [WEIGHT]}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Stepmark recipe",
+        **_object(fields),
+    }
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def is_switch(name: str) -> bool:
     """Whether a flag may stand without a value, for true."""
-    return name == DO_TRAIN or "bool" in all_fields()[name][0].split(" | ")
+    return name == DO_TRAIN or bool in all_fields()[name].types
 
 
 def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
@@ -122,15 +160,14 @@ def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
     values = {**(_read_file(path) if path else {}), **_read_flags(flags)}
     if values.get(DO_TRAIN) is True:  # what the command does
         del values[DO_TRAIN]
-    known = all_fields()
-    unknown = [unknown_field(name, known, path) for name in values if name not in known]
+    unknown = [unknown_field(name, all_fields(), path) for name in values if name not in all_fields()]
     if unknown:
         raise UsageError("; ".join(unknown))
-    parts = [
-        part(**convert_all(part, {name: value for name, value in values.items() if name in field_names(part)}))
-        for part in PARTS
-    ]
-    return Recipe(*parts)
+    made = {
+        part: kind(**{name: value for name, value in values.items() if name in fields_of(kind)})
+        for part, kind in PARTS.items()
+    }
+    return Recipe(**made)
 
 
 @contextlib.contextmanager
@@ -167,11 +204,9 @@ def _read_file(path: str) -> dict[str, Any]:
 
 def _read_flags(flags: Mapping[str, str]) -> dict[str, Any]:
     """Flags are text; those for fields of other types are parsed as YAML."""
-    hints = {name: hint for part in PARTS for name, hint in typing.get_type_hints(part).items()}
     values: dict[str, Any] = {}
     for name, text in flags.items():
-        hint = hints.get(name, bool)  # DO_TRAIN
-        accepted = typing.get_args(hint) or (hint,)
+        accepted = (bool,) if name == DO_TRAIN else all_fields()[name].types
         try:
             value = parse_yaml(text)
         except ValueError as error:

@@ -5,199 +5,233 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from stepmark.config.activation_checkpointing import check_checkpointing, checkpointing_options
-from stepmark.config.coercion import BOOL_TOO, convert_all, field_names
+from stepmark.config.activation_checkpointing import checkpointing_options
+from stepmark.config.fields import (
+    FINITE,
+    FRACTION,
+    INTERVAL,
+    OR_BOOL,
+    SECONDS,
+    Help,
+    Section,
+    Values,
+    at_least,
+    check_fields,
+    documented,
+    fields_of,
+    one_of,
+    refuse,
+)
 from stepmark.config.optimizers import check_options
-from stepmark.config.option_text import parse_options
-from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.config.transformers_defaults import AcceptingDefaults
+from stepmark.config.yaml_file import parse_options
 from stepmark.errors import UsageError
 
-STRATEGIES = ("no", "steps", "epoch")
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 GROUP_BY_LENGTH = "group_by_length"
-SAMPLING_STRATEGIES = ("random", "sequential", GROUP_BY_LENGTH)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
+DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
+
+_STEPS = Values(lambda value: value >= 1 or value == -1, "at least 1, or -1 for num_train_epochs", {"minimum": -1})
+_SEED = Values(lambda value: 0 <= value < 2**63, "at least 0 and below 2**63", {"minimum": 0})
+_DEADLINE = Values(
+    lambda value: 0 < value < float("inf") if isinstance(value, float) else value in ("auto", "off"),
+    "auto, off, or a number of seconds above 0",
+)
+_FOLDER = Values(lambda value: not isinstance(value, str) or bool(value.strip()), "the path of a folder")
+_DEVICE = Values(lambda value: True, "", {"enum": [*DEVICES]})  # checked where it is used
 
 
+@documented
 @dataclass
 class TrainingFields(metaclass=AcceptingDefaults):
     """The training fields of a recipe, with the names, meanings and defaults of transformers' TrainingArguments.
-
-    Steps are optimizer steps. `logging_steps`, `eval_steps` and `save_steps` below 1 are fractions of all steps. The
-    fields that transformers does not have, or that mean more here:
-
-    Args:
-        output_dir: The run's folder; a relative path is relative to the current folder. All ranks have to see it.
-        max_steps: Steps of the run; -1 (the default) trains for `num_train_epochs` instead.
-        device: `auto` (the default), `xla`, `cuda`, `neuron` or `cpu`.
-        log_format: Lines on stderr as `text` (the default) or as one `json` object each.
-        prometheus_file: Where to keep the newest metrics in Prometheus's text format, such as a `.prom` file in the
-            folder of node_exporter's textfile collector. Default: None.
-        dtype: The type of the parameters: `float32` (the default), or `bfloat16` with fp32 master weights in the
-            optimizer. `bf16` is autocast over float32 parameters instead.
-        fp16: float16 autocast over float32 parameters, with a dynamic loss scale, on GPUs and the CPU. Default: false.
-        gradient_checkpointing_kwargs: With `gradient_checkpointing`, options of `torch.utils.checkpoint`:
-            `use_reentrant` (default: false), `preserve_rng_state`, `determinism_check` and `debug`. On lazy devices
-            torch_xla's own function is used, whatever `use_reentrant` says, and the last two are errors. Default: None.
-        zero_1: Shards the optimizer's states over the data parallel ranks. Default: false.
-        reduce_dtype: The type in which data parallel ranks send each other gradients, on eager devices: `float32` (the
-            default), or `bfloat16` for half the bytes. Sums are in float32 in either case.
-        ddp_bucket_cap_mb: How much data parallel ranks send of gradients at a time, and with `zero_1` of new values: in
-            MiB of float32. A larger parameter is sent in one piece. Another size rounds the gradient's norm
-            differently. Default (None): by the device: 24 between hosts, 32 between accelerators, 128 in the graph of a
-            lazy device.
-        tensor_parallel_size: Neighbouring ranks that hold the model together, each a shard of it; data parallelism uses
-            the remaining factor of the world size. Default: 1.
-        sequence_parallel: Shards activations along the sequence too, between the layers' matrix products. Default:
-            false.
-        parallelize_embedding: Shards embedding, head and loss along the vocabulary too. Default: true.
-        pipeline_parallel_size: Ranks among which the layers are divided, each a stage of the model. The micro-batches
-            that go through them are those of `gradient_accumulation_steps`. Default: 1.
-        pipeline_schedule: In which order: `1f1b` (the default), `gpipe`, or `interleaved` with several stages on each
-            rank.
-        pipeline_layers: The number of layers of each stage. Default (None): so that all stages cost as much, the
-            embedding, the head and the loss counted.
-        pipeline_chunks: Stages on each rank, 2 or more with the interleaved schedule. Default: 1.
-        train_sampling_strategy: `random` (the default), `sequential`, or `group_by_length`: samples of about the same
-            length come in the same step. Lengths are those of a column `length_column_name`, else of `input_ids`, or of
-            what the tokenizer or processor names first, for which every sample is read once at the start.
-        length_column_name: Default: `length`.
-        ignore_data_skip: A resumed run begins the epoch that it was in again, and ends after as many steps as without
-            this. Default: false: it takes the next batch.
-        async_save: Training continues while a checkpoint is written. A callback that defines `on_save` is called once
-            the checkpoint is complete on disk, so that it may read it and add files to it; training waits for that.
-            Default: true.
-        save_timeout: Seconds that each phase of a save or restore may take, and that a rank may be without a
-            heartbeat, before the run ends with an error that names the late rank. Default: 1800.
-        step_timeout: Seconds after which a step, or anything else that training does but a save, ends the run, with an
-            error that names the rank that the others wait for; `auto` (the default): 100 times the usual step, or the
-            longest wait for data, at least 300 seconds, of steps and data alone; `off`: never. A tenth of that is
-            only reported.
-        save_on_signal: SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) stops the run after the current step, saves, and
-            ends it with exit code 75; a second SIGINT ends it at once. Default (None): true, but false where
-            `save_strategy` is `no` or with `save_only_model`, since such a run is not meant to be resumed.
-        signal_grace: Seconds from the signal until the run has to have ended; a save that does not fit is not begun.
-            Default: 120.
-        join_timeout: Seconds that the ranks may take to find each other at the start. Default (None): the environment
-            variable STEPMARK_JOIN_TIMEOUT, or 600.
-        max_restarts: Under `--nproc`: ranks that die are started again, from the newest complete checkpoint, until so
-            many restarts in a row did not get past the step that failed. Default: 0.
-        stop_on_nan: Ends the run with an error after so many steps in a row whose loss or gradient norm is not finite,
-            at the next log, evaluation or save, before anything is saved; at the end of the run after one. Steps that
-            the loss scale of `fp16` leaves out do not count; 0: never. Default: 3.
-        sample_prompts: Texts that the model continues at each evaluation, greedily: events of the run, which the report
-            shows. Needs a causal model that every rank holds completely. Default: None.
-        sample_tokens: By how many tokens. Default: 64.
-        compile_cache: On lazy devices, the folder that keeps compiled graphs (for Neuron also an `s3://` URL), true for
-            the one beside the token cache, false for none. Default (None): true, but false on XLA's CPU client, which
-            cannot read compiled graphs back.
 
     Raises:
         UsageError: A value has the wrong type or is out of range, or two fields contradict each other. The message
             names the field.
     """
 
-    output_dir: str = "trainer_output"
-    max_steps: int = -1
-    num_train_epochs: float = 3.0
-    per_device_train_batch_size: int = 8
-    per_device_eval_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    learning_rate: float = 5e-5
-    lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: dict | str | None = None
-    warmup_steps: float = 0
-    warmup_ratio: float = 0.0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
-    optim: str = "adamw_torch_fused"
-    optim_args: str | None = None
-    label_smoothing_factor: float = 0.0
-    neftune_noise_alpha: float | None = None
-    bf16: bool = False
-    fp16: bool = False
-    gradient_checkpointing: bool = False
-    gradient_checkpointing_kwargs: dict | str | None = None
-    logging_strategy: str = "steps"
-    logging_steps: float = 500
-    logging_first_step: bool = False
-    save_strategy: str = "steps"
-    save_steps: float = 500
-    save_total_limit: int | None = None
-    save_only_model: bool = False
-    async_save: bool = True
-    save_timeout: float = 1800.0
-    step_timeout: float | str | None = "auto"  # text second: HfArgumentParser reads that
-    save_on_signal: bool | None = None
-    signal_grace: float = 120.0
-    join_timeout: float | None = None
-    max_restarts: int = 0
-    stop_on_nan: int = 3
-    eval_strategy: str = "no"
-    eval_steps: float | None = None
-    eval_on_start: bool = False
-    eval_delay: float = 0
-    sample_prompts: list | str | None = None  # text second: HfArgumentParser reads that
-    sample_tokens: int = 64
-    load_best_model_at_end: bool = False
-    metric_for_best_model: str | None = None
-    greater_is_better: bool | None = None
-    resume_from_checkpoint: str | None = None  # or true; HfArgumentParser reads no union with bool
-    ignore_data_skip: bool = False
-    seed: int = 42
-    data_seed: int | None = None
-    report_to: list | str | None = "none"  # text second: HfArgumentParser reads that
-    run_name: str | None = None
-    dataloader_num_workers: int = 0
-    dataloader_drop_last: bool = False
-    train_sampling_strategy: str = "random"
-    length_column_name: str = "length"
-    remove_unused_columns: bool = True
-    label_names: list[str] | None = None
-    disable_tqdm: bool | None = None
-    log_format: str = "text"
-    prometheus_file: str | None = None
-    log_level: str = "passive"
-    device: str = "auto"
-    dtype: str = "float32"
-    zero_1: bool = False
-    reduce_dtype: str = "float32"
-    ddp_bucket_cap_mb: int | None = None
-    tensor_parallel_size: int = 1
-    sequence_parallel: bool = False
-    parallelize_embedding: bool = True
-    pipeline_parallel_size: int = 1
-    pipeline_schedule: str = "1f1b"
-    pipeline_layers: list[int] | None = None
-    pipeline_chunks: int = 1
-    compile_cache: str | None = None  # or true, or false
+    # Of a field that may be text and of another type, text comes second: HfArgumentParser reads the last but None.
+
+    # fmt: off
+    output_dir: Annotated[str, _FOLDER, Section("output and logs"), Help(
+        "folder of the run; all ranks must see it", "runs/first")] = "trainer_output"
+    run_name: Annotated[str | None, Help("name of the run for report_to", "first")] = None
+    logging_strategy: Annotated[str, one_of("no", "steps", "epoch"), Help("when to log", "epoch")] = "steps"
+    logging_steps: Annotated[float, INTERVAL, Help("steps between logs; below 1: a fraction of all steps", "10")] = 500
+    logging_first_step: Annotated[bool, Help("log the first step too", "true")] = False
+    log_format: Annotated[str, one_of("text", "json"), Help(
+        "format of the lines on stderr; json: one object per line", "json")] = "text"
+    log_level: Annotated[str, one_of(*LOG_LEVELS), Help(
+        "log level; passive: leave the loggers as they are", "info")] = "passive"
+    disable_tqdm: Annotated[bool | None, Help("show no progress bar", "true")] = None
+    report_to: Annotated[list | str | None, Help("loggers of transformers to report to", "tensorboard")] = "none"
+    prometheus_file: Annotated[str | None, Help(
+        "keep the newest metrics in this file, in Prometheus's text format", "/var/lib/node/run.prom",
+        more="Such as a .prom file in the folder of node_exporter's textfile collector.")] = None
+
+    remove_unused_columns: Annotated[bool, Section("data"), Help(
+        "drop columns of a Dataset that the model does not take (Python only)", "false")] = True
+    label_names: Annotated[list[str] | None, Help(
+        "model inputs that are labels", "[labels]", "those that the model's class names")] = None
+    dataloader_num_workers: Annotated[int, at_least(0), Help(
+        "worker processes that load batches; 0: load in the training process", "2")] = 0
+    dataloader_drop_last: Annotated[bool, Help("drop the last, smaller batch of an epoch", "true")] = False
+    train_sampling_strategy: Annotated[str, one_of("random", "sequential", GROUP_BY_LENGTH), Help(
+        "order of the samples; group_by_length: samples of similar length in the same step", "sequential",
+        more="Lengths are those of the column length_column_name, else of input_ids, or of the first input that the "
+        "tokenizer or processor names, for which every sample is read once at the start.")] = "random"
+    length_column_name: Annotated[str, Help(
+        "column of a Dataset that holds lengths (Python only)", "tokens")] = "length"
+
+    max_steps: Annotated[int, _STEPS, Section("length and batch"), Help(
+        "number of optimizer steps; -1: use num_train_epochs", "1000")] = -1
+    num_train_epochs: Annotated[float, FINITE, Help("passes over the data if max_steps is -1", "1")] = 3.0
+    per_device_train_batch_size: Annotated[int, at_least(1), Help("samples per device in one forward pass", "16")] = 8
+    gradient_accumulation_steps: Annotated[int, at_least(1), Help("micro-batches per optimizer step", "4")] = 1
+    per_device_eval_batch_size: Annotated[int, at_least(1), Help("samples per device in evaluations", "16")] = 8
+
+    learning_rate: Annotated[float, at_least(0), FINITE, Section("optimization"), Help(
+        "peak learning rate", "3e-4")] = 5e-5
+    lr_scheduler_type: Annotated[str, Help(
+        "learning rate schedule: linear, cosine, constant_with_warmup, …", "cosine")] = "linear"
+    lr_scheduler_kwargs: Annotated[dict | str | None, Help("options of the schedule", "{num_cycles: 2}")] = None
+    warmup_steps: Annotated[float, at_least(0), FINITE, Help(
+        "warmup steps; below 1: a fraction of all steps", "100")] = 0
+    warmup_ratio: Annotated[float, FRACTION, Help("warmup as a fraction of all steps", "0.1")] = 0.0
+    optim: Annotated[str, Help(
+        "adamw_torch, adamw_torch_fused, adamw_8bit, adafactor, muon or sgd", "adamw_torch")] = "adamw_torch_fused"
+    optim_args: Annotated[str | None, Help("options of the optimizer", '"momentum=0.9"')] = None
+    weight_decay: Annotated[float, at_least(0), FINITE, Help("decoupled weight decay", "0.1")] = 0.0
+    adam_beta1: Annotated[float, FRACTION, Help("AdamW's decay rate of the first moment", "0.9")] = 0.9
+    adam_beta2: Annotated[float, FRACTION, Help("AdamW's decay rate of the second moment", "0.95")] = 0.999
+    adam_epsilon: Annotated[float, at_least(0), Help("AdamW's epsilon", "1e-6")] = 1e-8
+    max_grad_norm: Annotated[float, at_least(0), Help("clip gradients to this L2 norm; 0: never", "0.5")] = 1.0
+    stop_on_nan: Annotated[int, at_least(0), Help(
+        "fail after this many consecutive steps with a non-finite loss or gradient; 0: never", "10",
+        more="At the next log, evaluation or save, before anything is saved; at the end of the run after one such "
+        "step. Steps that the loss scale of fp16 skips do not count.")] = 3
+    label_smoothing_factor: Annotated[float, FRACTION, Help("label smoothing", "0.1")] = 0.0
+    neftune_noise_alpha: Annotated[float | None, at_least(0), Help(
+        "scale of NEFTune noise on input embeddings in training", "5", "no noise")] = None
+    seed: Annotated[int, _SEED, Help("seed of new weights, dropout and the order of samples", "1")] = 42
+    data_seed: Annotated[int | None, _SEED, Help("seed of the order of samples", "2", "seed")] = None
+
+    bf16: Annotated[bool, Section("precision and memory"), Help(
+        "bfloat16 autocast over float32 parameters", "true")] = False
+    fp16: Annotated[bool, Help(
+        "float16 autocast over float32 parameters, with a dynamic loss scale", "true",
+        more="On GPUs and the CPU.")] = False
+    dtype: Annotated[str, one_of("float32", "bfloat16"), Help(
+        "type of the parameters; bfloat16: with float32 master weights in the optimizer", "bfloat16")] = "float32"
+    gradient_checkpointing: Annotated[bool, Help(
+        "recompute activations in the backward pass instead of storing them", "true")] = False
+    gradient_checkpointing_kwargs: Annotated[dict | str | None, Help(
+        "options of torch.utils.checkpoint", "{use_reentrant: true}",
+        more="use_reentrant (default: false), preserve_rng_state, determinism_check and debug. Lazy devices use "
+        "torch_xla's function, whatever use_reentrant says, and refuse the last two.")] = None
+
+    device: Annotated[str, _DEVICE, Section("device and parallelism"), Help("device to train on", "cpu")] = "auto"
+    zero_1: Annotated[bool, Help("shard optimizer states over the data parallel ranks (ZeRO-1)", "true")] = False
+    reduce_dtype: Annotated[str, one_of("float32", "bfloat16"), Help(
+        "type in which gradients are sent between ranks; bfloat16: half the bytes", "bfloat16",
+        more="Eager devices only. Sums are in float32 in either case.")] = "float32"
+    ddp_bucket_cap_mb: Annotated[int | None, at_least(1), Help(
+        "MiB of float32 gradients, with zero_1 also of parameters, that ranks send at a time", "8",
+        "24 between hosts, 32 between accelerators, 128 on lazy devices",
+        "A larger parameter is sent in one piece. Another size rounds the gradient's norm differently.")] = None
+    tensor_parallel_size: Annotated[int, at_least(1), Help(
+        "ranks that hold one replica of the model together", "4",
+        more="Neighbouring ranks, each with a shard; data parallelism uses the remaining factor of the world "
+        "size.")] = 1
+    sequence_parallel: Annotated[bool, Help(
+        "with tensor parallelism, also shard activations along the sequence", "true")] = False
+    parallelize_embedding: Annotated[bool, Help(
+        "with tensor parallelism, also shard embedding, head and loss along the vocabulary", "false")] = True
+    pipeline_parallel_size: Annotated[int, at_least(1), Help(
+        "ranks among which the layers are divided as pipeline stages", "2",
+        more="The micro-batches of gradient_accumulation_steps go through them.")] = 1
+    pipeline_schedule: Annotated[str, one_of("gpipe", "1f1b", "interleaved"), Help(
+        "order of the stages' passes; interleaved: several stages on each rank", "interleaved")] = "1f1b"
+    pipeline_layers: Annotated[list[int] | None, Help(
+        "number of layers of each stage", "[9, 9, 9, 5]", "balanced by cost, embedding, head and loss included")] = None
+    pipeline_chunks: Annotated[int, at_least(1), Help(
+        "stages on each rank, 2 or more with the interleaved schedule", "2")] = 1
+
+    eval_strategy: Annotated[str, one_of("no", "steps", "epoch"), Section("evaluation"), Help(
+        "when to evaluate", "steps")] = "no"
+    eval_steps: Annotated[float | None, INTERVAL, Help(
+        "steps between evaluations; below 1: a fraction of all steps", "100", "logging_steps")] = None
+    eval_on_start: Annotated[bool, Help("evaluate before the first step", "true")] = False
+    eval_delay: Annotated[float, at_least(0), Help(
+        "steps, or epochs with eval_strategy epoch, before the first evaluation", "1000")] = 0
+    sample_prompts: Annotated[list | str | None, Help(
+        "prompts that the model continues at each evaluation", '["def ", "class "]',
+        more="Greedily; the report shows the continuations. Needs a causal model that every rank holds "
+        "completely.")] = None
+    sample_tokens: Annotated[int, at_least(1), Help("tokens to generate for each prompt", "32")] = 64
+    metric_for_best_model: Annotated[str | None, Help(
+        "metric that decides which model is best", "loss", "loss, where a best model is asked for")] = None
+    greater_is_better: Annotated[bool | None, Help(
+        "whether greater values of that metric are better", "false", "unless it ends in loss")] = None
+    load_best_model_at_end: Annotated[bool, Help("end with the best model instead of the last", "true")] = False
+
+    save_strategy: Annotated[str, one_of("no", "steps", "epoch", "best"), Section("checkpoints"), Help(
+        "when to save", "epoch")] = "steps"
+    save_steps: Annotated[float, INTERVAL, Help("steps between saves; below 1: a fraction of all steps", "100")] = 500
+    save_total_limit: Annotated[int | None, at_least(1), Help(
+        "number of newest checkpoints to keep", "3", "all")] = None
+    save_only_model: Annotated[bool, Help(
+        "save only weights; such a checkpoint cannot be resumed from", "true")] = False
+    resume_from_checkpoint: Annotated[str | None, OR_BOOL, Help(
+        "checkpoint to resume from; true: the newest valid one", "true")] = None
+    ignore_data_skip: Annotated[bool, Help(
+        "resume at the beginning of the epoch instead of at the next batch", "true",
+        more="The run ends after as many steps as without this.")] = False
+    async_save: Annotated[bool, Help(
+        "write checkpoints while training continues", "false",
+        more="A callback that defines on_save is called once the checkpoint is complete on disk, so that it may read "
+        "it and add files to it; training waits for that.")] = True
+    save_timeout: Annotated[float, SECONDS, Help(
+        "timeout of each phase of a save or restore, and of a rank's heartbeat, in seconds", "600",
+        more="The run then ends with an error that names the late rank.")] = 1800.0
+    step_timeout: Annotated[float | str | None, _DEADLINE, Help(
+        "timeout of a step, in seconds; auto: 100 times the usual step, at least 300 s; off: none", "1800",
+        more="Also of anything else that training does but a save; with auto, of steps and data alone, for which the "
+        "longest wait for data counts as well. The error names the rank that the others wait for. A tenth of it is "
+        "only reported.")] = "auto"
+    save_on_signal: Annotated[bool | None, Help(
+        "on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, save after the current step and exit with code 75", "false",
+        "true, unless nothing is saved that can be resumed from",
+        "A second SIGINT ends the run at once.")] = None
+    signal_grace: Annotated[float, SECONDS, Help(
+        "seconds between the signal and the end of the run", "30",
+        more="A save that does not fit is not begun.")] = 120.0
+    join_timeout: Annotated[float | None, SECONDS, Help(
+        "timeout of the ranks' rendezvous, in seconds", "120", "STEPMARK_JOIN_TIMEOUT, or 600")] = None
+    max_restarts: Annotated[int, at_least(0), Help(
+        "with --nproc, restart failed ranks; give up after this many restarts in a row without progress", "3",
+        more="From the newest complete checkpoint. Progress is a step beyond the one that failed.")] = 0
+    compile_cache: Annotated[str | None, OR_BOOL, _FOLDER, Help(
+        "folder of compiled graphs on lazy devices, for Neuron also an s3:// URL; false: none", "s3://bucket/graphs",
+        "true, the one beside the token cache; on XLA's CPU client, false",
+        "XLA's CPU client cannot read compiled graphs back.")] = None
+    # fmt: on
 
     def __post_init__(self) -> None:
-        given = self._values()
-        own = {name: given[name] for name in field_names(TrainingFields)}  # not those of a subclass
-        for name, value in convert_all(TrainingFields, own).items():
-            setattr(self, name, value)
-        for name in BOOL_TOO:
-            setattr(self, name, _bool_or_path(getattr(self, name)))
-        if not self.output_dir.strip():
-            raise UsageError("output_dir: is empty; name the folder that the run writes to")
+        check_fields(self, TrainingFields, self._values())
         self.output_dir = os.path.abspath(self.output_dir)
-        if isinstance(self.compile_cache, str) and not self.compile_cache.strip():
-            raise UsageError("compile_cache: is empty; name a folder, or set it to true or false")
         if self.prometheus_file is not None:
             self.prometheus_file = os.path.abspath(self.prometheus_file)
-        _check_ranges(self)
-        _check_agreement(self)
+        check_options(self.optim, self.optimizer_options)
+        check_reduce_dtype(self.reduce_dtype, lazy="xla" if self.device_name == "xla" else None)
+        refuse(_contradictions(self))
         if self.metric_for_best_model is None and self._follows_metric():
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
@@ -267,209 +301,111 @@ class TrainingFields(metaclass=AcceptingDefaults):
         return json.dumps(self._values(), indent=2)
 
 
-def _bool_or_path(value: Any) -> Any:
-    """A path, or true or false, also as text, which a flag of a script gives."""
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+def check_reduce_dtype(name: str, *, lazy: str | None = None) -> None:
+    """Raises UsageError for a type in which gradients cannot be sent, or not by `lazy`, a lazy device's name."""
+    fields_of(TrainingFields)["reduce_dtype"].checked(name)
+    if lazy is not None and name != "float32":
+        raise UsageError(
+            f"reduce_dtype: {lazy} adds gradients in the type in which they are sent, so {name} would lose what "
+            "float32 sums keep; leave it out"
+        )
 
 
-def _check_ranges(args: TrainingFields) -> None:
-    at_least = {
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 0,
-        "warmup_steps": 0,
-        "weight_decay": 0,
-        "max_grad_norm": 0,
-        "dataloader_num_workers": 0,
-        "adam_epsilon": 0,
-        "neftune_noise_alpha": 0,
-        "eval_delay": 0,
-        "seed": 0,
-        "data_seed": 0,
-        "max_restarts": 0,
-        "stop_on_nan": 0,
-        "save_total_limit": 1,
-        "ddp_bucket_cap_mb": 1,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "pipeline_chunks": 1,
-    }
-    for name, least in at_least.items():
-        value = getattr(args, name)
-        if value is not None and not value >= least:
-            raise UsageError(f"{name}: should be at least {least}, and is {value}")
-    if args.max_steps < 1 and args.max_steps != -1:
-        raise UsageError(f"max_steps: should be at least 1, or -1 for num_train_epochs epochs, and is {args.max_steps}")
-    for name in ("save_timeout", "signal_grace", "join_timeout"):
-        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
-            raise UsageError(f"{name}: should be a number of seconds above 0, and is {getattr(args, name)}")
-    seconds = args.step_timeout
-    if not (0 < seconds < math.inf if isinstance(seconds, float) else seconds in ("auto", "off")):
-        raise UsageError(f"step_timeout: should be auto, off, or a number of seconds above 0, and is {seconds!r}")
-    for name in ("learning_rate", "weight_decay", "warmup_steps", "num_train_epochs"):
-        if not math.isfinite(getattr(args, name)):
-            raise UsageError(f"{name}: should be a finite number, and is {getattr(args, name)}")
-    for name in ("seed", "data_seed"):
-        if (getattr(args, name) or 0) >= 2**63:
-            raise UsageError(f"{name}: should be below 2**63, and is {getattr(args, name)}")
-    for name in ("logging_steps", "save_steps", "eval_steps"):
-        value = getattr(args, name)
-        if value is not None and not (0 < value < 1 or (value >= 1 and value % 1 == 0)):
-            raise UsageError(f"{name}: should be a whole number of steps, or a fraction below 1, and is {value}")
-    for name in ("warmup_ratio", "label_smoothing_factor", "adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(args, name) < 1:
-            raise UsageError(f"{name}: should be from 0 to below 1, and is {getattr(args, name)}")
-    choices = {
-        "logging_strategy": STRATEGIES,
-        "eval_strategy": STRATEGIES,
-        "save_strategy": (*STRATEGIES, "best"),
-        "dtype": ("float32", "bfloat16"),
-        "log_level": LOG_LEVELS,
-        "log_format": ("text", "json"),
-        "pipeline_schedule": PIPELINE_SCHEDULES,
-        "train_sampling_strategy": SAMPLING_STRATEGIES,
-    }
-    for name, accepted in choices.items():
-        if getattr(args, name) not in accepted:
-            raise UsageError(f"{name}: {getattr(args, name)!r} is unknown; choose one of {', '.join(accepted)}")
-
-
-def _check_agreement(args: TrainingFields) -> None:
+def _contradictions(args: TrainingFields) -> Iterator[str]:
+    """What two fields cannot both ask for."""
     if args.max_steps == -1 and args.num_train_epochs <= 0:
-        raise UsageError(
-            f"num_train_epochs: should be above 0 where max_steps does not give the length of the run, and is "
-            f"{args.num_train_epochs:g}"
-        )
+        yield f"num_train_epochs: should be above 0 if max_steps is -1, and is {args.num_train_epochs:g}"
     if args.bf16 and args.dtype == "bfloat16":
-        raise UsageError(
-            "bf16 and dtype: bf16 is autocast over float32 parameters, and dtype asks for bfloat16 ones; set one of "
-            "them"
-        )
+        yield "bf16 and dtype: bf16 is autocast over float32 parameters, which dtype makes bfloat16; set one of them"
     if args.fp16 and (args.bf16 or args.dtype == "bfloat16"):
-        raise UsageError(
-            f"fp16 and {'bf16' if args.bf16 else 'dtype'}: matrix products are in float16 or in bfloat16; set one of "
-            "them"
-        )
-    check_options(args.optim, args.optimizer_options)
-    check_reduce_dtype(args.reduce_dtype, lazy="xla" if args.device_name == "xla" else None)
-    check_checkpointing(args.checkpointing_options, args.pipeline_parallel_size)
+        other = "bf16" if args.bf16 else "dtype"
+        yield f"fp16 and {other}: matrix products are in float16 or in bfloat16; set one of them"
     if args.save_on_signal and args.save_only_model:
-        raise UsageError(
-            "save_on_signal and save_only_model: a checkpoint of the model alone cannot be resumed from; set one of "
-            "them"
-        )
-    for name, default in (("sequence_parallel", False), ("parallelize_embedding", True)):
-        if args.tensor_parallel_size == 1 and getattr(args, name) != default:
-            raise UsageError(
-                f"{name} and tensor_parallel_size: {name} applies to a model that several ranks hold together; set "
-                "tensor_parallel_size to 2 or more, or leave it out"
-            )
-    _check_pipeline(args)
-    _check_sharded(args)
-    _check_samples(args)
+        yield "save_on_signal and save_only_model: weights alone cannot be resumed from; set one of them"
     if args.warmup_steps and args.warmup_ratio:
-        raise UsageError("warmup_steps and warmup_ratio: both give the length of the warm-up; set one of them")
-    if args.eval_strategy == "no":
-        for name in ("load_best_model_at_end", "eval_on_start"):
-            if getattr(args, name):
-                raise UsageError(
-                    f"{name} and eval_strategy: {name} needs evaluations; set eval_strategy to steps or epoch"
-                )
-        if args.save_strategy == "best":
-            raise UsageError("save_strategy and eval_strategy: evaluations find the best model; set eval_strategy")
-        if args.lr_scheduler_type in METRIC_SCHEDULES:
-            raise UsageError(
-                f"lr_scheduler_type and eval_strategy: {args.lr_scheduler_type} follows evaluations; set eval_strategy"
-            )
-    if args.load_best_model_at_end and args.save_strategy != "best":
-        _check_best_is_saved(args)
-
-
-def _check_sharded(args: TrainingFields) -> None:
-    """What needs a complete model on every rank."""
+        yield "warmup_steps and warmup_ratio: both give the length of the warmup; set one of them"
+    yield from _changed_without(args, "tensor_parallel_size", ("sequence_parallel", "parallelize_embedding"))
+    yield from _changed_without(
+        args, "pipeline_parallel_size", ("pipeline_schedule", "pipeline_layers", "pipeline_chunks")
+    )
+    if args.checkpointing_options and args.pipeline_parallel_size > 1:
+        yield (
+            "gradient_checkpointing_kwargs and pipeline_parallel_size: a stage recomputes its complete forward pass, "
+            "without torch.utils.checkpoint; set one of them"
+        )
+    if args.pipeline_parallel_size > 1:
+        yield from _pipeline_contradictions(args)
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if args.neftune_noise_alpha is not None and getattr(args, name) > 1:
-            raise UsageError(
-                f"neftune_noise_alpha and {name}: ranks that hold the model together would add different noise; leave "
-                "one of them out"
-            )
-
-
-def _check_samples(args: TrainingFields) -> None:
-    prompts = args.sample_prompts
-    if args.sample_tokens < 1:
-        raise UsageError(f"sample_tokens: should be at least 1, and is {args.sample_tokens}")
-    if prompts is None:
-        return
-    listed = [prompts] if isinstance(prompts, str) else prompts
-    if not listed or not all(isinstance(prompt, str) and prompt for prompt in listed):
-        raise UsageError(f"sample_prompts: should be one or more texts, and is {prompts!r}")
+            yield f"neftune_noise_alpha and {name}: ranks of one replica would add different noise; set one of them"
+        if args.sample_prompts is not None and getattr(args, name) > 1:
+            yield f"sample_prompts and {name}: prompts need a complete model on every rank; set one of them"
+    prompts = [args.sample_prompts] if isinstance(args.sample_prompts, str) else args.sample_prompts
+    if prompts is not None and not (prompts and all(isinstance(prompt, str) and prompt for prompt in prompts)):
+        yield f"sample_prompts: should be one or more texts, and is {args.sample_prompts!r}"
     if args.eval_strategy == "no":
-        raise UsageError("sample_prompts and eval_strategy: they are continued at evaluations; set eval_strategy")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(args, name) > 1:
-            raise UsageError(
-                f"sample_prompts and {name}: the model that continues them has to be complete on a rank; leave one of "
-                "them out"
-            )
+        yield from _needs_evaluations(args)
+    if args.load_best_model_at_end and args.save_strategy != "best":
+        yield from _best_is_not_saved(args)
 
 
-def _check_pipeline(args: TrainingFields) -> None:
+def _changed_without(args: TrainingFields, size: str, names: tuple[str, ...]) -> Iterator[str]:
+    """Fields that mean nothing on one rank."""
+    for name in names:
+        if getattr(args, size) == 1 and getattr(args, name) != getattr(TrainingFields, name):
+            yield f"{name} and {size}: set {size} to 2 or more, or leave {name} out"
+
+
+def _needs_evaluations(args: TrainingFields) -> Iterator[str]:
+    for name in ("load_best_model_at_end", "eval_on_start", "sample_prompts"):
+        if getattr(args, name):
+            yield f"{name} and eval_strategy: {name} needs evaluations; set eval_strategy to steps or epoch"
+    if args.save_strategy == "best":
+        yield "save_strategy and eval_strategy: evaluations find the best model; set eval_strategy"
+    if args.lr_scheduler_type in METRIC_SCHEDULES:
+        yield f"lr_scheduler_type and eval_strategy: {args.lr_scheduler_type} follows evaluations; set eval_strategy"
+
+
+def _pipeline_contradictions(args: TrainingFields) -> Iterator[str]:
     ranks, chunks, interleaved = args.pipeline_parallel_size, args.pipeline_chunks, "interleaved"
-    if ranks == 1:
-        for name, default in (("pipeline_schedule", "1f1b"), ("pipeline_layers", None), ("pipeline_chunks", 1)):
-            if getattr(args, name) != default:
-                raise UsageError(
-                    f"{name} and pipeline_parallel_size: {name} applies to a model that is cut into stages; set "
-                    "pipeline_parallel_size to 2 or more, or leave it out"
-                )
-        return
     if (chunks > 1) != (args.pipeline_schedule == interleaved):
-        raise UsageError(
-            f"pipeline_schedule and pipeline_chunks: interleaved runs several stages on a rank, the other schedules "
-            f"one, but they are {args.pipeline_schedule} and {chunks}; set pipeline_chunks to 2 or more for "
-            "interleaved, and to 1 otherwise"
+        yield (
+            f"pipeline_schedule and pipeline_chunks: are {args.pipeline_schedule} and {chunks}; set pipeline_chunks to "
+            "2 or more for interleaved, and to 1 for other schedules"
         )
-    micro_batches = args.gradient_accumulation_steps
+    both, micro_batches = "gradient_accumulation_steps and pipeline_parallel_size", args.gradient_accumulation_steps
     if micro_batches < ranks:
-        raise UsageError(
-            f"gradient_accumulation_steps and pipeline_parallel_size: {micro_batches} micro-batches are fewer than "
-            f"{ranks} pipeline ranks, some of which would always wait; set gradient_accumulation_steps to {ranks} or "
-            "more"
+        yield (
+            f"{both}: {micro_batches} micro-batches are fewer than {ranks} pipeline ranks, some of which would always "
+            f"wait; set gradient_accumulation_steps to {ranks} or more"
         )
     if args.pipeline_schedule == interleaved and micro_batches % ranks:
-        raise UsageError(
-            f"gradient_accumulation_steps and pipeline_parallel_size: the interleaved schedule needs a multiple of "
-            f"{ranks} micro-batches, and there are {micro_batches}; set it to {-(-micro_batches // ranks) * ranks}, or "
-            "pipeline_schedule to 1f1b"
+        yield (
+            f"{both}: the interleaved schedule needs a multiple of {ranks} micro-batches, and there are "
+            f"{micro_batches}; set it to {-(-micro_batches // ranks) * ranks}, or pipeline_schedule to 1f1b"
         )
     sizes = args.pipeline_layers
-    whole = sizes is not None and all(isinstance(size, int) and size >= 1 for size in sizes)
+    whole = sizes is None or all(isinstance(size, int) and size >= 1 for size in sizes)
     if sizes is not None and (len(sizes) != ranks * chunks or not whole):
-        raise UsageError(
+        yield (
             f"pipeline_layers: {list(sizes)} should have {ranks * chunks} numbers of 1 or more, one for each stage "
             "(pipeline_parallel_size times pipeline_chunks)"
         )
 
 
-def _check_best_is_saved(args: TrainingFields) -> None:
+def _best_is_not_saved(args: TrainingFields) -> Iterator[str]:
     if args.save_strategy != args.eval_strategy:
-        raise UsageError(
+        yield (
             f"load_best_model_at_end: every evaluated model has to be saved, but save_strategy is {args.save_strategy} "
             f"and eval_strategy is {args.eval_strategy}; make them equal, or set save_strategy to best"
         )
-    evaluated = args.eval_steps or args.logging_steps
-    if args.save_strategy == "steps" and not _is_multiple(args.save_steps, evaluated):
-        raise UsageError(
-            f"load_best_model_at_end: save_steps ({args.save_steps:g}) has to be a multiple of eval_steps "
-            f"({evaluated:g}), both whole numbers or both fractions, so that what is saved was evaluated"
+    save, evaluate = args.save_steps, args.eval_steps or args.logging_steps
+    same_unit = (save < 1) == (evaluate < 1)  # steps, or fractions of the run; 0.3 is a multiple of 0.1
+    if args.save_strategy == "steps" and not (same_unit and abs(save / evaluate - round(save / evaluate)) < 1e-9):
+        yield (
+            f"load_best_model_at_end: save_steps ({save:g}) has to be a multiple of eval_steps ({evaluate:g}), both "
+            "whole numbers or both fractions, so that what is saved was evaluated"
         )
-
-
-def _is_multiple(value: float, of: float) -> bool:
-    """Whether an interval, in steps or as a fraction of the run, is a multiple of another; 0.3 is one of 0.1."""
-    return (value < 1) == (of < 1) and abs(value / of - round(value / of)) < 1e-9
 
 
 def set_log_level(args: TrainingFields) -> None:

@@ -3,48 +3,75 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from stepmark.config.absent_arguments import INSTEAD, transformers_class, transformers_defaults
-from stepmark.config.coercion import field_names
-from stepmark.config.unknown_field_message import unknown_field
+from stepmark.config.fields import field_names
+from stepmark.config.quiet_libraries import quiet_libraries
+from stepmark.config.refusals import refusals, unknown_field
 from stepmark.errors import UsageError
 
-# Arguments that ask for what is done in any case: whether a value is such a one, and what is done.
-DONE_ANYWAY: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "eval_accumulation_steps": (lambda value: value is not None, "predictions leave the device after each batch"),
-    "ddp_find_unused_parameters": (lambda value: True, "parameters without a gradient are allowed"),
-    "ddp_static_graph": (lambda value: True, "the order of gradients need not be declared"),
-    "ddp_backend": (lambda value: value in ("gloo", "nccl", "xla"), "the backend is that of the device"),
-    "logging_nan_inf_filter": (lambda value: value is False, "losses are logged as they are"),
-    "dataloader_pin_memory": (lambda value: value is False, "memory is not pinned"),
-    "dataloader_persistent_workers": (lambda value: value is True, "workers live for an epoch"),
-    "dataloader_prefetch_factor": (lambda value: _is_count(value), "batches are prefetched"),
-    "torch_empty_cache_steps": (lambda value: _is_count(value), "the cache is left alone"),
-    "include_num_input_tokens_seen": (lambda value: value in ("no", False), "as HfArgumentParser reads `no`"),
-    "eval_use_gather_object": (lambda value: True, "predictions are gathered as objects"),
-}
 
+def _is_count(value: Any) -> bool:
+    """Whether a value is None or a positive whole number."""
+    return value is None or (type(value) is int and value > 0)
+
+
+def _always(value: Any) -> bool:
+    return True
+
+
+# Arguments that may ask for what is done in any case, and which of their values do.
+DONE_ANYWAY: dict[str, Callable[[Any], bool]] = {
+    "eval_accumulation_steps": lambda value: value is not None,  # predictions leave the device after each batch
+    "ddp_find_unused_parameters": _always,  # parameters without a gradient are allowed
+    "ddp_static_graph": _always,  # the order of gradients need not be declared
+    "ddp_backend": lambda value: value in ("gloo", "nccl", "xla"),  # the backend is that of the device
+    "logging_nan_inf_filter": lambda value: value is False,
+    "dataloader_pin_memory": lambda value: value is False,
+    "dataloader_persistent_workers": lambda value: value is True,  # workers live for an epoch
+    "dataloader_prefetch_factor": _is_count,
+    "torch_empty_cache_steps": _is_count,
+    "include_num_input_tokens_seen": lambda value: value in ("no", False),  # as HfArgumentParser reads `no`
+    "eval_use_gather_object": _always,
+}
 
 LATE = "_late"  # the attribute with fields that HfArgumentParser leaves alone, for `__post_init__`
 _ABSENT: dict[str, dataclasses.Field[Any]] = {}  # fields that `options_of_transformers` has made
 
-# Switches of transformers that are a value of another field here.
-SWITCHES: dict[str, tuple[str, Any]] = {"use_cpu": ("device", "cpu"), "enable_jit_checkpoint": ("save_on_signal", True)}
-
-# Newer names of transformers, which has both.
-ALIASES = {
-    "activation_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+# Other names of transformers: our field, the value that a switch means, and our field's default.
+RENAMED: dict[str, tuple[str, Any, Any]] = {
+    "use_cpu": ("device", "cpu", "auto"),
+    "enable_jit_checkpoint": ("save_on_signal", True, None),
+    "activation_checkpointing": ("gradient_checkpointing", None, False),
+    "activation_checkpointing_kwargs": ("gradient_checkpointing_kwargs", None, None),
 }
+
+
+@functools.cache
+def transformers_class() -> Any:
+    """transformers' TrainingArguments, also where a program puts another class in its place later."""
+    quiet_libraries()
+    from transformers import TrainingArguments
+
+    return TrainingArguments
+
+
+@functools.cache
+def transformers_defaults() -> dict[str, Any]:
+    """The defaults of transformers' TrainingArguments by name. Imports transformers, which takes seconds."""
+    fields = [field for field in dataclasses.fields(transformers_class()) if field.init]
+    missing = dataclasses.MISSING
+    made = {field.name: field.default_factory() for field in fields if field.default_factory is not missing}
+    return {field.name: None if field.default is missing else field.default for field in fields} | made
 
 
 class AcceptingDefaults(type):
     """Makes dataclasses, subclasses of them included, whose constructor ignores arguments that it lacks, if they have
     the value that they have in transformers by default, or ask for what is done anyway (`DONE_ANYWAY`). Any other value
-    is a UsageError that names the argument. `SWITCHES` and `ALIASES` set other fields. What was ignored can be read
+    is a UsageError that names the argument. `RENAMED` ones set other fields. What was ignored can be read
     where the class has the fields of `options_of_transformers`. The constructor also takes fields that are declared
     with `init=False`, so that `HfArgumentParser` makes no options of them."""
 
@@ -54,8 +81,7 @@ class AcceptingDefaults(type):
         known = known_fields(cls)
         made: Any = cls.__new__(cls, *args, **options)  # type: ignore[arg-type]
         vars(made)[LATE] = late
-        named = _without_aliases(_without_switches(options, known))
-        used = without_defaults(named, known)
+        used = without_defaults(_renamed(options, known), known)
         vars(made).update({name: value for name, value in options.items() if is_absent(cls, name)})
         made.__init__(*args, **used)
         return made
@@ -67,7 +93,7 @@ def options_of_transformers(base: type) -> type:
     """
     hints = typing.get_type_hints(transformers_class())
     fields = [
-        (name, hints[name], dataclasses.field(default=value, metadata={"help": INSTEAD.get(name, "")}))
+        (name, hints[name], dataclasses.field(default=value, metadata={"help": refusals("transformers").get(name, "")}))
         for name, value in transformers_defaults().items()
         if name not in field_names(base) and not isinstance(value, (list, dict))
     ]
@@ -90,40 +116,29 @@ def set_absent(args: Any, name: str, value: Any) -> None:
     """Sets such a field. Raises UsageError unless `value` is its default, or asks for what is done anyway."""
     if LATE in vars(args) and _equal(value, transformers_defaults()[name]):
         return  # the constructor's default, after what it was given
-    if name in ALIASES:
-        setattr(args, ALIASES[name], value)
+    own, meaning, _ = RENAMED.get(name, ("", None, None))
+    if own and meaning is None:
+        setattr(args, own, value)
         return
-    if name in SWITCHES and value != getattr(args, name):
-        if not value:
-            raise UsageError(f"{name}: is set as {SWITCHES[name][0]}; set that")
-        setattr(args, *SWITCHES[name])
-    elif name not in SWITCHES:
+    if not own:
         without_defaults({name: value}, ())
+    elif value != getattr(args, name):
+        if not value:
+            raise UsageError(f"{name}: is set as {own}; set that")
+        setattr(args, own, meaning)
     vars(args)[name] = value
 
 
-def _without_switches(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The options with the fields that `SWITCHES` stand for. Raises UsageError where two contradict each other."""
+def _renamed(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The options by the names that they have here. Raises UsageError where two contradict each other."""
     result = dict(options)
-    for switch, (name, value) in SWITCHES.items():
-        if switch in known or not result.get(switch):
+    for name, (own, meaning, default) in RENAMED.items():
+        given = None if name in known else result.pop(name, None)
+        if not given:
             continue
-        del result[switch]
-        if getattr(result.get(name), "type", result.get(name)) not in (None, "auto", value):
-            raise UsageError(f"{switch}, {name}: {switch} means {name}: {value}, not {result[name]}; leave one out")
-        result[name] = value
-    return result
-
-
-def _without_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by the names that they have here. Raises UsageError where two names have different values."""
-    result = {name: value for name, value in options.items() if name not in ALIASES}
-    for name, own in ALIASES.items():
-        value = options.get(name)
-        if not value:
-            continue
-        if result.get(own) not in (None, False, value):
-            raise UsageError(f"{name}, {own}: they are the same, and are {value} and {result[own]}; leave one out")
+        value = given if meaning is None else meaning
+        if getattr(result.get(own), "type", result.get(own)) not in (None, default, value):
+            raise UsageError(f"{name}, {own}: {name} means {own}: {value}, not {result[own]}; leave one out")
         result[own] = value
     return result
 
@@ -135,23 +150,14 @@ def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict
         UsageError: Others are not transformers fields, or neither have their default value nor ask for what is done
             anyway. All are named.
     """
-    others = {name: value for name, value in options.items() if name not in known and not is_done(name, value)}
+    done = [name for name, value in options.items() if name in DONE_ANYWAY and DONE_ANYWAY[name](value)]
+    others = {name: value for name, value in options.items() if name not in (*known, *done)}
     if others:
         defaults = transformers_defaults()
         refused = [name for name, value in others.items() if name not in defaults or not _equal(value, defaults[name])]
         if refused:
             raise UsageError("; ".join(unknown_field(name, known) for name in refused))
     return {name: value for name, value in options.items() if name in known}
-
-
-def _is_count(value: Any) -> bool:
-    """Whether a value is None or a positive whole number."""
-    return value is None or (type(value) is int and value > 0)
-
-
-def is_done(name: str, value: Any) -> bool:
-    """Whether an argument asks for what is done anyway."""
-    return name in DONE_ANYWAY and DONE_ANYWAY[name][0](value)
 
 
 def _equal(value: Any, default: Any) -> bool:

@@ -32,7 +32,7 @@ def configuration_table(histories: Sequence[History]) -> str:
     """One run: what its recipe sets, folded. Several: one row for each field or fact that is not the same in all."""
     if len(histories) == 1:
         return _of_one(histories[0])
-    defaults = {name: default for name, (_, default) in all_fields().items()}
+    defaults = {name: field.default for name, field in all_fields().items()}
     given = [{**_facts(history), **read_configuration(history.folder)} for history in histories]
     fields = [name for name in dict.fromkeys(name for each in given for name in each) if name not in OF_THE_FOLDER]
     rows = []

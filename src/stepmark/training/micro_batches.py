@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.liveness.progress import PASSES, entering
-from stepmark.parallel.gradients.protocols import GradientReducer
+from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.config.reduce_dtypes import check_reduce_dtype
+from stepmark.config.training_fields import check_reduce_dtype
 from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.parallel.gradients.arithmetic import scale_to
-from stepmark.parallel.gradients.protocols import ReducedGradients
+from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.optimizer.arrivals import of_known_libraries
 from stepmark.parallel.optimizer.protocols import StepOptimizer
 from stepmark.parallel.parallelize import check_not_added_to

@@ -209,7 +209,7 @@ A, B = {"train_file": "a.txt", "weight": 1}, {"train_file": "b.jsonl", "weight":
         ((B, {**B, "messages_column": "m"}), {}, "source 2: samples are texts or conversations"),
         ((A, B), {"train_file": "c.txt"}, "train_file and dataset_mixture: each source has its own"),
         ((A, B), {"max_train_samples": 5}, "max_train_samples and dataset_mixture: each source has its own"),
-        ((A, B), {"block_size": 1}, "block_size must be at least 2"),
+        ((A, B), {"block_size": 1}, "block_size: should be at least 2"),
     ],
 )
 def test_bad_mixtures_are_one_line_that_names_the_source(

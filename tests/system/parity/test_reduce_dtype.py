@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stepmark import TrainingArguments
-from stepmark.config.reduce_dtypes import check_reduce_dtype
+from stepmark.config.training_fields import check_reduce_dtype
 from stepmark.errors import UsageError
 from tests.support.programs import logged
 from tests.support.ranks import Ranks

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
+from stepmark.config.refusals import refusals
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
-from stepmark.trainer.compat.overrides import CALLED, INSTEAD
+from stepmark.trainer.compat.overrides import CALLED
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 from tests.trainer.compat.test_strategies import steps
@@ -761,7 +762,7 @@ def test_what_save_model_writes_is_in_checkpoints(tmp_path: Path) -> None:
 # What is never called
 
 
-@pytest.mark.parametrize("name", sorted(INSTEAD))
+@pytest.mark.parametrize("name", sorted(refusals("hook")))
 def test_a_method_that_would_never_be_called_is_rejected(name: str) -> None:
     with pytest.raises(UsageError, match=rf"^Mine: {name} is never called by stepmark's Trainer; override ."):
         type("Mine", (Trainer,), {name: lambda self: None})
@@ -777,7 +778,7 @@ def test_a_method_of_a_mixin_is_rejected_too() -> None:
 
 def test_every_method_of_transformers_is_called_or_rejected() -> None:
     theirs = {name for name, value in vars(transformers.Trainer).items() if callable(value) and name != "__init__"}
-    assert theirs - {*CALLED, *INSTEAD} == CALLED_BY_PROGRAMS
+    assert theirs - {*CALLED, *refusals("hook")} == CALLED_BY_PROGRAMS
     assert all(hasattr(Trainer, name) for name in CALLED)
 
 

@@ -1,24 +1,25 @@
 """Reads pickles of other tools without running any code of theirs.
 
-A small stack machine over the opcodes of `pickletools`. Nothing is imported and nothing is called by name: a class or
-function of a pickle is a `Global`, which is accepted if its name is in a table here, and stays a name. Objects become
-`PickledObject`s with their attributes, tensors `PickledTensor`s that say where their elements are. Every opcode takes
-time and memory in proportion to its bytes, so a malicious file can take no more of either than its size warrants.
+The stack machine is Python's own, in Python: `pickle._Unpickler`, with the opcodes that checkpoints have. Nothing is
+imported: a class or function of a pickle is a `Global`, which is accepted if its name is in a table here, and stays a
+name. Objects become `PickledObject`s with their attributes, tensors `PickledTensor`s that say where their elements are.
+Every opcode takes time and memory in proportion to its bytes. The machine in C cannot promise that: it hashes whatever
+a file has as a key, of which some take forever and others end the process, and allocates what a file says.
 """
 
 from __future__ import annotations
 
-import pickletools
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from struct import unpack
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from stepmark.checkpoint.format.dtypes import DTYPES
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.sharding.layout import Shape
 
 _SIZED = frozenset({str, bytes, list, tuple, dict, set, frozenset})
-_LARGEST_INTEGER = 1 << 1024
 _LARGEST_KEY = 1 << 60  # Python's hashes of larger integers collide, by which a dict can be made very slow
 _KEY_DEPTH = 3
 
@@ -115,7 +116,7 @@ Persistent = Callable[[Any], PickledStorage]
 
 
 def read_pickle(file: BinaryIO, persistent: Persistent | None = None) -> Any:
-    """The value of the pickle at the file's position; the file is left behind its end.
+    """The value of the pickle at the file's position.
 
     Args:
         file: A file whose `read` returns no more than there is, whatever it is asked for.
@@ -129,186 +130,113 @@ def read_pickle(file: BinaryIO, persistent: Persistent | None = None) -> Any:
         CheckpointError: It contains a class or function that no known format has.
     """
     try:
-        return _Machine(persistent).run(file)
+        return _Machine(file, persistent).run()
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:  # pickletools and the opcodes raise many types
+    except Exception as error:  # the opcodes raise many types
         raise CheckpointDamaged(f"its pickle is malformed: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-class _Machine:
-    def __init__(self, persistent: Persistent | None) -> None:
+class _Machine(pickle._Unpickler):
+    if TYPE_CHECKING:  # the parts of Python's own unpickler in Python
+        stack: list[Any]
+        metastack: list[list[Any]]
+        memo: dict[int, Any]
+        append: Callable[[Any], None]
+        read: Callable[[int], bytes]
+        readline: Callable[[], bytes]
+        dispatch: ClassVar[dict[int, Callable[[Any], None]]]
+
+        def pop_mark(self) -> list[Any]: ...
+
+    def __init__(self, file: BinaryIO, persistent: Persistent | None) -> None:
+        super().__init__(file)
+        self._tell = file.tell
+        self.read, self.readline = file.read, file.readline
         self._persistent = persistent
-        self._stack: list[Any] = []
-        self._marks: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-        self._position = 0
         self._copied = 0
 
-    def run(self, file: BinaryIO) -> Any:
-        actions = _ACTIONS
-        for opcode, argument, position in pickletools.genops(file):
-            self._position = position or 0
-            name = opcode.name
-            if name in _PUSHED:
-                self._stack.append(_checked(argument))
-            elif name == "STOP":
-                return self._stack.pop()
-            else:
-                action = actions.get(name)
-                if action is None:
-                    raise CheckpointError(f"its pickle has the opcode {name}, which no known format uses")
-                action(self, argument)
-        raise ValueError("no end")
+    def run(self) -> Any:
+        """As `load` does, without its way through frames."""
+        self.stack, self.metastack, self.memo = [], [], {}
+        self.append = self.stack.append
+        read, opcodes = self.read, _OPCODES
+        try:
+            while key := read(1):
+                opcode = opcodes.get(key[0])
+                if opcode is None:
+                    raise CheckpointError(f"its pickle has the opcode {key!r}, which no known format uses")
+                opcode(self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
+        raise EOFError("no end")
 
     def _charge(self, values: Any) -> None:
         """Counts what a call may copy, which has to stay in proportion to the bytes read so far."""
         for value in (values, *values) if type(values) is tuple else ():
             self._copied += len(value) if type(value) in _SIZED else 1
-        if self._copied > 16 * self._position + 4096:
+        if self._copied > 16 * self._tell() + 4096:
             raise ValueError("it copies the same values again and again")
 
-    def _above_mark(self) -> list[Any]:
-        items = self._stack
-        self._stack = self._marks.pop()
-        return items
+    def find_class(self, module: str, name: str) -> Any:
+        return _known(f"{module}.{name}")
 
-    # Opcodes
+    def persistent_load(self, identity: Any) -> PickledStorage:
+        if self._persistent is None:
+            raise CheckpointError("its pickle refers to data outside itself; this is not a file of a known format")
+        return self._persistent(identity)
 
-    def mark(self, _: Any) -> None:
-        self._marks.append(self._stack)
-        self._stack = []
+    # Opcodes of which Python's own hash, call or allocate what the file says
 
-    def pop(self, _: Any) -> None:
-        if self._stack:
-            self._stack.pop()
-        else:
-            self._above_mark()
+    def frame(self) -> None:
+        self.read(8)
 
-    def pop_mark(self, _: Any) -> None:
-        self._above_mark()
+    def long(self) -> None:
+        (size,) = self.read(1)
+        value = int.from_bytes(self.read(size), "little", signed=True)
+        if value.bit_length() > 1024:
+            raise ValueError("an integer of more than 1024 bits")
+        self.append(value)
 
-    def dup(self, _: Any) -> None:
-        self._stack.append(self._stack[-1])
+    def byte_array(self) -> None:
+        (size,) = unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(size)))
 
-    def none(self, _: Any) -> None:
-        self._stack.append(None)
+    def make_dict(self) -> None:
+        items = self.pop_mark()
+        self.append(_set_items({}, items))
 
-    def true(self, _: Any) -> None:
-        self._stack.append(True)
+    def make_frozenset(self) -> None:
+        items = self.pop_mark()
+        self.append(frozenset(map(_key, items)))
 
-    def false(self, _: Any) -> None:
-        self._stack.append(False)
-
-    def empty_list(self, _: Any) -> None:
-        self._stack.append([])
-
-    def empty_tuple(self, _: Any) -> None:
-        self._stack.append(())
-
-    def empty_dict(self, _: Any) -> None:
-        self._stack.append({})
-
-    def empty_set(self, _: Any) -> None:
-        self._stack.append(set())
-
-    def make_list(self, _: Any) -> None:
-        items = self._above_mark()
-        self._stack.append(items)
-
-    def make_tuple(self, _: Any) -> None:
-        items = self._above_mark()
-        self._stack.append(tuple(items))
-
-    def make_frozenset(self, _: Any) -> None:
-        items = self._above_mark()
-        self._stack.append(frozenset(map(_key, items)))
-
-    def make_dict(self, _: Any) -> None:
-        items = self._above_mark()
-        made: dict[Any, Any] = {}
-        _set_items(made, items)
-        self._stack.append(made)
-
-    def tuple1(self, _: Any) -> None:
-        self._make_tuple_of(1)
-
-    def tuple2(self, _: Any) -> None:
-        self._make_tuple_of(2)
-
-    def tuple3(self, _: Any) -> None:
-        self._make_tuple_of(3)
-
-    def _make_tuple_of(self, count: int) -> None:
-        items = tuple(self._stack[-count:])
-        if len(items) != count:
-            raise ValueError("the stack is empty")
-        self._stack[-count:] = [items]
-
-    def append(self, _: Any) -> None:
-        value = self._stack.pop()
-        self._list().append(value)
-
-    def appends(self, _: Any) -> None:
-        items = self._above_mark()
-        self._list().extend(items)
-
-    def _list(self) -> list[Any]:
-        target = self._stack[-1]
-        if type(target) is not list:
-            raise TypeError("not a list")
-        return target
-
-    def add_items(self, _: Any) -> None:
-        items = self._above_mark()
-        target = self._stack[-1]
+    def add_items(self) -> None:
+        items = self.pop_mark()
+        target = self.stack[-1]
         if type(target) is not set:
             raise TypeError("not a set")
         target.update(map(_key, items))
 
-    def set_item(self, _: Any) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        _set_items(self._stack[-1], [key, value])
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        _set_items(self.stack[-1], [key, value])
 
-    def set_items(self, _: Any) -> None:
-        items = self._above_mark()
-        _set_items(self._stack[-1], items)
+    def set_items(self) -> None:
+        items = self.pop_mark()
+        _set_items(self.stack[-1], items)
 
-    def put(self, index: int) -> None:
-        self._memo[_key(int(index))] = self._stack[-1]
-
-    def memoize(self, _: Any) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    def get(self, index: int) -> None:
-        self._stack.append(self._memo[int(index)])
-
-    def find(self, argument: str) -> None:
-        module, _, name = argument.partition(" ")
-        self._stack.append(_known(f"{module}.{name}"))
-
-    def find_on_stack(self, _: Any) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        if type(name) is not str or type(module) is not str:
-            raise TypeError("the name of a class is not a string")
-        self._stack.append(_known(f"{module}.{name}"))
-
-    def persistent_id(self, _: Any) -> None:
-        if self._persistent is None:
-            raise CheckpointError("its pickle refers to data outside itself; this is not a file of a known format")
-        self._stack.append(self._persistent(self._stack.pop()))
-
-    def reduce(self, _: Any) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
+    def reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack[-1]
         self._charge(arguments)
-        self._stack.append(_call(function, arguments))
+        self.stack[-1] = _call(function, arguments)
 
-    def new_object(self, _: Any) -> None:
-        arguments, kind = self._stack.pop(), self._stack.pop()
-        self._stack.append(_instance(kind, arguments))
+    def new_object(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack[-1]
+        self._charge(arguments)
+        self.stack[-1] = _instance(kind, arguments)
 
-    def build(self, _: Any) -> None:
-        state, target = self._stack.pop(), self._stack[-1]
+    def build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, PickledObject):
             return  # attributes of an OrderedDict or a tensor, such as a state dict's _metadata
         parts = state if type(state) is tuple else (state,)
@@ -318,19 +246,12 @@ class _Machine:
                 target.attributes.update({key: value for key, value in part.items() if type(key) is str})
 
 
-def _checked(value: Any) -> Any:
-    if type(value) is int and abs(value) >= _LARGEST_INTEGER:
-        raise ValueError("an integer of more than 1024 bits")
-    return value
-
-
-def _set_items(target: Any, items: list[Any]) -> None:
+def _set_items(target: Any, items: list[Any]) -> Any:
     if type(target) is not dict:
         raise TypeError("not a dict")
-    if len(items) % 2:
-        raise ValueError("a key without a value")
-    for index in range(0, len(items), 2):
-        target[_key(items[index])] = items[index + 1]
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        target[key if type(key) is str else _key(key)] = value
+    return target
 
 
 def _key(value: Any, depth: int = 0) -> Any:
@@ -527,67 +448,23 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type_v2": _of_type,
 }
 
-_PUSHED = frozenset(
-    [
-        "INT",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "UNICODE",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE8",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-        "BYTEARRAY8",
-    ]
+
+_KEPT = (
+    "PROTO STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG FLOAT BINFLOAT STRING "
+    "BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
+    "EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS PUT BINPUT LONG_BINPUT "
+    "MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
 )
-_ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    "PROTO": lambda machine, _: None,
-    "FRAME": lambda machine, _: None,
-    "MARK": _Machine.mark,
-    "POP": _Machine.pop,
-    "POP_MARK": _Machine.pop_mark,
-    "DUP": _Machine.dup,
-    "NONE": _Machine.none,
-    "NEWTRUE": _Machine.true,
-    "NEWFALSE": _Machine.false,
-    "EMPTY_LIST": _Machine.empty_list,
-    "EMPTY_TUPLE": _Machine.empty_tuple,
-    "EMPTY_DICT": _Machine.empty_dict,
-    "EMPTY_SET": _Machine.empty_set,
-    "LIST": _Machine.make_list,
-    "TUPLE": _Machine.make_tuple,
-    "TUPLE1": _Machine.tuple1,
-    "TUPLE2": _Machine.tuple2,
-    "TUPLE3": _Machine.tuple3,
-    "DICT": _Machine.make_dict,
-    "FROZENSET": _Machine.make_frozenset,
-    "APPEND": _Machine.append,
-    "APPENDS": _Machine.appends,
-    "ADDITEMS": _Machine.add_items,
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": _Machine.set_items,
-    "PUT": _Machine.put,
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "MEMOIZE": _Machine.memoize,
-    "GET": _Machine.get,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
-    "GLOBAL": _Machine.find,
-    "STACK_GLOBAL": _Machine.find_on_stack,
-    "BINPERSID": _Machine.persistent_id,
-    "REDUCE": _Machine.reduce,
-    "NEWOBJ": _Machine.new_object,
-    "BUILD": _Machine.build,
+_OPCODES = {getattr(pickle, name)[0]: _Machine.dispatch[getattr(pickle, name)[0]] for name in _KEPT.split()} | {
+    pickle.FRAME[0]: _Machine.frame,
+    pickle.LONG1[0]: _Machine.long,
+    pickle.BYTEARRAY8[0]: _Machine.byte_array,
+    pickle.DICT[0]: _Machine.make_dict,
+    pickle.FROZENSET[0]: _Machine.make_frozenset,
+    pickle.ADDITEMS[0]: _Machine.add_items,
+    pickle.SETITEM[0]: _Machine.set_item,
+    pickle.SETITEMS[0]: _Machine.set_items,
+    pickle.REDUCE[0]: _Machine.reduce,
+    pickle.NEWOBJ[0]: _Machine.new_object,
+    pickle.BUILD[0]: _Machine.build,
 }

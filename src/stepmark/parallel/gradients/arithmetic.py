@@ -1,5 +1,5 @@
 """Arithmetic on a step's gradients: completing partial ones over the tensor parallel axis and between the ends of a
-pipeline, their norm, and clipping."""
+pipeline, their norm, the step's totals, and clipping."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from stepmark.parallel.buckets import Bucket
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
 
@@ -35,6 +36,20 @@ def add_partial(
     return complete
 
 
+def add_partial_of_buckets(flat: Sequence[Tensor], buckets: Sequence[Bucket], mesh: Mesh) -> list[Tensor]:
+    """The same for buckets, each of one replication."""
+    complete = list(flat)
+    together: dict[int, list[int]] = {}
+    for number, bucket in enumerate(buckets):
+        if bucket.replication.partial and bucket.replication.count > 1:
+            together.setdefault(bucket.replication.count, []).append(number)
+    for count, numbers in sorted(together.items()):
+        sums = mesh.replicas(count).all_reduce([flat[number] for number in numbers])
+        for number, total in zip(numbers, sums, strict=True):
+            complete[number] = total
+    return complete
+
+
 def add_ends(
     gradients: Sequence[Tensor | None], replications: Sequence[Replication], mesh: Mesh
 ) -> list[Tensor | None]:
@@ -52,6 +67,25 @@ def add_ends(
     for index, total in zip(tied, sums, strict=True):
         complete[index] = total
     return complete
+
+
+def add_ends_of_buckets(shards: Sequence[Tensor], buckets: Sequence[Bucket], mesh: Mesh) -> list[Tensor]:
+    """The same for buckets, or shards of them that are divided alike at both ends."""
+    found = add_ends(shards, [bucket.replication for bucket in buckets], mesh)
+    return [shard for shard in found if shard is not None]
+
+
+def totals(
+    shards: Sequence[Tensor], buckets: Sequence[Bucket], loss: Tensor, tokens: Tensor, mesh: Mesh, *more: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss over the tokens of all ranks, 0 where there are none; the sum of squares of the shards over all
+    ranks; and the tokens, followed by `more` numbers (vectors), summed over the data parallel ranks."""
+    sums = squares(shards, [bucket.replication.copies for bucket in buckets], mesh.runtime.device)
+    head = torch.cat([(loss.float() * tokens).reshape(1), sums, tokens.reshape(1), *more])
+    (heads,) = mesh.data_parallel.all_reduce([head])
+    (square,) = mesh.tensor_parallel.all_reduce([heads[1:2]])
+    (both,) = mesh.pipeline.all_reduce([torch.cat([heads[:1], square])])  # only the last stage has a loss
+    return both[0] / heads[2].clamp(min=1), both[1], heads[2:]
 
 
 def squares(gradients: Sequence[Tensor], counts: Sequence[int], device: torch.device) -> Tensor:

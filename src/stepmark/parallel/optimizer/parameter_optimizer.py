@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import check_real
-from stepmark.parallel.gradients.data_parallel import data_parallel_gradients
-from stepmark.parallel.gradients.protocols import GradientReducer
+from stepmark.parallel.gradients.reducer import GradientReducer, mean_gradients
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.parallel.optimizer.master_weights import WrittenParameters, follow
 from stepmark.parallel.optimizer.wrapped import (
@@ -118,15 +117,18 @@ class ParameterOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
-    def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype = torch.float32) -> GradientReducer:
+    def gradients(
+        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype = torch.float32, on_arrival: bool = False
+    ) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes."""
         named = list(zip(self.names, self.parameters, strict=True))
-        return data_parallel_gradients(
+        return mean_gradients(
             named,
             mesh,
             accumulation=accumulation,
             reduce_dtype=reduce_dtype,
             bucket_elements=self._bucket_elements,
+            on_arrival=on_arrival,
         )
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:

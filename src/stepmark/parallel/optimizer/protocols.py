@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stepmark.parallel.gradients.protocols import GradientReducer
+from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.mesh import Mesh
 

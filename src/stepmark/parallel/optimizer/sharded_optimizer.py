@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket, complete_on_host, make_buckets
-from stepmark.parallel.gradients.protocols import GradientReducer
-from stepmark.parallel.gradients.sharded_gradients import sharded_gradients
+from stepmark.parallel.gradients.reducer import GradientReducer, sharded_gradients
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.parallel.optimizer.elementwise import check_elementwise
 from stepmark.parallel.optimizer.master_weights import WrittenParameters, follow
@@ -101,11 +100,18 @@ class ShardedOptimizer:
         return self.inner.param_groups
 
     def gradients(
-        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None = torch.float32
+        self,
+        mesh: Mesh,
+        *,
+        accumulation: int,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        on_arrival: bool = False,
     ) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes. `reduce_dtype`: in which they are sent; None:
         the parameters' own."""
-        return sharded_gradients(self.buckets, mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
+        return sharded_gradients(
+            self.buckets, mesh, accumulation=accumulation, reduce_dtype=reduce_dtype, on_arrival=on_arrival
+        )
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Sets the gradient (fp32), or None, of each bucket's shard."""

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.arithmetic import scale_to
-from stepmark.parallel.gradients.protocols import GradientReducer
+from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
 from stepmark.parallel.optimizer.fused import fused_unless_chosen
 from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
 from stepmark.parallel.optimizer.sharded_optimizer import ShardedOptimizer
 from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
-from stepmark.runtime.device_names import DEVICES
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
 DEFAULT_MAX_NORM = 1.0
@@ -142,8 +142,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         kind: Callable[..., torch.optim.Optimizer]
         kind = lazy_class(self._optimizer_class) if mesh.runtime.lazy else self._optimizer_class
         sharded, gradients = self._divide(groups, self._maker(kind, mesh.runtime.device), mesh)
-        if self._accumulate_in_fp32:
-            gradients.collect_on_arrival()
         self.defaults = dict(sharded.inner.defaults)
         self.param_groups = sharded.inner.param_groups
         self._live = sharded, gradients, mesh
@@ -154,16 +152,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         mesh: Mesh,
     ) -> tuple[Divided, GradientReducer]:
-        accumulation = 2 if self._accumulate_in_fp32 else 1
+        arriving: dict[str, Any] = {"accumulation": 1}
+        if self._accumulate_in_fp32:
+            arriving = {"accumulation": 2, "on_arrival": True}
         if self._unit == "parameter":
             by_element = partial(updates_elements, self._optimizer_class)
             divided = WholeParameterOptimizer(
                 groups, make, mesh, elementwise_group=by_element, bucket_elements=self._bucket_elements
             )
-            return divided, divided.gradients(mesh, accumulation=accumulation)
+            return divided, divided.gradients(mesh, **arriving)
         sharded = ShardedOptimizer(groups, make, mesh, bucket_elements=self._bucket_elements)
         return sharded, sharded.gradients(
-            mesh, accumulation=accumulation, reduce_dtype=torch.float32 if self._reduce_in_fp32 else None
+            mesh, reduce_dtype=torch.float32 if self._reduce_in_fp32 else None, **arriving
         )
 
     def _maker(

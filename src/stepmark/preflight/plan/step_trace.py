@@ -39,7 +39,7 @@ from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh
 from stepmark.preflight.plan.stage_trace import evaluate_stages, stage_inputs, watch_stage
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_windows import WatchedLoss, WatchedOptimizer
-from stepmark.recipe.adapter import with_adapter
+from stepmark.recipe.model import with_adapter
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.setup import sharding_options, step_optimizer
 from stepmark.training.loss import MicroBatchLoss, Weight

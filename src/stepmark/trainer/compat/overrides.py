@@ -6,124 +6,34 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from stepmark.config.refusals import refusals
+from stepmark.config.training_fields import GROUP_BY_LENGTH
 from stepmark.errors import UsageError
 
-CALLED = (
-    "compute_loss",
-    "get_train_dataloader",
-    "_get_train_sampler",
-    "get_eval_dataloader",
-    "get_test_dataloader",
-    "create_optimizer",
-    "create_scheduler",
-    "create_optimizer_and_scheduler",
-    "prediction_step",
-    "evaluate",
-    "predict",
-    "log",
-    "save_model",
-    "train",
-    "is_world_process_zero",
-    "add_callback",
-    "remove_callback",
-    "pop_callback",
-    "create_model_card",
-    "push_to_hub",
-)
-
-_LOSS = "compute_loss"
-_STEP = "compute_loss, or pass a callback (on_step_begin, on_pre_optimizer_step, on_step_end)"
-_BATCH = "get_train_dataloader and get_eval_dataloader, or pass a data_collator"
-_SAVE = "save_model, or pass a callback (on_save)"
-_RESTORE = "nothing: resume_from_checkpoint restores the complete run; pass a callback with state for more"
-_SETTING = "nothing; set the device, dtype and sharding in TrainingArguments"
-_HUB = "push_to_hub"
-
-INSTEAD = {
-    "training_step": _STEP,
-    "get_batch_samples": _STEP,
-    "_get_num_items_in_batch": _LOSS,
-    "_prepare_inputs": _BATCH,
-    "_prepare_input": _BATCH,
-    "_prepare_context_parallel_inputs": _BATCH,
-    "_remove_unused_columns": _BATCH,
-    "_set_signature_columns_if_needed": _BATCH,
-    "_get_collator_with_removed_columns": _BATCH,
-    "_get_dataloader": "get_train_dataloader and get_eval_dataloader",
-    "_get_eval_sampler": "get_eval_dataloader",
-    "num_examples": "get_train_dataloader",
-    "get_total_train_batch_size": "get_train_dataloader",
-    "set_initial_training_values": "get_train_dataloader",
-    "get_decay_parameter_names": "create_optimizer",
-    "get_optimizer_cls_and_kwargs": "create_optimizer",
-    "_get_learning_rate": "create_scheduler",
-    "compute_loss_context_manager": _LOSS,
-    "autocast_smart_context_manager": _LOSS,
-    "evaluation_loop": "prediction_step or evaluate, or pass compute_metrics",
-    "prediction_loop": "prediction_step or evaluate, or pass compute_metrics",
-    "_evaluate": "evaluate",
-    "_determine_best_metric": "evaluate, and set metric_for_best_model",
-    "_save": _SAVE,
-    "_save_checkpoint": _SAVE,
-    "_save_optimizer_and_scheduler": _SAVE,
-    "_save_rng_state": _SAVE,
-    "_save_scaler": _SAVE,
-    "_get_output_dir": _SAVE,
-    "_load_from_checkpoint": _RESTORE,
-    "_load_optimizer_and_scheduler": _RESTORE,
-    "_load_rng_state": _RESTORE,
-    "_load_scaler": _RESTORE,
-    "_load_callback_state": _RESTORE,
-    "_load_best_model": _RESTORE,
-    "_issue_warnings_after_load": _RESTORE,
-    "_inner_training_loop": _STEP,
-    "_init_training_state": _STEP,
-    "_prepare_for_training": "create_optimizer_and_scheduler",
-    "_run_epoch": _STEP,
-    "_finalize_training": "train",
-    "_maybe_log_save_evaluate": "log, evaluate or save_model",
-    "_clip_grad_norm": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_get_grad_norm": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_mixed_mesh_grad_norm": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_has_mixed_mesh_grads": "nothing: set max_grad_norm, or pass a callback (on_pre_optimizer_step)",
-    "_track_num_input_tokens": "log",
-    "store_flos": "log",
-    "floating_point_ops": "log",
-    "_validate_args": _SETTING,
-    "_build_accelerator_args": _SETTING,
-    "create_accelerator_and_postprocess": _SETTING,
-    "get_sp_size": _SETTING,
-    "get_cp_size": _SETTING,
-    "get_tp_size": _SETTING,
-    "_defer_fsdp_gradient_reduction": _SETTING,
-    "_sync_replicated_trainable_parameters": _SETTING,
-    "_wrap_model": _SETTING,
-    "_update_auto_batch_size": _SETTING,
-    "_move_model_to_device": _SETTING,
-    "end": _SETTING,
-    "init_hf_repo": _HUB,
-    "_push_from_checkpoint": _HUB,
-    "_finish_current_push": _HUB,
-    "hyperparameter_search": "train",
-    "call_model_init": "nothing; pass model_init",
-    "_hp_search_setup": "train",
-    "_report_to_hp_search": "train",
-    "_tune_save_checkpoint": "train",
-    "is_local_process_zero": "is_world_process_zero",
-}
+_CALLED = """
+    compute_loss get_train_dataloader _get_train_sampler get_eval_dataloader get_test_dataloader create_optimizer
+    create_scheduler create_optimizer_and_scheduler prediction_step evaluate predict log save_model train
+    is_world_process_zero add_callback remove_callback pop_callback create_model_card push_to_hub
+"""
+CALLED = tuple(_CALLED.split())
+NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods whose replacement calls the complete model
 
 
 def hooks_of(base: type) -> dict[str, Any]:
     """The methods of `base` among those of transformers' Trainer, as they are now, before any patch."""
     missing = object()
-    found = {name: inspect.getattr_static(base, name, missing) for name in (*CALLED, *INSTEAD)}
+    found = {name: inspect.getattr_static(base, name, missing) for name in (*CALLED, *refusals("hook"))}
     return {name: method for name, method in found.items() if method is not missing}
 
 
 def check_overrides(cls: type, own: Mapping[str, Any]) -> None:
     """Raises UsageError where `cls` has, by definition or by a patch, a hook of transformers' Trainer that is never
     called here. `own` are Stepmark's methods, of `hooks_of`."""
-    for name, instead in INSTEAD.items():
+    for name, instead in refusals("hook").items():
         if inspect.getattr_static(cls, name, None) is not own.get(name):
             raise UsageError(f"{cls.__name__}: {name} is never called by stepmark's Trainer; override {instead}")
 
@@ -132,12 +42,33 @@ def check_assignment(trainer: Any, name: str, value: Any) -> None:
     """Raises UsageError for a hook of transformers' Trainer that is never called here, and for another model than the
     Trainer was made with, set as an attribute of a Trainer."""
     kind = type(trainer).__name__
-    if name in INSTEAD:
-        raise UsageError(f"{kind}: {name} is never called by stepmark's Trainer; override {INSTEAD[name]}")
+    if name in refusals("hook"):
+        raise UsageError(f"{kind}: {name} is never called by stepmark's Trainer; override {refusals('hook')[name]}")
     own = vars(trainer).get("model")
     if name == "model" and own is not None and value is not own:
         raise UsageError(
             f"{kind}: its model, which was moved and sharded for the device, cannot be replaced; make a new Trainer"
+        )
+
+
+def check_pipeline(name: str, stages: int) -> None:
+    """Raises UsageError for a method in `NEED_COMPLETE_MODEL` that is replaced, where each rank has one of several
+    stages."""
+    if stages > 1:
+        raise UsageError(
+            f"{name} and pipeline_parallel_size: a {name} of your own calls the complete model, and each rank has "
+            "a stage of it; pass compute_loss_func, preprocess_logits_for_metrics or compute_metrics, which get "
+            "the last stage's outputs, or set pipeline_parallel_size to 1"
+        )
+
+
+class NoAccelerator:
+    """`Trainer.accelerator`, which says what to use instead where it is read; a script may set the attribute."""
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        raise AttributeError(
+            f"{kind.__name__!r} object has no attribute 'accelerator': Stepmark does not use accelerate; return a "
+            "loader as it is instead of accelerator.prepare(loader); see also args.device and is_world_process_zero()"
         )
 
 
@@ -151,3 +82,53 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether a method of a subclass has a parameter of this name, or takes any."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def call_compute_loss(
+    compute: Callable[..., Any], owner: str, model: nn.Module, inputs: Any, items: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """Returns the loss, a 0-dim tensor, and the outputs, which are asked for without gradients, in evaluations, only.
+
+    Args:
+        compute: The method, with transformers' parameters; it may lack `num_items_in_batch`.
+        owner: The name of its class, for errors.
+        model: The model.
+        inputs: A batch on the device.
+        items: The number of the batch's targets, a 0-dim tensor.
+
+    Raises:
+        UsageError: It returns something else than a loss with one element, or no outputs where they are asked for.
+    """
+    wants_outputs = not torch.is_grad_enabled()
+    options: dict[str, Any] = {"num_items_in_batch": items} if accepts(compute, "num_items_in_batch") else {}
+    options |= {"return_outputs": True} if wants_outputs else {}
+    found = compute(model, dict(inputs) if isinstance(inputs, Mapping) else inputs, **options)
+    loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (wants_outputs and not isinstance(found, tuple)):
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        expected = "a loss with one element" + (" and the outputs (return_outputs=True)" if wants_outputs else "")
+        raise UsageError(f"{owner}.compute_loss returned a {type(found).__name__}{shape}; return {expected}")
+    return loss.reshape(()), outputs
+
+
+def call_sampler(trainer: Any) -> Sampler[int] | None:
+    """What an overridden `_get_train_sampler` returns; older ones take no dataset."""
+    takes_dataset = len(inspect.signature(trainer._get_train_sampler).parameters) > 0
+    sampler = trainer._get_train_sampler(trainer.train_dataset) if takes_dataset else trainer._get_train_sampler()
+    if sampler is not None and not hasattr(sampler, "__iter__"):
+        raise UsageError(f"_get_train_sampler: returned {type(sampler).__name__}, which is not a sampler")
+    return sampler
+
+
+def sampler_of(dataset: Any, strategy: str) -> Sampler[int]:
+    """A sampler with the meaning of a `train_sampling_strategy`, for a subclass that calls the Trainer's own.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if strategy == GROUP_BY_LENGTH:
+        raise UsageError(
+            "train_sampling_strategy: group_by_length has no sampler that _get_train_sampler could return; choose "
+            "random or sequential, or do not override it"
+        )
+    return SequentialSampler(dataset) if strategy == "sequential" else RandomSampler(dataset)

@@ -1,4 +1,4 @@
-"""Models with a PEFT adapter: the adapter is saved under peft's file names, the frozen base is named and checked."""
+"""Models with a PEFT adapter: checkpoints hold the adapter under peft's file names, and a checksum of the base."""
 
 from __future__ import annotations
 

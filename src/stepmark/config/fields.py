@@ -1,0 +1,217 @@
+"""How a recipe's field is declared: once, with its type, and in `Annotated` its values, a line of help and an example.
+
+    lora_r: Annotated[int, at_least(1), Help("rank of the adapter", "16")] = 8
+
+Checks of values, `--help`, the JSON schema, comments of starter recipes, the documentation's tables and the docstrings'
+`Args` follow from it. A dataclass of such fields stays one that transformers' HfArgumentParser reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from stepmark.errors import UsageError
+
+
+class Help(NamedTuple):
+    """A line about a field, a value for it as in a recipe, what its default stands for, and further sentences."""
+
+    text: str
+    example: str
+    default: str | None = None
+    more: str = ""
+
+
+class Section(NamedTuple):
+    """Stands at a field with which a section of `--help` begins."""
+
+    title: str
+
+
+OR_BOOL = object()  # at a field that may also be true or false: HfArgumentParser reads no union with bool
+
+
+@dataclass(frozen=True)
+class Values:
+    """Which values a field accepts, in words and as keywords of a JSON schema."""
+
+    accept: Callable[[Any], bool] = dataclasses.field(compare=False)
+    wanted: str
+    schema: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+
+def at_least(least: int) -> Values:
+    return Values(lambda value: value >= least, f"at least {least}", {"minimum": least})
+
+
+def one_of(*choices: str) -> Values:
+    return Values(lambda value: value in choices, "", {"enum": [*choices]})
+
+
+FINITE = Values(math.isfinite, "a finite number")
+ABOVE_0 = Values(lambda value: value > 0, "above 0", {"exclusiveMinimum": 0})
+FRACTION = Values(lambda value: 0 <= value < 1, "from 0 to below 1", {"minimum": 0, "exclusiveMaximum": 1})
+SECONDS = Values(lambda value: 0 < value < math.inf, "a number of seconds above 0", {"exclusiveMinimum": 0})
+INTERVAL = Values(
+    lambda value: 0 < value < 1 or (value >= 1 and value % 1 == 0),
+    "a whole number of steps, or a fraction below 1",
+    {"exclusiveMinimum": 0},
+)
+
+_NAMES = {  # in messages, and in a JSON schema
+    bool: ("true or false", "boolean"),
+    int: ("a whole number", "integer"),
+    float: ("a number", "number"),
+    str: ("text", "string"),
+    dict: ("a mapping", "object"),
+    list: ("a list", "array"),
+    type(None): ("nothing", "null"),
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field as it is declared. `types` are those that a recipe may have for it."""
+
+    name: str
+    types: tuple[Any, ...]
+    default: Any
+    values: tuple[Values, ...]
+    help: Help
+    section: str
+
+    @property
+    def type_name(self) -> str:
+        names = (getattr(kind, "__name__", "") if not typing.get_args(kind) else str(kind) for kind in self.types)
+        return " | ".join("None" if name == "NoneType" else name for name in names)
+
+    @property
+    def default_text(self) -> str:
+        """The default as a recipe has it, or what it stands for."""
+        plain = str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+        return self.help.default or ("unset" if self.default is None else plain)
+
+    @property
+    def choices(self) -> list[str]:
+        return next((each.schema["enum"] for each in self.values if "enum" in each.schema), [])
+
+    def checked(self, value: Any, name: str | None = None) -> Any:
+        """Returns `value` as the type of the field. Raises UsageError that names it, or `name`."""
+        name = name or self.name
+        value = convert(name, value, self.types)
+        for values in self.values if value is not None or self.default is not None else ():
+            if value is None or not values.accept(value):
+                if self.choices:
+                    listed = f"{'one of ' if len(self.choices) > 1 else ''}{', '.join(self.choices)}"
+                    raise UsageError(f"{name}: {value!r} is unknown; choose {listed}")
+                raise UsageError(f"{name}: should be {values.wanted}, and is {value!r}")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        """The field in a JSON schema."""
+        names = [_NAMES[typing.get_origin(kind) or kind][1] for kind in self.types]
+        found: dict[str, Any] = {"type": names[0] if len(names) == 1 else names, "default": self.default}
+        for values in self.values:
+            found |= values.schema
+        if "enum" in found and "null" in names:
+            found["enum"] = [*found["enum"], None]
+        description = f"{self.help.text}. {self.help.more}".strip()
+        return {**found, "description": f"{description} Example: {self.name}: {self.help.example}"}
+
+
+@functools.cache
+def fields_of(kind: type) -> Mapping[str, Field]:
+    """The fields of a dataclass by name."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    found: dict[str, Field] = {}
+    section = ""
+    for field in dataclasses.fields(kind):
+        said: tuple[Any, ...] = getattr(hints[field.name], "__metadata__", ())
+        hint = typing.get_args(hints[field.name])[0] if said else hints[field.name]
+        section = next((each.title for each in said if isinstance(each, Section)), section)
+        helps = [each for each in said if isinstance(each, Help)] or [Help("", "")]
+        kinds = (*((bool,) if OR_BOOL in said else ()), *_members(hint))
+        values = tuple(each for each in said if isinstance(each, Values))
+        found[field.name] = Field(field.name, kinds, field.default, values, helps[0], section)
+    return found
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def field_names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def check_fields(made: Any, kind: type, given: Mapping[str, Any] | None = None) -> None:
+    """Sets the fields that the dataclass `kind` declares to their values in `made`, or in `given`, converted to their
+    types; text with `~` in front is a path.
+
+    Raises UsageError that names the first field whose value is of another type or out of range.
+    """
+    for name, field in fields_of(kind).items():
+        value = field.checked(getattr(made, name) if given is None else given[name])
+        object.__setattr__(made, name, os.path.expanduser(value) if isinstance(value, str) else value)
+
+
+def refuse(contradictions: Iterable[str]) -> None:
+    """Raises UsageError for the first one."""
+    for message in contradictions:
+        raise UsageError(message)
+
+
+def convert(name: str, value: Any, accepted: tuple[Any, ...]) -> Any:
+    """Returns `value` as one of the types `accepted`. A whole number is accepted as a number, and so is text such as
+    "1e-4"; a tuple as a list, a path as text, and the text of true and false where text is accepted as well.
+
+    Raises UsageError that names the field.
+    """
+    if value is None and type(None) in accepted:
+        return None
+    if bool in accepted and str in accepted and isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for kind in accepted:
+        origin = typing.get_origin(kind) or kind
+        if origin is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+            number = _number(value)
+            if number is not None:
+                return number
+        if origin is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if origin is list and isinstance(value, tuple):
+            return list(value)
+        if origin is str and isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, origin) and (origin is bool or not isinstance(value, bool)):
+            return value
+    wanted = " or ".join(_NAMES[typing.get_origin(kind) or kind][0] for kind in accepted)
+    raise UsageError(f"{name}: should be {wanted}, and is {value!r}")
+
+
+def _number(value: int | str) -> float | None:
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+Owner = TypeVar("Owner", bound=type)
+
+
+def documented(kind: Owner) -> Owner:
+    """Class decorator: a line about each field, as `Args` of the docstring."""
+    lines = ["", "", "    Args:"]
+    for name, field in fields_of(kind).items():
+        text = f"{field.help.text}. {field.help.more}".rstrip()
+        lines.append(f"        {name}: {text} Default: {field.default_text}.")
+    kind.__doc__ = (kind.__doc__ or "").rstrip() + "\n".join(lines)
+    return kind

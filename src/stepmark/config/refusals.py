@@ -1,0 +1,86 @@
+"""Names of other tools that Stepmark refuses, and what to use instead: the table `refusals.csv`.
+
+docs/transformers.md and docs/migrating.md show the same to readers, and tests compare them.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import functools
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from stepmark.errors import UsageError
+
+# transformers: arguments of its TrainingArguments; run_clm: of its example; elsewhere: fields and keywords of older
+# versions and of other tools; export: what other packages export; hook: methods of transformers' Trainer;
+# optim: its optimizers; optim_args: their options that have a field.
+Origin = Literal["transformers", "run_clm", "elsewhere", "export", "hook", "optim", "optim_args"]
+Owner = TypeVar("Owner", bound=type)
+
+TYPING_ERROR = 0.85  # similarity from which a name counts as a typing error
+HELP = "`stepmark train --help` lists all fields"
+
+
+@functools.cache
+def refusals(origin: Origin) -> dict[str, str]:
+    """What to use instead of each name of this origin."""
+    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as table:
+        return {row["name"]: row["instead"] for row in csv.DictReader(table) if row["origin"] == origin}
+
+
+def unknown_field(name: str, known: Collection[str], path: str | None = None) -> str:
+    """One line that says that `name`, in the recipe `path` or a flag, is not a field, and what to do instead."""
+    where = f" in {path}" if path else ""
+    instead = refusals("elsewhere").get(name.replace("-", "_"))
+    if instead is not None:
+        return f"{name}: is not a Stepmark field{where}; {instead}"
+    instead = {**refusals("transformers"), **refusals("run_clm")}.get(name)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=TYPING_ERROR)
+    if instead is None and close and not name.startswith(f"{close[0]}_"):
+        return f"{name}: is not a field{where}; did you mean {close[0]}?"
+    if instead is None and name in _transformers_fields():
+        instead = f"leave it out; {HELP}"
+    if instead is not None:
+        return f"{name}: is a transformers field that Stepmark does not support{where}; {instead}"
+    return f"{name}: is not a field{where}; {HELP}"
+
+
+def _transformers_fields() -> Collection[str]:
+    """Read from the source of the installed transformers: importing it takes seconds."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return ()
+    source = (Path(found.origin).parent / "training_args.py").read_text(encoding="utf-8")
+    return set(re.findall(r"^    (\w+): .*=", source, flags=re.MULTILINE))
+
+
+def export_message(name: str) -> str | None:
+    """What a name of another package is called in `stepmark`; None for any other name."""
+    instead = refusals("export").get(name)
+    return instead and f"{name}: is not in stepmark; use {instead}; see docs/migrating.md"
+
+
+def explains_keywords(owner: Owner) -> Owner:
+    """Class decorator: a keyword that `__init__` does not have raises UsageError, which says what to use instead."""
+    original: Callable[..., None] = owner.__init__  # type: ignore[misc]
+    known = [name for name in inspect.signature(original).parameters if name != "self"]
+
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, **keywords: Any) -> None:
+        for name in sorted(set(keywords) - set(known)):
+            instead = refusals("elsewhere").get(name)
+            if keywords[name] is not None or instead is None:  # None says that nothing is set
+                close = difflib.get_close_matches(name, known, n=1)
+                instead = instead or (f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}")
+                raise UsageError(f"{type(self).__name__}: {name}: is not an argument; {instead}")
+            del keywords[name]
+        original(self, *args, **keywords)
+
+    owner.__init__ = construct  # type: ignore[misc]
+    return owner
