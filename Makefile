@@ -60,10 +60,12 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation site, in build/site; a broken link or an undocumented parameter is an error.
+# The documentation site, in build/site; a broken link or an undocumented parameter is an error, and so is a search
+# that finds the wrong page first, where Node.js is installed.
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	! command -v node > /dev/null || $(BIN)/python scripts/searches.py
 
 # Makes each file system call of a save fail once, in every way, and prints how many faults were tried. Takes 90 minutes;
 # SAMPLE=6 tries every sixth one in about 15, and records nothing.

@@ -24,11 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- table ([\w-]+) -->")
 # What the search shows first: answers, then guides, and what is looked up or only explains something last.
 BOOSTS = {
-    "troubleshooting": 6,
+    "troubleshooting": 8,
     "tutorials/": 4,
     "faq": 3,
     "start/": 2,
+    "parallelism": 6,
+    "checkpoint-format": 3,
+    "data": 3,
+    "glossary": 0.2,
     "reference/source-map": 0.05,
+    "reference/fields": 6,
     "reference/": 0.5,
     "decisions/": 0.1,
     "tables": 0.1,
