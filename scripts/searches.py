@@ -2,8 +2,8 @@
 
     python scripts/searches.py [SITE]
 
-SITE is the folder that `make docs` made (default: build/site). The site's own search program and index answer, in Node.js.
-Prints each search that finds another page first, and exits with 1 if there is one.
+SITE is the folder that `make docs` made (default: build/site). The site's own search program and index
+answer, in Node.js. Prints each search that finds another page first, and exits with 1 if there is one.
 """
 
 from __future__ import annotations
