@@ -104,7 +104,7 @@ def fields_page() -> str:
         lines += [
             f"## {title.capitalize()}",
             "",
-            "| field | | type | default | example |",
+            "| field | meaning | type | default | example |",
             "| --- | --- | --- | --- | --- |",
         ]
         for field in fields:
