@@ -33,7 +33,7 @@ from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.rank_heartbeats import PeerWatch
-from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.optimizer.protocols import StepOptimizer
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.context import Context
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved

@@ -22,9 +22,9 @@ from stepmark.filesystem.error_advice import is_trouble
 from stepmark.filesystem.json_files import read_lines
 from stepmark.filesystem.sizes import distinct_sizes
 from stepmark.filesystem.visibility import PATIENCE
-from stepmark.interchange.hints import import_hint
 from stepmark.liveness.console import CONSOLE
 from stepmark.liveness.failure_report import FAILURES
+from stepmark.model_folder.hints import import_hint
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING, SYSTEM
 from stepmark.trainer.run_folder.status import STATUS, RunStatus
