@@ -201,7 +201,7 @@ def _check_vocabulary(model: Any, tokenizer: Any, recipe: Recipe) -> None:
     if recipe.model.model_name_or_path and recipe.model.tokenizer_name == "bytes" and embeddings >= 2 * len(tokenizer):
         raise UsageError(
             f"tokenizer_name: bytes has {len(tokenizer)} tokens and the pretrained model {embeddings} embeddings, "
-            "which another tokenizer gave their meaning; leave tokenizer_name out, or name the model's own"
+            "which belong to another tokenizer; leave tokenizer_name out, or name the model's own"
         )
 
 

@@ -376,9 +376,9 @@ class TrainingLoop:
         if self._first_step is None or extracting_graphs() or self._losses.any_targets():
             return
         message = (
-            f"train_dataset: no label was a target up to step {self._step}, so nothing is learned: all are "
-            f"{self._parts.step.loss.labels.ignored}, which losses ignore; look at what masks or cuts the labels, or "
-            "declare loss_averages_over for a loss that does not use them"
+            f"train_dataset: no label was a target up to step {self._step}: all are "
+            f"{self._parts.step.loss.labels.ignored}, which the loss ignores; check how labels are masked or "
+            "truncated, or set loss_averages_over for a loss without labels"
         )
         ended = self._step >= self._parts.total_steps or not self._parts.loader.state_dict()["samples"]
         if ended or self._step - self._first_step >= MAX_STEPS_WITHOUT_TARGETS:

@@ -293,8 +293,8 @@ def _check_samplers(loader: Any, rank: int, world_size: int) -> None:
     """Raises UsageError where ranks that need the same batches would get different ones."""
     if world_size > 1 and whole(getattr(loader, "dataset", None)) is not getattr(loader, "dataset", None):
         raise UsageError(
-            "split_dataset_by_node: all ranks read a loader's batches and take them in turn, and of this dataset each "
-            "would read another part; leave the split out"
+            "split_dataset_by_node: every rank iterates the whole loader and takes its batches in turn, so a split "
+            "would drop data; remove it"
         )
     for sampler in _samplers(loader):
         parts, part = getattr(sampler, "num_replicas", None) or 1, getattr(sampler, "rank", rank)
