@@ -961,8 +961,7 @@ class Trainer:
 
     @property
     def label_smoother(self) -> Any:
-        """transformers' LabelSmoother where `label_smoothing_factor` asks for one, for a `compute_loss` of a subclass
-        that calls it; otherwise None."""
+        """transformers' LabelSmoother, for a `compute_loss` that calls it; None without `label_smoothing_factor`."""
         factor = self.args.label_smoothing_factor
         if not factor:
             return None

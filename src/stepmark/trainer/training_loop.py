@@ -198,8 +198,7 @@ class TrainingLoop:
         return {"epoch": callbacks.state.epoch, **metrics}, steps
 
     def _run(self, restored: Path | None) -> None:
-        """Trains to the last step, or until a callback stops it; returns when all ranks are there and all saves are on
-        disk."""
+        """Trains to the last step, or until a callback stops it; returns when all ranks and all saves are done."""
         for line in banner(self._parts, self._step) if self._callbacks.run_log.writes else ():
             self._callbacks.progress.line(line)
         if self._args.eval_on_start and restored is None:
@@ -371,8 +370,7 @@ class TrainingLoop:
             raise TrainingDiverged(self._parts.context.host.broadcast(error))
 
     def _check_targets(self) -> None:
-        """Where no label was a target since the run began: says so, and raises DataError, on all ranks, at the end of
-        an epoch or the run, and after many steps."""
+        """Warns if no label was a target yet, and after an epoch, or many steps, raises DataError; on all ranks."""
         if self._first_step is None or extracting_graphs() or self._losses.any_targets():
             return
         message = (

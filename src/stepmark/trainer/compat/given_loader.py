@@ -192,8 +192,7 @@ class GivenLoader:
             yield dict(inputs) if isinstance(inputs, Mapping) else inputs
 
     def _mine(self, group: list[Any]) -> list[MicroBatch]:
-        """This rank's micro-batches of a step. Where there are too few, the last batch fills the place, with weight
-        0."""
+        """This rank's micro-batches of a step; the last batch, with weight 0, replaces missing ones."""
         places = [step * self._size + self._rank for step in range(self.layout.accumulation)]
         return [
             self._micro_batch(group[place]) if place < len(group) else self._micro_batch(group[-1], empty=True)

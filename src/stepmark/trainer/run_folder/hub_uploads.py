@@ -159,8 +159,7 @@ def _link(source: str, target: str) -> None:
 
 
 def check_hub(args: TrainingArguments, shards: int) -> None:
-    """Raises UsageError for an unknown `hub_strategy`, and for one that uploads checkpoints of which no file is a
-    complete model."""
+    """Raises UsageError for an unknown `hub_strategy`, or one that would upload checkpoints of shards."""
     if args.hub_strategy not in STRATEGIES:
         raise UsageError(f"hub_strategy: {args.hub_strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
     if args.push_to_hub and shards > 1 and args.hub_strategy != "end":

@@ -56,8 +56,7 @@ _FINISHED: set[Path] = set()  # folders in which this process has trained a run 
 
 
 def on_rank_0(host: HostGroup, work: Callable[[], object], explain: Callable[[Exception], StepmarkError]) -> None:
-    """Calls `work` on rank 0. Where it fails, all ranks raise the error that `explain` makes of the exception.
-    Collective."""
+    """Calls `work` on rank 0. If it fails, all ranks raise what `explain` makes of the exception. Collective."""
     problem: StepmarkError | None = None
     cause: Exception | None = None
     if host.rank == 0:
