@@ -589,6 +589,7 @@ class Trainer:
                         sets = [dataset for _, dataset in self._eval_sets()]
                         self._own_evaluation.try_metrics(sets, self.get_eval_dataloader)
                     metrics, steps = loop.train(loop.restore(resume))
+                    self._hub_uploads.wait()
                     metrics = self._opened_run.write_training(metrics, steps, self.train_dataset)
                     self._save_state()
                 if save_model:
