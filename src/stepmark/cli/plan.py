@@ -9,7 +9,7 @@ from stepmark.cli.recipe_fields import add_recipe_arguments, explain_unknown_arg
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.errors import UsageError
 from stepmark.launch.imports import quick_imports
-from stepmark.recipe.hub import work_offline_without_hub
+from stepmark.recipe.early_checks import work_offline_without_hub
 
 HELP = "show the memory a rank of a recipe needs, its steps and checkpoints, and which mesh fits; needs no device"
 

@@ -156,7 +156,7 @@ class TrainerEvaluation:
             except Exception as error:
                 if self.evaluator.host.rank == 0:
                     told = f"{type(error).__name__}: {error}"
-                    logger.warning("compute_metrics fails with two samples (%s); it is tried with all", told)
+                    logger.warning("compute_metrics failed on two samples (%s); retrying with all of them", told)
                 attempt(dataset)
 
 

@@ -88,8 +88,7 @@ def count_epochs(args: TrainingFields, loader: TrainLoader) -> int:
 
 
 def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> Mesh:
-    """Moves the model to the device with the weights of rank 0, and shards it as the arguments say unless it is sharded
-    already. Returns its mesh. Collective."""
+    """Moves the model to the device with rank 0's weights, sharded as `args` says. Returns its mesh. Collective."""
     applied = parallelized(model)
     if applied is None:
         check_not_added_to(model)
@@ -272,8 +271,7 @@ def make_checkpointer(folder: Path, args: TrainingFields, mesh: Mesh) -> Checkpo
 
 
 def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> None:
-    """Raises UsageError where the folder has checkpoints of another run, StepmarkError where the disk has no room for
-    one. Collective."""
+    """Raises an error where the folder has another run's checkpoints, or no room for one. Collective."""
     if args.save_strategy == "no":
         return
     check_no_earlier_run(folder, args, resumes=resumes)

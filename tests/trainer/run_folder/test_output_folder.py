@@ -68,7 +68,7 @@ def test_a_failed_attempt_is_no_part_of_the_next_run(
     assert losses(earlier) == before
     assert (earlier / "used_recipe.yaml").is_file()
     assert read_history(earlier).state == "failed"
-    assert "from which nothing can be resumed; they are in earlier-run-1 now" in caplog.text
+    assert "saved no checkpoint, to earlier-run-1" in caplog.text
 
 
 def began_again(folder: Path) -> History:

@@ -90,7 +90,9 @@ class PreemptionCoordinator:
 
     def __enter__(self) -> PreemptionCoordinator:
         if not self._listening.enter_context(listening(self._hear)):
-            logger.warning("save_on_signal: signals to this rank are not heard: training is not in the main thread")
+            logger.warning(
+                "save_on_signal: this rank cannot handle signals, because training is not in the main thread"
+            )
         self._thread.start()
         return self
 

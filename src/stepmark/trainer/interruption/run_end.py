@@ -35,8 +35,7 @@ logger = logging.getLogger("stepmark")
 
 @contextlib.contextmanager
 def ending_outside_training(folder: Path) -> Iterator[None]:
-    """Inside the block, before training and after it, a signal ends the process with 75. Once the run is done, a signal
-    changes nothing."""
+    """Inside the block, before and after training, a signal ends the process with 75; nothing once the run is done."""
     began = time.time()
 
     def record(reason: str) -> None:
