@@ -10,38 +10,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepmark.interchange.exported import ExportOptions
 
-HELP = "write a checkpoint as another tool's, so that the other tool continues training from it"
+HELP = "write a checkpoint in the format of another tool, which can continue training from it"
 NEURON = ("optimum-neuron", "nxd")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        metavar="CHECKPOINT_OR_RUN",
-        type=Path,
-        help="a checkpoint-N folder, or a run's folder: its newest checkpoint",
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make; it must not exist, or be empty")
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=("dcp", "hf-trainer", *NEURON),
-        help="dcp: torch.distributed.checkpoint; hf-trainer: transformers' Trainer; nxd: neuronx-distributed",
-    )
-    parser.add_argument("--tp", metavar="N", type=int, help="tensor parallel ranks (Neuron formats; default: 1)")
-    parser.add_argument("--pp", metavar="N", type=int, help="pipeline stages (Neuron formats; default: 1)")
-    parser.add_argument(
-        "--dp", metavar="N", type=int, help="data parallel ranks that share the optimizer by ZeRO-1 (nxd only)"
-    )
-    parser.add_argument(
-        "--titan",
-        action="store_true",
-        help="a Llama under torchtitan's names, in torchtitan's order of rows (dcp only)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", type=Path, help="the model's config.json, or its folder, where CHECKPOINT has none"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    add = parser.add_argument
+    source = "a checkpoint-N folder, or a run's folder (its newest checkpoint)"
+    add("source", metavar="CHECKPOINT_OR_RUN", type=Path, help=source)
+    add("out", metavar="OUT", type=Path, help="output folder; must not exist, or be empty")
+    formats = "dcp: torch.distributed.checkpoint; hf-trainer: transformers' Trainer; nxd: neuronx-distributed"
+    add("--to", required=True, choices=("dcp", "hf-trainer", *NEURON), help=formats)
+    add("--tp", metavar="N", type=int, help="tensor parallel ranks (Neuron formats; default: 1)")
+    add("--pp", metavar="N", type=int, help="pipeline stages (Neuron formats; default: 1)")
+    add("--dp", metavar="N", type=int, help="data parallel ranks that shard the optimizer by ZeRO-1 (nxd only)")
+    add("--titan", action="store_true", help="a Llama with torchtitan's names and order of rows (dcp only)")
+    config = "config.json of the model, or its folder, if CHECKPOINT has none"
+    add("--config", metavar="FILE", type=Path, help=config)
+    add("--json", action="store_true", help="print JSON")
 
 
 def options_of(parsed: argparse.Namespace) -> ExportOptions:
@@ -68,19 +54,15 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.interchange.import_checkpoint import ImportListener
 
     leave_out_torch_xla()
-    progress = BytesProgress("exporting")
-    try:
+    with BytesProgress("exporting") as progress:
         listener = ImportListener(progress.begin, progress.advance)
         done = export_checkpoint(parsed.source, parsed.out, parsed.to, options_of(parsed), listener)
-    finally:
-        progress.close()
     if parsed.json:
         body = {"source": str(done.checkpoint), "to": parsed.to, "out": str(parsed.out), "step": done.step}
         print(json.dumps({**body, "bytes": done.size, "notes": done.notes, "lost": done.lost}, indent=2))
         return 0
     print(f"{done.checkpoint}, step {done.step}, exported to {parsed.out}: {done.size / 1e6:,.1f} MB")
-    for text in done.notes:
-        print(f"  note: {text}")
-    for text in done.lost:
-        print(f"  not taken: {text}")
+    for kind, texts in (("note", done.notes), ("not taken", done.lost)):
+        for text in texts:
+            print(f"  {kind}: {text}")
     return 0

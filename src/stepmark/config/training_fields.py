@@ -43,7 +43,7 @@ _DEADLINE = Values(
     lambda value: 0 < value < float("inf") if isinstance(value, float) else value in ("auto", "off"),
     "auto, off, or a number of seconds above 0",
 )
-_FOLDER = Values(lambda value: not isinstance(value, str) or value.strip(), "the path of a folder")
+_FOLDER = Values(lambda value: not isinstance(value, str) or bool(value.strip()), "the path of a folder")
 _DEVICE = Values(lambda value: True, "", {"enum": [*DEVICES]})  # checked where it is used
 
 

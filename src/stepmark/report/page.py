@@ -12,14 +12,18 @@ from typing import Any
 import stepmark
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
-from stepmark.report.colors import color
-from stepmark.report.configuration import configuration_table
-from stepmark.report.figure_summary import summary_of
-from stepmark.report.figures import Figure, Mark, total_seconds
+from stepmark.report.figures import Figure, Mark, Series, total_seconds
 from stepmark.report.history import History, names
-from stepmark.report.samples import sample_table
+from stepmark.report.html_table import color
 from stepmark.report.summary import commands, header, tiles, trouble
-from stepmark.report.tables import attempt_table, checkpoint_table, event_table, run_table
+from stepmark.report.tables import (
+    attempt_table,
+    checkpoint_table,
+    configuration_table,
+    event_table,
+    run_table,
+    sample_table,
+)
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -186,3 +190,19 @@ def _time(history: History) -> str:
         f'<section id="time"><h2>Where {escape(text.seconds(total))} went</h2><div class="stack">{bar}</div>'
         f'<div class="keys below">{keys}</div></section>'
     )
+
+
+def summary_of(figure: Figure, runs: Sequence[str]) -> str:
+    """A hidden paragraph that names each curve with its first, last, lowest and highest value."""
+    told = "; ".join(_told(each, runs) for each in figure.series)
+    return f'<p class="sr" id="summary-{escape(figure.name)}">{escape(figure.title)}: {escape(told)}.</p>'
+
+
+def _told(series: Series, runs: Sequence[str]) -> str:
+    known = [(y, x) for x, y in zip(series.x, series.y, strict=True) if y is not None]
+    name = f"{runs[series.run]}, {series.name}" if len(runs) > 1 else series.name
+    if not known:
+        return f"{name}: no finite value"
+    (first, begin), (last, end) = known[0], known[-1]
+    values = f"{text.value(first)} at step {begin:,.0f}, {text.value(last)} at step {end:,.0f}"
+    return f"{name}: {values}, lowest {text.value(min(known)[0])}, highest {text.value(max(known)[0])}"
