@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,30 +76,11 @@ def _request(parsed: argparse.Namespace) -> Request:
     from stepmark.watcher.command import Request
     from stepmark.watcher.evaluation_data import DataChoice
 
-    better = None if parsed.greater_is_better is None else parsed.greater_is_better == "true"
-    answers_alone = None if parsed.assistant_only_loss is None else parsed.assistant_only_loss == "true"
-    return Request(
-        path=parsed.path,
-        watch=parsed.watch,
-        data=DataChoice(
-            tuple(parsed.data),
-            parsed.block_size,
-            parsed.max_samples,
-            parsed.update_best,
-            parsed.text_column,
-            parsed.messages_column,
-            answers_alone,
-        ),
-        batch_size=parsed.batch_size,
-        device=parsed.device,
-        until=parsed.until,
-        patience=parsed.patience,
-        metrics=parsed.metrics,
-        evaluator=parsed.evaluator,
-        metric=parsed.metric,
-        greater_is_better=better,
-        interval=parsed.interval,
-        as_json=parsed.json,
-        trust_remote_code=parsed.trust_remote_code,
-        base_model=parsed.base_model,
-    )
+    def truth(given: str | None) -> bool | None:
+        return None if given is None else given == "true"
+
+    limits = (parsed.block_size, parsed.max_samples, parsed.update_best)
+    columns = (parsed.text_column, parsed.messages_column, truth(parsed.assistant_only_loss))
+    named = {each.name: getattr(parsed, each.name) for each in fields(Request) if hasattr(parsed, each.name)}
+    read = {"data": DataChoice(tuple(parsed.data), *limits, *columns), "as_json": parsed.json}
+    return Request(**{**named, **read, "greater_is_better": truth(parsed.greater_is_better)})
