@@ -70,19 +70,15 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
 
     leave_out_torch_xla()
-    progress = BytesProgress("exporting")
-    try:
+    with BytesProgress("exporting") as progress:
         listener = ImportListener(progress.begin, progress.advance)
         done = export_checkpoint(parsed.source, parsed.out, parsed.to, options_of(parsed), listener)
-    finally:
-        progress.close()
     if parsed.json:
         body = {"source": str(done.checkpoint), "to": parsed.to, "out": str(parsed.out), "step": done.step}
         print(json.dumps({**body, "bytes": done.size, "notes": done.notes, "lost": done.lost}, indent=2))
         return 0
     print(f"{done.checkpoint}, step {done.step}, exported to {parsed.out}: {done.size / 1e6:,.1f} MB")
-    for text in done.notes:
-        print(f"  note: {text}")
-    for text in done.lost:
-        print(f"  not taken: {text}")
+    for kind, texts in (("note", done.notes), ("not taken", done.lost)):
+        for text in texts:
+            print(f"  {kind}: {text}")
     return 0

@@ -115,14 +115,12 @@ def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
     if given != "-f safetensors":
         raise UsageError(f"{given}: {parsed.source} is of another tool, and written as safetensors; leave it out")
     leave_out_torch_xla()
-    progress = BytesProgress("consolidating")
     try:
-        found = open_foreign(parsed.source, ImportOptions(model_only=True))
-        size = write_model_folder(found, parsed.out, ImportListener(progress.begin, progress.advance), max_shard)
+        with BytesProgress("consolidating") as progress:
+            found = open_foreign(parsed.source, ImportOptions(model_only=True))
+            size = write_model_folder(found, parsed.out, ImportListener(progress.begin, progress.advance), max_shard)
     except CheckpointMismatch as error:
         where = f" (of `stepmark import {parsed.source} {parsed.out} --model-only`)" if "--" in str(error) else ""
         raise CheckpointMismatch(f"{error}{where}") from error
-    finally:
-        progress.close()
     print("\n".join([*lines(found), f"consolidated into {parsed.out}: {size / 1e6:,.1f} MB"]))
     return 0
