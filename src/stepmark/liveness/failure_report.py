@@ -1,7 +1,7 @@
 """Reports of why ranks failed, so that the user reads the first cause, once.
 
-Under `--nproc` each rank leaves a report in the supervisor's folder, and the supervisor prints one. Under another
-launcher the ranks agree through the store of the process group: the first to fail prints.
+Under `--nproc` each rank writes a report to the supervisor's folder, and the supervisor prints one. Under other
+launchers the ranks agree through their store: the first to fail prints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stepmark.liveness.console import keep_console
 from stepmark.liveness.raised_at import raised_at
 
 REPORTS = "STEPMARK_REPORTS"
-OUTPUT_CLOSED = "nobody reads standard output any more"
+OUTPUT_CLOSED = "standard output is closed"
 TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for ")  # gloo's words
 FAILURES = "failures"  # the folder of the ranks' tracebacks, in the run's
 TITLE = "== "  # begins the line above each of them
@@ -33,7 +33,7 @@ PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 @dataclass(frozen=True)
 class FailureReport:
     """Why one rank failed. `secondary`: a consequence of another rank's failure, such as a lost connection.
-    `permanent`: it would fail in the same way if it was started again, since the call or the data is wrong."""
+    `permanent`: a restart would fail in the same way, since the call or the data is wrong."""
 
     rank: int
     message: str
@@ -72,7 +72,7 @@ class FailureReport:
 
     @classmethod
     def of_closed_output(cls, rank: int) -> FailureReport:
-        """A rank that ends because the reader of its standard output has gone, which is not shown as an error."""
+        """A rank that exits because the reader of its standard output is gone, which is not shown as an error."""
         return cls(rank, OUTPUT_CLOSED, "", 1, False, time.time())
 
     def leave(self, folder: str | os.PathLike[str]) -> None:
@@ -83,7 +83,7 @@ class FailureReport:
         temporary.rename(target)
 
     def keep(self, folder: Path) -> None:
-        """Adds the traceback to `failures/rank-N.txt` in the run's folder; one that cannot be written is left out."""
+        """Appends the traceback to `failures/rank-N.txt` in the run's folder, if that can be written."""
         path = folder / FAILURES / f"rank-{self.rank}.txt"
         when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.time))
         title = f"{TITLE}{when}, process {os.getpid()} on {socket.gethostname()}: {self.message}"
@@ -115,7 +115,7 @@ def kept_failures(folder: Path, since: float = 0.0) -> dict[str, str]:
 
 
 def _without_traceback(text: str) -> str:
-    """What a DataLoader's worker says, without its traceback: the worker, and the error."""
+    """A DataLoader worker's message without its traceback: the worker, and the error."""
     first, worker, trace = text.partition("\nOriginal Traceback (most recent call last):\n")
     return f"{first.rstrip('.')}: {trace.strip().splitlines()[-1]}" if worker and trace.strip() else text
 
@@ -130,8 +130,8 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def describe_lost_peer(text: str, who: str = "another rank") -> str:
-    """gloo's message about another rank without its place in gloo's source, and what it means: the connection is lost,
-    or has been silent for the time limit of collectives, which also counts time in which the job was suspended."""
+    """Explains gloo's message about another rank, without the line of its source: the connection is lost, or was silent
+    for the time limit of collectives, which also counts time in which the job was suspended."""
     late = TIMED_OUT.search(text)
     if late is not None:
         return (
@@ -147,7 +147,7 @@ def describe_lost_peer(text: str, who: str = "another rank") -> str:
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether the error, or what it was raised from, is that of a connection to another rank."""
+    """Whether the error, or one of its causes, is a lost connection to another rank."""
     while error is not None:
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_LOST):
             return True

@@ -52,7 +52,7 @@ def boot_id() -> str:
 
 
 class Heartbeat:
-    """A file that is touched, and locked, as long as this process lives."""
+    """A file that is touched and locked for as long as this process lives."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Heartbeat:
         _alive_here.append(self._own)
         data = {"boot": boot_id(), "host": socket.gethostname(), "dev": status.st_dev}
         try:
-            try_lock(self._descriptor)  # first: whoever can read the file may rely on its lock
+            try_lock(self._descriptor)  # first: a process that can read the file relies on its lock
             files.write_at(self._descriptor, memoryview(json.dumps(data).encode()), 0)
         except BaseException:
             self.stop()
@@ -83,11 +83,11 @@ class Heartbeat:
         while not self._stop.wait(BEAT):
             try:
                 os.utime(self._descriptor)
-            except OSError as error:  # others then see no heartbeat, which is correct
+            except OSError as error:  # other processes then see no heartbeat, which is correct
                 logger.warning("cannot show that this run is alive in %s: %s", self.path, error)
 
     def stop(self) -> None:
-        """Ends the beat and gives the lock back."""
+        """Stops the heartbeat and releases the lock."""
         self._stop.set()
         if self._own in _alive_here:
             _alive_here.remove(self._own)
@@ -117,8 +117,8 @@ class HeartbeatMonitor:
         self._seen: dict[Path, _Sighting] = {}
 
     def state(self, path: Path) -> bool | None:
-        """Whether the process behind the file is alive. None: unknown as yet, ask again; it is known STALE seconds
-        after the first call at the latest."""
+        """Whether the process behind the file is alive; None while that is unknown, which it is for at most STALE
+        seconds after the first call."""
         verdict = lock_verdict(path)
         if verdict is not None:
             return verdict
@@ -140,7 +140,7 @@ class HeartbeatMonitor:
 def lock_verdict(path: Path) -> bool | None:
     """Whether the process that made the file exists, as far as this machine's kernel knows; None where it cannot."""
     own = _find_own(path)
-    if own is not None:  # opening and closing it here would give its lock back
+    if own is not None:  # opening and closing it here would release its lock
         return own.process == os.getpid() or None
     try:
         data = json.loads(path.read_bytes())
@@ -151,7 +151,7 @@ def lock_verdict(path: Path) -> bool | None:
         return None
     try:
         free = try_lock(descriptor)
-        if free and data.get("dev") != os.fstat(descriptor).st_dev:  # another mount, whose locks may be separate
+        if free and data.get("dev") != os.fstat(descriptor).st_dev:  # another mount, which may have locks of its own
             return None
         return None if free is None else not free
     finally:
@@ -167,7 +167,7 @@ def host_of(path: Path) -> str | None:
 
 
 def is_here(path: Path) -> bool:
-    """Whether the file is one of this process."""
+    """Whether the heartbeat is one of this process."""
     return _find_own(path) is not None
 
 
