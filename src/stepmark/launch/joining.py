@@ -30,9 +30,9 @@ _READ_BY_OTHERS = 1.0  # seconds for the others to read why rank 0 failed, which
 
 def connect(
     world: World, clock: JoinClock, store: dist.Store | None, make_group: Callable[[dist.Store], None] | None
-) -> tuple[dist.Store, Roster]:
-    """Joins the other ranks, through `store` or the store that the launcher's variables name, and makes the process
-    group. Returns a store for this start of the run, and its ranks.
+) -> dist.Store:
+    """Joins the other ranks through `store`, or the store that the launcher's variables name, and creates the process
+    group. Returns the store of this start of the run.
 
     Raises LaunchError if a rank is missing, or cannot be reached.
     """
@@ -42,7 +42,7 @@ def connect(
     if make_group is not None:
         _choose_interface(world, roster)
         _make_group(world, clock, own, roster, make_group)
-    return own, roster
+    return own
 
 
 def _choose_interface(world: World, roster: Roster) -> None:

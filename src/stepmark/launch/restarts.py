@@ -23,8 +23,8 @@ def check_restarts(max_restarts: int) -> None:
     """Raises UsageError if nothing would restart this process."""
     if max_restarts and REPORTS not in os.environ:
         raise UsageError(
-            "max_restarts: ranks are started again by `stepmark train … --nproc N`; add --nproc (1 for a single "
-            "process), or use the launcher's own restarts, such as torchrun --max-restarts"
+            "max_restarts: only `stepmark train … --nproc N` restarts ranks; add --nproc (1 for a single process), or "
+            "use the launcher's own restarts, such as torchrun --max-restarts"
         )
 
 

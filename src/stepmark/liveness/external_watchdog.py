@@ -78,20 +78,23 @@ class ExternalWatchdog:
 
     def close(self) -> None:
         """Ends the helper."""
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return
-        atexit.unregister(self.close)
-        with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
-            process.stdin.close()
-            process.wait(CLOSING)
+        process = self._let_go()
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(CLOSING)
 
     def forget(self) -> None:
         """In a forked process: the helper belongs to the parent."""
+        process = self._let_go()
+        if process is not None:
+            process.returncode = 0  # not a child of this process, so there is nothing to wait for
+
+    def _let_go(self) -> subprocess.Popen[bytes] | None:
+        """Closes the helper's input, at whose end it exits unless another process has it open."""
         process, self._process = self._process, None
         if process is None or process.stdin is None:
-            return
+            return None
         atexit.unregister(self.close)
         with contextlib.suppress(OSError, ValueError):
             process.stdin.close()
-        process.returncode = 0  # not a child of this process, so there is nothing to wait for
+        return process

@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.filesystem import files
@@ -29,18 +29,6 @@ BEAT = 5.0  # seconds between two heartbeats
 STALE = 60.0  # seconds without one, after which a process on another machine is considered dead
 
 logger = logging.getLogger("stepmark")
-
-
-@dataclass(frozen=True)
-class _Own:
-    """A heartbeat of this process: its file, however that is spelled, and the process's number, in case it forks."""
-
-    path: Path
-    file: tuple[int, int]
-    process: int
-
-
-_alive_here: list[_Own] = []
 
 
 def boot_id() -> str:
@@ -60,8 +48,9 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="stepmark-heartbeat", daemon=True)
         self._descriptor = files.open_for_writing(path, truncate=True)
         status = os.fstat(self._descriptor)
-        self._own = _Own(path.resolve(), (status.st_dev, status.st_ino), os.getpid())
-        _alive_here.append(self._own)
+        self.place, self.file = path.resolve(), (status.st_dev, status.st_ino)  # however its path is spelled
+        self.process = os.getpid()  # which may fork
+        _alive_here.append(self)
         data = {"boot": boot_id(), "host": socket.gethostname(), "dev": status.st_dev}
         try:
             try_lock(self._descriptor)  # first: a process that can read the file relies on its lock
@@ -73,10 +62,7 @@ class Heartbeat:
     def start(self, path: Path | None = None) -> None:
         """Begins to beat, at `path` if the file has been moved."""
         if path is not None:
-            before, self._own = self._own, replace(self._own, path=path.resolve())
-            _alive_here.append(self._own)
-            _alive_here.remove(before)
-            self.path = path
+            self.place, self.path = path.resolve(), path
         self._thread.start()
 
     def _beat(self) -> None:
@@ -89,12 +75,15 @@ class Heartbeat:
     def stop(self) -> None:
         """Stops the heartbeat and releases the lock."""
         self._stop.set()
-        if self._own in _alive_here:
-            _alive_here.remove(self._own)
+        if self in _alive_here:
+            _alive_here.remove(self)
         if self._thread.is_alive():
             self._thread.join()
         unlock(self._descriptor)
         files.close(self._descriptor)
+
+
+_alive_here: list[Heartbeat] = []
 
 
 @dataclass
@@ -171,11 +160,11 @@ def is_here(path: Path) -> bool:
     return _find_own(path) is not None
 
 
-def _find_own(path: Path) -> _Own | None:
-    """This process's heartbeat in that file: by the file's identity, or by its path where inode numbers are not
+def _find_own(path: Path) -> Heartbeat | None:
+    """The heartbeat of this process in that file: by the file's identity, or by its path where inode numbers are not
     stable."""
     resolved, file = path.resolve(), None
     with contextlib.suppress(OSError):  # gone or unreachable: then its path decides
         status = os.stat(path)
         file = (status.st_dev, status.st_ino)
-    return next((own for own in list(_alive_here) if own.file == file or own.path == resolved), None)
+    return next((own for own in list(_alive_here) if own.file == file or own.place == resolved), None)

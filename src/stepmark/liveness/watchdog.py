@@ -117,7 +117,7 @@ def end_unless(collected: threading.Event, error: BaseException, rank: int) -> N
         if not collected.wait(GRACE):
             end_process(error, rank)
 
-    waiting = threading.Thread(target=wait_and_end, name="stepmark-termination", daemon=True)
+    waiting = threading.Thread(target=wait_and_end, name="stepmark-ending", daemon=True)
     try:
         waiting.start()
     except RuntimeError:  # the limit of threads

@@ -1,4 +1,4 @@
-"""Moving a module to its device, with equal weights on all ranks."""
+"""Moves a module to its device, and makes weights equal on all ranks."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def fetch_module(module: nn.Module, runtime: Runtime) -> None:
-    """Moves to the host what is on a device of another type than the runtime's, such as a model that was on `xla` and
-    is trained on the CPU. Every Parameter stays the same object."""
+    """Moves tensors to the host that are on a device of another type than the runtime's, such as a model that was on
+    `xla` and is trained on the CPU. Every Parameter stays the same object."""
     elsewhere = [tensor for tensor in _tensors(module) if tensor.device.type not in _settled(runtime)]
     for device in {tensor.device for tensor in elsewhere}:
         runtime_for(device).step_boundary(wait=True)  # otherwise each pending tensor is computed by a graph of its own
@@ -54,12 +54,12 @@ def fetch_module(module: nn.Module, runtime: Runtime) -> None:
 
 
 def _settled(runtime: Runtime) -> tuple[str, ...]:
-    """Devices that a tensor needs not be fetched from; one on `meta` has no values."""
+    """Devices whose tensors need not be fetched; those on `meta` have no values."""
     return "cpu", "meta", runtime.device.type
 
 
 def _replace(tensor: Tensor, value: Tensor) -> None:
-    """Gives the tensor the value's device and memory. Raises UsageError where a reference from C++ forbids it."""
+    """Gives the tensor the value's device and memory. Raises UsageError if a reference from C++ prevents that."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         value.__dict__.update(tensor.__dict__)  # its layout and replication
@@ -120,7 +120,7 @@ def agree_on_tensors(
 
 
 def _on_host(tensors: Iterable[Tensor], runtime: Runtime) -> Iterator[Tensor]:
-    """One after the other, so that the host never holds a complete model."""
+    """Yields tensors one at a time, so that the host never holds a complete model."""
     for tensor in tensors:
         yield tensor.detach() if tensor.device.type == "cpu" else runtime.to_host([tensor])[0]
 
