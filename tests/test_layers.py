@@ -40,7 +40,7 @@ ORDER = [
 # Inside checkpoint/. What stands in one line does not import each other; sub-packages are save, restore and so on.
 CHECKPOINT_ORDER = [
     {"format"},
-    {"threads", "timestamps", "retention"},
+    {"call_guard", "threads", "timestamps", "retention"},
     {"coordination"},
     {"host_memory", "sections", "save_handle"},
     {"save", "restore", "single_file"},

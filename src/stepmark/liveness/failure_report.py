@@ -16,6 +16,17 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from stepmark.errors import (
+    CheckpointBusy,
+    CheckpointMismatch,
+    DataError,
+    DataWorkerLost,
+    MetricsError,
+    PeerFailed,
+    StepmarkError,
+    TrainingDiverged,
+    UsageError,
+)
 from stepmark.filesystem.error_advice import is_trouble, with_advice
 from stepmark.liveness.console import keep_console
 from stepmark.liveness.raised_at import raised_at
@@ -27,6 +38,7 @@ FAILURES = "failures"  # the folder of the ranks' tracebacks, in the run's
 TITLE = "== "  # begins the line above each of them
 MOST_KEPT = 100_000  # characters of one traceback, and of those before it
 _KEPT = "_stepmark_kept"  # the attribute of an error whose traceback is in the run's folder
+_PERMANENT = (UsageError, DataError, MetricsError, CheckpointMismatch, TrainingDiverged, KeyboardInterrupt)
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
@@ -45,8 +57,6 @@ class FailureReport:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> FailureReport:
-        from stepmark.errors import PeerFailed, StepmarkError
-
         known = isinstance(error, StepmarkError)
         text = _without_traceback(str(error).strip())
         lost = isinstance(error, RuntimeError) and not known and any(sign in text for sign in PEER_LOST)
@@ -95,8 +105,6 @@ class FailureReport:
 
 def keep_failure(folder: Path, error: BaseException, rank: int) -> None:
     """Keeps the traceback in the run's folder, once, unless the folder is another run's, or the call is wrong."""
-    from stepmark.errors import CheckpointBusy, UsageError
-
     if not isinstance(error, (UsageError, CheckpointBusy)) and not getattr(error, _KEPT, False):
         FailureReport.of(error, rank).keep(folder)
         keep_console(folder)
@@ -122,11 +130,8 @@ def _without_traceback(text: str) -> str:
 
 def is_permanent(error: BaseException) -> bool:
     """Whether the same call would fail in the same way."""
-    from stepmark import errors
-
-    permanent = (errors.UsageError, errors.DataError, errors.MetricsError, errors.CheckpointMismatch)
-    known = isinstance(error, (*permanent, errors.TrainingDiverged, KeyboardInterrupt))
-    return known and not isinstance(error, errors.DataWorkerLost) and not is_trouble(error)
+    permanent = isinstance(error, _PERMANENT) and not isinstance(error, DataWorkerLost)
+    return permanent and not is_trouble(error)
 
 
 def describe_lost_peer(text: str, who: str = "another rank") -> str:
