@@ -1,4 +1,4 @@
-"""Standard error while a run trains: plain lines or JSON objects (`log_format`), of which the run's folder keeps a copy.
+"""Standard error while a run trains: plain lines or JSON objects (`log_format`), which the run's folder keeps too.
 
 `sys.stderr` is wrapped, which covers everything that Python code prints there: this package's lines, loggers, warnings,
 and the traceback of a script. Output of native code, which writes to the descriptor, is not covered.
@@ -32,8 +32,8 @@ _WARNING = re.compile(r"(warning|stepmark): |interrupted by ")
 
 
 class Console:
-    """Passes everything written to it on to `inner`; see the module. `rank`: None for the process that starts the ranks.
-    Lines are kept in memory until the run has a folder."""
+    """Passes all text on to `inner`; see the module. `rank`: None for the process that starts the ranks. Lines
+    are kept in memory until the run has a folder."""
 
     def __init__(self, inner: Any, rank: int | None) -> None:
         self.inner, self.rank = inner, rank
