@@ -27,7 +27,7 @@ from stepmark.parallel.tensor.adapted_layers import check_adapters
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.module_placement import (
-    agree_on_ties,
+    agree_on_tensors,
     agree_on_weights,
     cast_module,
     fetch_module,
@@ -113,7 +113,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     stages = staged(model)
     if stages is not None:
         ends = [(ranks[0], ranks[-1]) for ranks in mesh.grid.groups(PIPELINE)]
-        differ |= agree_on_ties(stages.tied_parameters(), ends, runtime, context.host)
+        differ |= agree_on_tensors(stages.tied_parameters(), ends, runtime, context.host)
     if differ and context.host.rank == 0:
         logger.warning("the ranks had different weights; all use those of rank 0")
     if not applied:

@@ -57,9 +57,9 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
     """Sets the status of the run in `folder` to `interrupted`, on rank 0, for a process that began at `began` (seconds
     since the Unix epoch).
 
-    Nothing is written where the run is done, where this process has already recorded how it ended, where another run
-    holds the folder, where a rank has failed and the launcher ends the others (there the failure counts), or while only
-    graphs are extracted.
+    Nothing is written if the run is done, if this process has already recorded its end, if another run owns the folder,
+    if a rank has failed and the launcher ends the others (then the failure counts), or while only graphs are
+    extracted.
     """
     if World.from_environment().rank != 0 or _a_rank_has_failed() or extracting_graphs():
         return
