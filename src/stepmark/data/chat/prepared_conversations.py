@@ -42,13 +42,8 @@ def prepare_conversations(
     limits = {"train": config.max_train_samples, "validation": config.max_eval_samples}
 
     def samples(name: str) -> Conversations:
-        made = Conversations.of_rows(
-            TokenizedRows(entry, prefix=f"{name}-"),
-            block_size,
-            packing=config.packing,
-            filler=filler_of(tokenizer),
-            max_samples=limits[name],
-        )
+        rows = TokenizedRows(entry, prefix=f"{name}-")
+        made = Conversations.of_rows(rows, block_size, config.packing, filler_of(tokenizer), limits[name])
         say(_described(name, made, block_size, cached=cached))
         return made
 

@@ -51,8 +51,8 @@ class PadTo:
     side: str | None = None
 
     def checked_lengths(self) -> tuple[int, ...]:
-        """The lengths, ascending; none for the longest of a batch. Raises UsageError where they are not positive, for
-        an empty list of them, and for another side."""
+        """The lengths, ascending; none for the longest of a batch. Raises UsageError for lengths that are not positive,
+        an empty list, or an unknown side."""
         if self.side not in (None, "right", "left") or isinstance(self.collate_fn, PadTo):
             raise UsageError(f"{self}: its side should be right or left, and its collate_fn a function")
         if self.lengths is None:
@@ -102,8 +102,8 @@ class Collation:
         labels: LabelRule,
         pad_token_id: int = 0,
     ) -> Collation:
-        """`collator`: default None, what a dataset of Stepmark's declares, else as described. Raises UsageError for a
-        `PadTo` that states no lengths, or other than positive ones."""
+        """`collator`: None for what a dataset of Stepmark's declares, else as described. Raises UsageError for an
+        invalid `PadTo`."""
         chosen = own_padding(dataset, fixed=not free) if collator is None else collator
         pads = isinstance(chosen, PadTo)
         stated = chosen if isinstance(chosen, PadTo) else PadTo(collate_fn=chosen)

@@ -1,9 +1,9 @@
-"""Batches of samples of about the same length, in an order that depends on no mesh.
+"""Batches of samples of about the same length, in an order that does not depend on the mesh.
 
 An epoch is shuffled, cut into groups of up to 50 steps, and each group sorted by length, the longest first. So a step's
-samples are about equally long on all ranks, and few tokens are padding. The longest sample of all comes first, so that
-memory that is too small is too small in the first step. That is the order of transformers' `LengthGroupedSampler`, but
-with groups of complete steps of all ranks.
+samples have about the same length on all ranks, with little padding. The longest sample comes first, so that a run
+that needs too much memory fails in its first step. This is the order of transformers' `LengthGroupedSampler`, but with
+groups of complete steps of all ranks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ LEAST_GROUPS = 4  # of an epoch
 
 @dataclass(frozen=True)
 class LengthGroups:
-    """How samples are grouped: by `lengths`, of every sample by its index (int64), in groups of `size` samples."""
+    """Groups of `size` samples, sorted by `lengths` (int64 [samples])."""
 
     lengths: np.ndarray
     size: int
 
     @classmethod
     def of(cls, lengths: np.ndarray, global_batch: int) -> LengthGroups:
-        """Groups of as many complete steps as give an epoch four groups, but of no more than 50."""
+        """Groups of up to 50 complete steps, at least four in an epoch."""
         steps = min(len(lengths) // (global_batch * LEAST_GROUPS), STEPS)
         return cls(lengths, max(1, steps) * global_batch)
 
     @cached_property
     def digest(self) -> str:
-        """Tells lengths apart."""
+        """Identifies the lengths."""
         return hashlib.blake2b(np.ascontiguousarray(self.lengths, dtype="<i8").tobytes(), digest_size=8).hexdigest()
 
     def order(self, shuffled: np.ndarray) -> np.ndarray:
@@ -60,7 +60,7 @@ def sample_lengths(dataset: Any, column: str, feature: str) -> np.ndarray:
         feature: The entry of each sample whose length counts otherwise.
 
     Raises:
-        UsageError: A sample has no such entry, or what is in the column are no lengths.
+        UsageError: A sample has no such entry, or the column does not hold lengths.
     """
     columns = getattr(dataset, "column_names", None) or ()
     if column in columns:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from stepmark.config.data_arguments import STDLIB, TABLES, DataArguments
+from stepmark.config.data_arguments import STDLIB, TABLES, DataArguments, uncompressed_suffix
 from stepmark.data.sources.corpus import Corpus, Source
-from stepmark.data.sources.reading import ReadMeter, named_read_errors, open_text, uncompressed_suffix
+from stepmark.data.sources.reading import ReadMeter, named_read_errors, open_text
 from stepmark.data.sources.source_files import CHAT_EXTENSIONS, EXTENSIONS, extension, find_files
 from stepmark.data.sources.stdlib import stdlib_texts
 from stepmark.data.sources.tables import (
