@@ -13,7 +13,7 @@ from stepmark.config.data_arguments import DataArguments
 from stepmark.data.chat.chat_template import ChatTokenizer
 from stepmark.data.chat.conversations import Conversations, filler_of, tokenized
 from stepmark.data.sources.corpus import Corpus
-from stepmark.data.sources.sources import Sources
+from stepmark.data.sources.sources import Splits
 from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.data.tokenize.token_cache import find_or_write
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows, write_rows
@@ -22,7 +22,7 @@ FORMAT = 2  # of a cache entry; a new number invalidates all entries
 
 
 def prepare_conversations(
-    config: DataArguments, sources: Sources, tokenizer: Any, block_size: int, root: Path, say: Callable[[str], None]
+    config: DataArguments, splits: Splits, tokenizer: Any, block_size: int, root: Path, say: Callable[[str], None]
 ) -> tuple[Conversations, Conversations | None, bool]:
     """Training and validation samples of at most `block_size` tokens, and whether the cache in `root` had them.
 
@@ -33,7 +33,7 @@ def prepare_conversations(
     """
     assert config.messages_column is not None
     chat = ChatTokenizer(tokenizer, config.messages_column, config.assistant_only_loss)
-    train, validation = sources.divided()
+    train, validation = splits.divided()
     sets = {"train": train, **({} if validation is None else {"validation": validation})}
     for name, rows in sets.items():
         say(f"{name} data: conversations of {rows.where}")

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: bytes, or one of Hugging Face's."""
+"""The tokenizer of a run: the built-in one of bytes, or one of Hugging Face's."""
 
 from __future__ import annotations
 
