@@ -208,24 +208,20 @@ def _check_variables(chat: Chat, template: MarkedTemplate, special: Any, where: 
     variables = template.variables - {*special}
     if chat.tools and "tools" not in variables:
         raise DataError(f"{where}: tools: the chat template does not use them; {_REMEDY}")
-    for name in chat.variables:
-        if name not in variables - {"tools"}:
-            raise DataError(
-                f"{where}: chat_template_kwargs: {name!r} is no variable of the chat template; leave it out"
-            )
-    for name in chat.unread:
-        if name in variables:
-            raise DataError(
-                f"{where}: column {name!r} is a variable of the chat template, and is not passed to it; move it into "
-                "chat_template_kwargs, or rename it"
-            )
+    for name in sorted({*chat.variables} - (variables - {"tools"})):
+        raise DataError(f"{where}: chat_template_kwargs: {name!r} is no variable of the chat template; leave it out")
+    for name in sorted(variables.intersection(chat.unread)):
+        raise DataError(
+            f"{where}: column {name!r} is a variable of the chat template, and is not passed to it; move it into "
+            "chat_template_kwargs, or rename it"
+        )
     for number, message in enumerate(chat.messages, 1):
+        here = f"{where}, message {number}"
         if message["role"] not in {*ROLES, *template.strings}:
-            known = ", ".join(ROLES[:5])
-            raise DataError(f"{where}, message {number}: role {message['role']!r} is unknown; roles are {known}")
+            raise DataError(f"{here}: role {message['role']!r} is unknown; roles are {', '.join(ROLES[:5])}")
         for name in _SAID:
             if message.get(name) and not template.names(name):
-                raise DataError(f"{where}, message {number}: {name}: the chat template does not use it; {_REMEDY}")
+                raise DataError(f"{here}: {name}: the chat template does not use it; {_REMEDY}")
 
 
 def _check_shown(shown: _Shown, where: str) -> None:
@@ -233,27 +229,23 @@ def _check_shown(shown: _Shown, where: str) -> None:
     if not any(owner is not None for _, _, owner in shown.parts):
         return
     for number, message in enumerate(shown.chat.messages):
-        content, role, place = message["content"], message["role"], shown.of(number)
+        content, place, here = message["content"], shown.of(number), f"{where}, message {number + 1}"
         texts = [content] if isinstance(content, str) else [*_texts_in(content)]
         # A text that has its place may be changed on purpose, such as thinking that is left out.
         unsure = not place or not isinstance(content, str)
         if unsure and any(each.strip() not in (place or shown.text) for each in texts):
-            raise DataError(
-                f"{where}, message {number + 1}: the chat template leaves out what the {role} says; {_REMEDY}"
-            )
+            raise DataError(f"{here}: the chat template leaves out what the {message['role']} says; {_REMEDY}")
         if isinstance(content, (list, dict)) and str(content) in shown.text:
-            raise DataError(
-                f"{where}, message {number + 1}: the chat template does not take parts; make content a text"
-            )
+            raise DataError(f"{here}: the chat template does not take parts; make content a text")
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
             if str(function.get("name")) not in place:
-                raise DataError(f"{where}, message {number + 1}: the chat template leaves out tool_calls; {_REMEDY}")
+                raise DataError(f"{here}: the chat template leaves out tool_calls; {_REMEDY}")
             given = function.get("arguments")
             if isinstance(given, str) and '"' in given and json.dumps(given, ensure_ascii=False)[1:-1] in place:
                 raise DataError(
-                    f"{where}, message {number + 1}: arguments of tool_calls are JSON, which the chat template "
-                    "writes as a string; make them an object"
+                    f"{here}: arguments of tool_calls are JSON, which the chat template writes as a string; make them"
+                    " an object"
                 )
 
 

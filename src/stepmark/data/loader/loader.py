@@ -22,9 +22,8 @@ from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.data.loader.collate import FIXED_SHAPES, CollateFn, Collation, PadTo, sample_length
 from stepmark.data.loader.fetcher import Fetcher, MicroTask, WorkerFailure
 from stepmark.data.loader.labels import LabelRule
-from stepmark.data.loader.length_groups import LengthGroups
 from stepmark.data.loader.mixture import MixtureOrder
-from stepmark.data.loader.order import BatchLayout, Epoch, Position, sample_order
+from stepmark.data.loader.order import BatchLayout, Epoch, LengthGroups, Position, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, UsageError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.launch.signal_handlers import STOPPING
