@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from stepmark.config.training_fields import GROUP_BY_LENGTH, TrainingFields
-from stepmark.data.loader.collate import CollateFn, Collation, PadTo, is_padder, own_padding
+from stepmark.data.loader.collate import CollateFn, Collation, PadTo, is_padder, own_padding, sample_lengths
 from stepmark.data.loader.labels import LabelRule
-from stepmark.data.loader.length_groups import LengthGroups, sample_lengths
 from stepmark.data.loader.loader import DataLoader
+from stepmark.data.loader.order import LengthGroups
 from stepmark.data.loader.stream_loader import StreamLoader, check_readable_again, is_stream
 from stepmark.errors import UsageError
 from stepmark.runtime.mesh import Mesh

@@ -15,7 +15,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from stepmark.data.sources.reading import ReadMeter, named_read_errors, open_bytes, open_text, uncompressed_suffix
+from stepmark.config.data_arguments import uncompressed_suffix
+from stepmark.data.sources.reading import ReadMeter, named_read_errors, open_bytes, open_text
 from stepmark.errors import DataError, UsageError
 
 ARROW = (".csv", ".parquet")
