@@ -21,7 +21,7 @@ from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.adapted_layers import check_adapters
@@ -64,7 +64,7 @@ class RunParts:
     model: nn.Module
     saved: nn.Module
     loader: TrainLoader
-    optimizer: StepOptimizer
+    optimizer: NamedOptimizer
     schedule: Any
     step: TrainStep
     total_steps: int
@@ -190,7 +190,7 @@ def step_optimizer(
     args: TrainingFields,
     mesh: Mesh,
     given: torch.optim.Optimizer | None = None,
-) -> StepOptimizer:
+) -> NamedOptimizer:
     """The optimizer that a step needs: around `given`, or the one that the arguments name."""
     if given is not None and args.zero_1:
         raise UsageError(

@@ -23,7 +23,7 @@ from stepmark.errors import UsageError
 from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.rank_heartbeats import PeerWatch
@@ -189,7 +189,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self._made: tuple[Any, Any] = (None, None)  # the optimizer and the schedule of the run before
-        self._step_optimizer: StepOptimizer | None = None
+        self._step_optimizer: NamedOptimizer | None = None
         self._made_tensors: set[int] = set()  # that it updates
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
@@ -424,7 +424,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self.lr_scheduler = make_schedule(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
-    def _make_optimizer_and_schedule(self, total_steps: int) -> tuple[StepOptimizer, Any]:
+    def _make_optimizer_and_schedule(self, total_steps: int) -> tuple[NamedOptimizer, Any]:
         """Those of a run. Made for an earlier run, they are made again; others stay."""
         if self.optimizer is not None and self.optimizer is self._made[0]:
             self.optimizer = None
@@ -445,7 +445,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             return made, self.lr_scheduler
         return step_optimizer(self.model, self.args, self.mesh, self.optimizer), self.lr_scheduler
 
-    def make_step(self, optimizer: StepOptimizer) -> TrainStep:
+    def make_step(self, optimizer: NamedOptimizer) -> TrainStep:
         return TrainStep(
             self.model,
             optimizer,

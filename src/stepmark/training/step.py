@@ -15,7 +15,7 @@ from stepmark.launch.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.optimizer.arrivals import of_known_libraries
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import check_not_added_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
 from stepmark.parallel.pipeline.staged_model import staged
@@ -88,7 +88,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: StepOptimizer,
+        optimizer: NamedOptimizer,
         loss: MicroBatchLoss,
         mesh: Mesh,
         *,
