@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
 from stepmark.parallel.optimizer.flat_shards import sharded
-from stepmark.parallel.optimizer.fused import fused_unless_chosen
 from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters
@@ -24,6 +24,8 @@ from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 DEFAULT_MAX_NORM = 1.0
 _MIB = 2**20
 _FLOAT32_BYTES = 4
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_WAYS_TO_COMPUTE = ("fused", "foreach", "differentiable", "capturable")
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -169,7 +171,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _maker(
         self, kind: Callable[..., torch.optim.Optimizer], device: torch.device
     ) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-        arguments = fused_unless_chosen(kind, device, self._arguments)
+        arguments = _fused_unless_chosen(kind, device, self._arguments)
 
         def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             try:
@@ -304,6 +306,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
         """Restores what the state of a parameter has besides tensors, for `Checkpointer`."""
         self._sharded.load_named_values(name, values)
+
+
+def _fused_unless_chosen(kind: Any, device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's arguments, with `fused=True` where this class has a fused kernel on the device and the arguments
+    say nothing about how to compute. Results differ from those of the other ways by rounding."""
+    supported = device.type in _get_fused_kernels_supported_devices()
+    if kind in _FUSED and supported and not any(arguments.get(choice) is not None for choice in _WAYS_TO_COMPUTE):
+        return {**arguments, "fused": True}
+    return dict(arguments)
 
 
 def _bucket_elements(*caps: float) -> int | None:
