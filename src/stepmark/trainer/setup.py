@@ -20,7 +20,7 @@ from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_fields import TrainingFields, check_reduce_dtype
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.adapted_layers import check_adapters
@@ -66,7 +66,7 @@ class RunParts:
     model: nn.Module
     saved: nn.Module
     loader: TrainLoader
-    optimizer: StepOptimizer
+    optimizer: NamedOptimizer
     schedule: Any
     step: TrainStep
     total_steps: int
@@ -191,7 +191,7 @@ def step_optimizer(
     args: TrainingFields,
     mesh: Mesh,
     given: torch.optim.Optimizer | None = None,
-) -> StepOptimizer:
+) -> NamedOptimizer:
     """The optimizer that a step needs: around `given`, or the one that the arguments name."""
     if given is not None and args.zero_1:
         raise UsageError(

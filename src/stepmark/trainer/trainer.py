@@ -36,6 +36,10 @@ from stepmark.liveness.rank_heartbeats import PeerWatch
 from stepmark.parallel.optimizer.protocols import StepOptimizer
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.context import Context
+from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
+from stepmark.runtime.context import Context, start
+from stepmark.runtime.rank_heartbeats import PeerWatch
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.compat.given_loader import GivenLoader
@@ -206,7 +210,7 @@ class Trainer:
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self._made: tuple[Any, Any] = (None, None)  # the optimizer and the schedule of the run before
-        self._step_optimizer: StepOptimizer | None = None
+        self._step_optimizer: NamedOptimizer | None = None
         self._made_tensors: set[int] = set()  # that it updates
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
@@ -429,7 +433,7 @@ class Trainer:
             self.lr_scheduler = make_schedule(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
-    def _make_optimizer_and_schedule(self, total_steps: int) -> tuple[StepOptimizer, Any]:
+    def _make_optimizer_and_schedule(self, total_steps: int) -> tuple[NamedOptimizer, Any]:
         """Those of a run. Made for an earlier run, they are made again; others stay."""
         if self.optimizer is not None and self.optimizer is self._made[0]:
             self.optimizer = None

@@ -82,8 +82,7 @@ class TrainingLoop:
         self._first_step: int | None = None  # before which this process began; None until it trains
         self._saved_step = 0  # 0: there is nothing to save yet
         self._learning_rate = 0.0  # of the last step
-        self._arrivals = parts.optimizer.arrivals
-        callbacks.before_hearing = self._arrivals.settle
+        callbacks.before_hearing = parts.optimizer.arrivals.settle
         self.stop_reason: str | None = None  # where the run was asked to stop from outside
 
     @property
@@ -215,6 +214,7 @@ class TrainingLoop:
             self._epoch_open = True
             self._train_epoch()
             self._end_epoch()
+        self._parts.optimizer.arrivals.settle()
         self._check_finite()
         self._checkpointer.wait()
         self._monitor.close()
@@ -260,7 +260,6 @@ class TrainingLoop:
                     return
 
     def _end_epoch(self) -> None:
-        self._arrivals.settle()
         self._epoch_open = False
         entering(BETWEEN)
         self._check_targets()
@@ -303,9 +302,6 @@ class TrainingLoop:
 
     def _follow_control(self) -> None:
         """Logs, evaluates and saves, in this order, as the control's flags say."""
-        control = self._callbacks.control
-        if control.should_log or control.should_evaluate or control.should_save:
-            self._arrivals.settle()
         self._skip_rest_of_epoch()
         if self._callbacks.control.should_log:
             self._log()
@@ -531,7 +527,7 @@ class TrainingLoop:
             self._stop(self._preemption)
 
     def _stop(self, preemption: PreemptionCoordinator, where: str = "") -> NoReturn:
-        self._arrivals.settle()
+        self._parts.optimizer.arrivals.settle()
         saves = self._step != self._saved_step
         if saves:
             self._parts.context.runtime.step_boundary(wait=True)

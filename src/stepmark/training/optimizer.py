@@ -14,13 +14,13 @@ from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.optimizer.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
+from stepmark.parallel.optimizer.flat_shards import sharded
 from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
 from stepmark.parallel.optimizer.muon import MUON as BY_MUON
 from stepmark.parallel.optimizer.muon import NOT_MUON, MuonAdamW
-from stepmark.parallel.optimizer.parameter_optimizer import ParameterOptimizer
-from stepmark.parallel.optimizer.protocols import StepOptimizer
-from stepmark.parallel.optimizer.sharded_optimizer import ShardedOptimizer
-from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
+from stepmark.parallel.optimizer.whole_parameters import whole_parameters, whole_parameters_around
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of
@@ -43,7 +43,7 @@ def build_optimizer(
     stages: HostGroup | None = None,
     mesh: Mesh | None = None,
     bucket_elements: int | None = None,
-) -> StepOptimizer:
+) -> NamedOptimizer:
     """Creates an optimizer over the parameters that require gradients.
 
     Args:
@@ -101,7 +101,7 @@ def build_optimizer(
                 "build_optimizer(…, mesh=mesh)"
             )
         zero_1, by_element = sharded_over is not None, partial(updates_elements, kind)
-        return WholeParameterOptimizer(
+        return whole_parameters(
             used,
             make,
             mesh,
@@ -111,8 +111,9 @@ def build_optimizer(
             bucket_elements=bucket_elements,
         )
     if sharded_over is None:
-        return ParameterOptimizer(used, make, runtime, order=order, bucket_elements=bucket_elements)
-    return ShardedOptimizer(used, make, sharded_over, bucket_elements=bucket_elements)
+        distribution = Replicated(used, runtime, order=order, bucket_elements=bucket_elements)
+        return NamedOptimizer(distribution, used, make, runtime)
+    return sharded(used, make, sharded_over, bucket_elements=bucket_elements)
 
 
 def _maker(
@@ -143,7 +144,7 @@ def wrap_optimizer(
     mesh: Mesh,
     *,
     bucket_elements: int | None = None,
-) -> ParameterOptimizer | WholeParameterOptimizer:
+) -> NamedOptimizer:
     """The step's optimizer around one that the user created over the model's parameters; `names` are the model's.
     `bucket_elements`: see `build_optimizer`. Collective.
 
@@ -154,13 +155,13 @@ def wrap_optimizer(
     kind = type(given)
     held = [names[each] for group in given.param_groups for each in group["params"] if layout_of(each) is not None]
     if not held or sharding_unit(kind, "tensor_parallel_size") == "element":
-        return ParameterOptimizer.around(given, names, mesh.runtime, bucket_elements=bucket_elements)
+        return replicated_around(given, names, mesh.runtime, bucket_elements=bucket_elements)
     if mesh.runtime.lazy:
         raise UsageError(
             f"optimizers: {kind.__name__} uses complete parameters, and tensor parallelism shards {held[0]}; on "
             f"{mesh.runtime.name} set tensor_parallel_size to 1, or choose an elementwise optimizer such as AdamW"
         )
-    return WholeParameterOptimizer.around(given, names, mesh, bucket_elements=bucket_elements)
+    return whole_parameters_around(given, names, mesh, bucket_elements=bucket_elements)
 
 
 def _by_kind(

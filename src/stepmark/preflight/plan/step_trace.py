@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.adapted_layers import check_adapters
 from stepmark.preflight.plan.allocations import (
@@ -194,7 +194,7 @@ def _eager_runtime() -> Any:
     return EagerRuntime(torch.device("cpu"))
 
 
-def _assign_state(model: nn.Module, optimizer: StepOptimizer, tracker: AllocationTracker) -> None:
+def _assign_state(model: nn.Module, optimizer: NamedOptimizer, tracker: AllocationTracker) -> None:
     """Master weights may be views of the parameters, which are named last for that."""
     for state in optimizer.inner.state.values():
         tracker.assign(state.values(), OPTIMIZER)
@@ -216,7 +216,7 @@ def _train(
     args = setup.args
     step = TrainStep(
         model,
-        optimizer,
+        cast(NamedOptimizer, optimizer),
         loss,
         mesh,
         accumulation=args.gradient_accumulation_steps,

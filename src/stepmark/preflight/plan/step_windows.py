@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,8 @@ from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.protocols import StepOptimizer
 from stepmark.preflight.plan.allocations import ACTIVATIONS, COMMUNICATION, GRADIENTS, AllocationTracker
+from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.planning.allocations import ACTIVATIONS, COMMUNICATION, GRADIENTS, AllocationTracker
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight
 
@@ -32,27 +34,22 @@ class WatchedLoss(MicroBatchLoss):
 
 
 class WatchedOptimizer:
-    """A `StepOptimizer` whose gradients and update are windows of the tracker."""
+    """A `NamedOptimizer` whose gradients and update are windows of the tracker."""
 
-    def __init__(self, optimizer: StepOptimizer, parameters: Iterable[nn.Parameter], tracker: AllocationTracker):
-        self.inner: torch.optim.Optimizer = optimizer.inner
-        self.arrivals = optimizer.arrivals
+    def __init__(self, optimizer: NamedOptimizer, parameters: Iterable[nn.Parameter], tracker: AllocationTracker):
         self._optimizer, self._parameters, self._tracker = optimizer, list(parameters), tracker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
 
     def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype = torch.float32) -> GradientReducer:
         with self._tracker.within(GRADIENTS):
             reducer = self._optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
         return cast(GradientReducer, WatchedGradients(reducer, self._parameters, self._tracker))
 
-    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        self._optimizer.set_gradients(gradients)
-
     def step(self) -> None:
         self._tracker.enter("update", COMMUNICATION)
         self._optimizer.step()
-
-    def ensure_state(self) -> None:
-        self._optimizer.ensure_state()
 
 
 class WatchedGradients:
