@@ -20,7 +20,7 @@ from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.stepmark_checkpoint import find_checkpoint, open_stepmark
 from stepmark.interchange.tensors.array_reader import ArrayReader
-from stepmark.interchange.tensors.verification import RecordChecks
+from stepmark.interchange.tensors.records import RecordChecks
 from stepmark.model_folder.new_folder import check_out, check_room, writing
 from stepmark.model_folder.writers import THREADS
 
@@ -88,9 +88,6 @@ def _write(found: ForeignCheckpoint, plan: ExportPlan, folder: Path, listener: I
     """Writes all files into a folder; returns the bytes of tensors."""
     begin: Callable[[int], None] = listener.begin if listener else lambda size: None
     advance: Callable[[int], None] = listener.advance if listener else lambda size: None
-    checks = RecordChecks(found.records)
-    with (
-        ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-export") as pool,
-        ArrayReader(checks.observe) as reader,
-    ):
-        return write_files(folder, plan.files, Streams(reader, checks, pool, advance), begin)
+    reader = ArrayReader(RecordChecks(found.records))
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-export") as pool:
+        return write_files(folder, plan.files, Streams(reader, pool, advance), begin)

@@ -13,8 +13,8 @@ from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.tensors.array_reader import ArrayReader
 from stepmark.interchange.tensors.file_output import FileOutput
-from stepmark.interchange.tensors.streaming import write_tensors
-from stepmark.interchange.tensors.verification import RecordChecks
+from stepmark.interchange.tensors.records import RecordChecks
+from stepmark.interchange.tensors.streaming import Place, write_jobs
 from stepmark.model_folder.model_files import ModelFile, index_of, split_into_files
 from stepmark.model_folder.new_folder import check_out, check_room, writing
 from stepmark.model_folder.writers import THREADS, make_header, run_jobs
@@ -59,16 +59,12 @@ def write_model_folder(
 
 
 def _write_shards(source: ForeignCheckpoint, folder: Path, shards: list[ModelFile], listener: ImportListener) -> None:
-    checks = RecordChecks(source.records)
-    with (
-        ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool,
-        ArrayReader(checks.observe) as reader,
-    ):
+    reader = ArrayReader(RecordChecks(source.records))
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool:
         for shard in shards:
             path = folder / shard.name
-            places = make_header(path, shard.tensors)
-            targets = [(source.model[name], places[name]) for name in shard.tensors]
+            places = [Place(source.model[name], at) for name, at in make_header(path, shard.tensors).items()]
             with FileOutput(path, path.stat().st_size) as output:
-                run_jobs(pool, write_tensors(output, reader, checks, targets), listener.advance)
+                run_jobs(pool, write_jobs(places, reader, output), listener.advance)
                 output.sync()
-        run_jobs(pool, checks.rest(), listener.advance)
+        run_jobs(pool, reader.checks.rest(), listener.advance)

@@ -15,9 +15,8 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.tensors.array_reader import ArrayReader
 from stepmark.interchange.tensors.file_output import FileOutput
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.streaming import write_tensors
+from stepmark.interchange.tensors.streaming import Place, write_jobs
 from stepmark.interchange.tensors.torch_writer import TorchArchive
-from stepmark.interchange.tensors.verification import RecordChecks
 from stepmark.model_folder.model_files import index_of, split_into_files
 from stepmark.model_folder.writers import Advance, make_header, run_jobs
 from stepmark.sharding.layout import TensorSlice
@@ -30,7 +29,6 @@ class Streams:
     """What writing takes: who reads and verifies the source, the threads, and whom to tell of bytes written."""
 
     reader: ArrayReader
-    checks: RecordChecks
     pool: ThreadPoolExecutor
     advance: Advance
 
@@ -101,8 +99,8 @@ class ArchivesFile:
     def write(self, path: Path, streams: Streams) -> None:
         with FileOutput(path, self.length) as output:
             placed = list(zip(self.archives, self.offsets, strict=True))
-            jobs = (job for archive, at in placed for job in archive.jobs(streams.reader, streams.checks, output, at))
-            run_jobs(streams.pool, jobs, streams.advance)
+            places = [place for archive, at in placed for place in archive.places(at)]
+            run_jobs(streams.pool, write_jobs(places, streams.reader, output), streams.advance)
             for archive, at in placed:
                 archive.finish(output, at)
 
@@ -124,10 +122,9 @@ class SafetensorsFile:
     size: int
 
     def write(self, path: Path, streams: Streams) -> None:
-        places = make_header(path, self.entries)
-        targets = [(self.tensors[name], places[name]) for name in self.entries]
+        places = [Place(self.tensors[name], at) for name, at in make_header(path, self.entries).items()]
         with FileOutput(path, path.stat().st_size) as output:
-            run_jobs(streams.pool, write_tensors(output, streams.reader, streams.checks, targets), streams.advance)
+            run_jobs(streams.pool, write_jobs(places, streams.reader, output), streams.advance)
 
 
 def model_files(tensors: dict[str, ForeignTensor]) -> list[OutputFile]:
@@ -157,5 +154,5 @@ def write_files(folder: Path, planned: Sequence[OutputFile], streams: Streams, b
         path = folder / file.name
         files.make_folder(path.parent)
         file.write(path, streams)
-    run_jobs(streams.pool, streams.checks.rest(), streams.advance)
+    run_jobs(streams.pool, streams.reader.checks.rest(), streams.advance)
     return total
