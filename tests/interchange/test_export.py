@@ -22,7 +22,7 @@ from stepmark.interchange.export_checkpoint import export_checkpoint
 from stepmark.interchange.recognition import open_foreign
 from stepmark.interchange.sinks.export_plan import ExportOptions
 from stepmark.interchange.sinks.output_files import torch_file
-from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
 from stepmark.interchange.sources.stepmark_checkpoint import StoredShardRecord
 from stepmark.interchange.tensors import streaming, torch_writer
@@ -31,11 +31,12 @@ from stepmark.interchange.tensors.file_output import FileOutput
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 from stepmark.interchange.tensors.records import Record
 from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.model_folder.new_folder import WritingListener
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, truth
 from tests.support.ranks import Ranks
 
-SILENT = ImportListener(lambda size: None, lambda size: None)
+SILENT = WritingListener(lambda size: None, lambda size: None)
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 ADAMW = {
     "weight_decay": 0.1,
@@ -368,6 +369,18 @@ def test_command(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "more").exists()
 
 
+@pytest.mark.parametrize("kind", ["tensor_parallel", "model_only"])
+def test_a_model_folder_is_that_of_consolidate(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = earlier(kind, tmp_path)
+    assert run(["export", str(source), str(tmp_path / "out"), "--to", "hf", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["step"], said["to"], said["lost"]) == (3, "hf", [])
+    assert run(["consolidate", str(source), str(tmp_path / "other")]) == 0
+    folders = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("out", "other")]
+    assert folders[0] == folders[1]
+    assert "model.safetensors" in folders[0]
+
+
 @pytest.mark.parametrize("form", ["optimum-neuron", "nxd"])
 def test_removed_formats_name_the_way_out(
     form: str, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -375,7 +388,7 @@ def test_removed_formats_name_the_way_out(
     command = ["export", str(own), str(tmp_path / "out"), "--to", form, "--tp", "2", "--pp", "2"]
     assert run(command) == UsageError.exit_code
     said = capsys.readouterr().err
-    assert all(word in said for word in (f"--to {form}", "stepmark consolidate", "hf-trainer"))
+    assert all(word in said for word in (f"--to {form}", "--to hf", "hf-trainer"))
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""`stepmark export CHECKPOINT_OR_RUN OUT --to dcp|hf-trainer [--titan] [--config FILE] [--json]`"""
+"""`stepmark export CHECKPOINT_OR_RUN OUT --to hf|dcp|hf-trainer [--titan] [--config FILE] [--json]`"""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from stepmark.cli.cycles import without_collection
 
 if TYPE_CHECKING:
     from stepmark.interchange.sinks.export_plan import ExportOptions
@@ -25,9 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         required=True,
-        choices=("dcp", "hf-trainer", *REMOVED),
-        metavar="{dcp,hf-trainer}",
-        help="dcp: torch.distributed.checkpoint; hf-trainer: transformers' Trainer",
+        choices=("hf", "dcp", "hf-trainer", *REMOVED),
+        metavar="{hf,dcp,hf-trainer}",
+        help="hf: a model folder, or an adapter's, as `stepmark consolidate` writes it; dcp: "
+        "torch.distributed.checkpoint; hf-trainer: transformers' Trainer",
     )
     for name in ("--tp", "--pp", "--dp"):  # of the formats that were removed
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
@@ -51,8 +54,8 @@ def options_of(parsed: argparse.Namespace) -> ExportOptions:
     if parsed.to in REMOVED:
         raise UsageError(
             f"--to {parsed.to}: Stepmark no longer writes checkpoints of {REMOVED[parsed.to]}, whose development has "
-            "ended; write the model with `stepmark consolidate`, and convert it there. --to dcp and --to hf-trainer "
-            "take the optimizer along"
+            "ended; write the model with --to hf, and convert it there. --to dcp and --to hf-trainer take the optimizer"
+            " along"
         )
     for name in ("tp", "pp", "dp"):
         if getattr(parsed, name) is not None:
@@ -62,17 +65,18 @@ def options_of(parsed: argparse.Namespace) -> ExportOptions:
     return ExportOptions(parsed.titan, config_file(parsed.config))
 
 
+@without_collection()
 def run(parsed: argparse.Namespace) -> int:
     """Exports and reports it; returns 0. Raises StepmarkError; then nothing was written."""
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.export_checkpoint import export_checkpoint
-    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
+    from stepmark.model_folder.new_folder import WritingListener
 
     leave_out_torch_xla()
     progress = BytesProgress("exporting")
     try:
-        listener = ImportListener(progress.begin, progress.advance)
+        listener = WritingListener(progress.begin, progress.advance, progress.warn)
         done = export_checkpoint(parsed.source, parsed.out, parsed.to, options_of(parsed), listener)
     finally:
         progress.close()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from stepmark.interchange.tensors.file_output import FileOutput
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 from stepmark.interchange.tensors.records import Record, RecordChecks
 from stepmark.interchange.tensors.streaming import Place, write_jobs
-from stepmark.model_folder.new_folder import check_out, check_room, writing
+from stepmark.model_folder.new_folder import WritingListener, check_out, check_room, writing
 from stepmark.model_folder.writers import THREADS, run_jobs
 from stepmark.runtime.versions import software_versions
 from stepmark.sharding.layout import TensorSlice
@@ -43,15 +42,7 @@ GROUP = f"{OPTIMIZER}/{SECTION}"
 TRAINER_STATE = "trainer_state.json"
 
 
-@dataclass(frozen=True)
-class ImportListener:
-    """Progress callbacks: `begin` gets the bytes to write, `advance` the bytes written since."""
-
-    begin: Callable[[int], None]
-    advance: Callable[[int], None]
-
-
-def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: ImportListener) -> int:
+def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingListener) -> int:
     """Writes the checkpoint; returns the bytes of its files.
 
     Args:
@@ -92,7 +83,7 @@ def _write_files(
     records: Iterable[Record],
     step: int,
     save: str,
-    listener: ImportListener,
+    listener: WritingListener,
 ) -> dict[int, str]:
     """Writes the tensor files; returns the checksums of their headers."""
     reader = ArrayReader(RecordChecks(records))

@@ -215,9 +215,7 @@ def _local_header(record: _Record) -> bytes:
     room = record.start - record.begin - _LOCAL.size - len(record.name) - len(large)
     extra = large + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
     version = 45 if large else 0
-    header = _LOCAL.pack(
-        b"PK\x03\x04", version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra)
-    )
+    header = _LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra))
     return header + record.name + extra
 
 
