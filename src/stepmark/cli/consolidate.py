@@ -30,9 +30,10 @@ def run(parsed: argparse.Namespace) -> int:
     one that it belongs to."""
     from stepmark.cli.foreign_checkpoints import consolidate_foreign, is_foreign
     from stepmark.cli.progress import BytesProgress
-    from stepmark.model_folder.consolidate import ConsolidationListener, consolidate
+    from stepmark.model_folder.consolidate import consolidate
     from stepmark.model_folder.merge_adapter import Merge
     from stepmark.model_folder.model_files import parse_size
+    from stepmark.model_folder.new_folder import WritingListener
 
     if parsed.base_model is not None and not parsed.merge_adapters:
         raise UsageError("--base-model: it is only needed with --merge-adapters")
@@ -41,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     if is_foreign(parsed.source):
         return consolidate_foreign(parsed, size)
     with BytesProgress("consolidating") as progress:
-        listener = ConsolidationListener(progress.begin, progress.advance, progress.warn)
+        listener = WritingListener(progress.begin, progress.advance, progress.warn)
         done = consolidate(parsed.source, parsed.out, parsed.format, size, listener, merge)
     files = f"{len(done.shards)} file{'s' if len(done.shards) > 1 else ''}"
     print(f"{done.checkpoint} consolidated into {parsed.out}: {done.size / 1e6:,.1f} MB in {files}")

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli.cycles import without_collection
+
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint
     from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
@@ -97,6 +99,7 @@ def verify_foreign(path: Path, config: Path | None, as_json: bool) -> int:
     return 0 if problem is None else 1
 
 
+@without_collection()
 def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
     """Writes the model of a checkpoint of another tool, as `stepmark import --model-only` does; returns 0.
 
@@ -108,8 +111,8 @@ def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
     from stepmark.errors import CheckpointMismatch, UsageError
     from stepmark.interchange.recognition import open_foreign
     from stepmark.interchange.sinks.hf_model import write_model_folder
-    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
     from stepmark.interchange.sources.foreign import ImportOptions
+    from stepmark.model_folder.new_folder import WritingListener
 
     given = "--merge-adapters" if parsed.merge_adapters else f"-f {parsed.format}"
     if given != "-f safetensors":
@@ -118,7 +121,7 @@ def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
     try:
         with BytesProgress("consolidating") as progress:
             found = open_foreign(parsed.source, ImportOptions(model_only=True))
-            size = write_model_folder(found, parsed.out, ImportListener(progress.begin, progress.advance), max_shard)
+            size = write_model_folder(found, parsed.out, WritingListener(progress.begin, progress.advance), max_shard)
     except CheckpointMismatch as error:
         where = f" (of `stepmark import {parsed.source} {parsed.out} --model-only`)" if "--" in str(error) else ""
         raise CheckpointMismatch(f"{error}{where}") from error

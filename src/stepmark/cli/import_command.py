@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli.cycles import without_collection
+
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 
@@ -48,20 +50,22 @@ def config_file(config: Path | None) -> Path | None:
     return path
 
 
+@without_collection()
 def run(parsed: argparse.Namespace) -> int:
     """Imports and says what was found; returns 0. Raises StepmarkError; then nothing was written."""
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.recognition import open_foreign
     from stepmark.interchange.sinks.hf_model import write_model_folder
-    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+    from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
+    from stepmark.model_folder.new_folder import WritingListener
 
     leave_out_torch_xla()
     found = open_foreign(parsed.source, options_of(parsed))
     as_model = parsed.model_only or found.adapter
     with BytesProgress("importing") as progress:
         write = write_model_folder if as_model else write_checkpoint
-        size = write(found, parsed.out, ImportListener(progress.begin, progress.advance))
+        size = write(found, parsed.out, WritingListener(progress.begin, progress.advance))
     if parsed.json:
         print(json.dumps({**summary(found), "out": str(parsed.out), "bytes": size}, indent=2))
     else:
