@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from stepmark.data.tokenize.tokenizer import load_tokenizer as load_tokenizer
     from stepmark.evaluation.evaluate import evaluate as evaluate
     from stepmark.parallel.loading.load import load_for_parallelism as load_for_parallelism
-    from stepmark.parallel.parallelize import parallelize as parallelize
     from stepmark.parallel.optimizer.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from stepmark.parallel.parallelize import parallelize as parallelize
     from stepmark.runtime.mesh import Mesh as Mesh
     from stepmark.runtime.module_placement import place_module as place_module
-    from stepmark.trainer.training_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from stepmark.trainer.run_folder.run_log import read_metrics as read_metrics
     from stepmark.trainer.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from stepmark.trainer.trainer import Trainer as Trainer
+    from stepmark.trainer.training_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from stepmark.trainer.training_arguments import TrainingArguments as TrainingArguments
     from stepmark.training.learning_rate_schedule import build_schedule as build_schedule
     from stepmark.training.loss import MicroBatchLoss as MicroBatchLoss

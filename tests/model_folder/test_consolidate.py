@@ -31,7 +31,6 @@ from stepmark.model_folder import gather, new_folder
 from stepmark.model_folder.consolidate import Consolidated, consolidate
 from stepmark.model_folder.model_files import parse_size, split_into_files
 from stepmark.model_folder.new_folder import WritingListener
-from stepmark.runtime.host_group import HostGroup
 from stepmark.sharding.layout import Box, Layout, annotate
 from tests.support.checkpoint_states import bits, net
 from tests.support.corruption import flip_bit

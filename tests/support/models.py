@@ -116,9 +116,6 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader.loader import DataLoader
     from stepmark.data.loader.prefetcher import DevicePrefetcher
-    from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
-    from stepmark.data.loader import DataLoader
-    from stepmark.data.prefetcher import DevicePrefetcher
     from stepmark.parallel.optimizer.whole_parameters import whole_parameters
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.model_options import enable_gradient_checkpointing

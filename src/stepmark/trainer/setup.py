@@ -223,7 +223,7 @@ def step_optimizer(
 
 
 def make_step(
-    model: nn.Module, optimizer: StepOptimizer, loss: MicroBatchLoss, mesh: Mesh, args: TrainingFields
+    model: nn.Module, optimizer: NamedOptimizer, loss: MicroBatchLoss, mesh: Mesh, args: TrainingFields
 ) -> TrainStep:
     """The step that the arguments describe."""
     return TrainStep(

@@ -33,13 +33,9 @@ from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.rank_heartbeats import PeerWatch
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.context import Context
-from stepmark.parallel.optimizer.named import NamedOptimizer
-from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
-from stepmark.runtime.context import Context, start
-from stepmark.runtime.rank_heartbeats import PeerWatch
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.compat.given_loader import GivenLoader

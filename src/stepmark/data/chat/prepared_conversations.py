@@ -13,7 +13,6 @@ from stepmark.config.data_arguments import DataArguments
 from stepmark.data.chat.chat_template import ChatTokenizer
 from stepmark.data.chat.conversations import Conversations, filler_of, tokenized
 from stepmark.data.sources.corpus import Corpus
-from stepmark.data.sources.sources import Sources
 from stepmark.data.sources.sources import Splits
 from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.data.tokenize.token_cache import find_or_write

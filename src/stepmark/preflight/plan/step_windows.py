@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.optimizer.protocols import StepOptimizer
-from stepmark.preflight.plan.allocations import ACTIVATIONS, COMMUNICATION, GRADIENTS, AllocationTracker
 from stepmark.parallel.optimizer.named import NamedOptimizer
-from stepmark.planning.allocations import ACTIVATIONS, COMMUNICATION, GRADIENTS, AllocationTracker
+from stepmark.preflight.plan.allocations import ACTIVATIONS, COMMUNICATION, GRADIENTS, AllocationTracker
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight
 

@@ -18,7 +18,6 @@ from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.liveness.host_group import HostGroup
-from stepmark.model_folder.consolidate import UNLIMITED, ConsolidationListener, consolidate
 from stepmark.model_folder.consolidate import UNLIMITED, consolidate
 from stepmark.model_folder.new_folder import WritingListener
 from stepmark.runtime.base import Runtime
