@@ -354,11 +354,6 @@ def measure_trainer(folder: Path, given: argparse.Namespace) -> None:
         return
     measure("export to transformers", own, folder, rounds, "export", "--to", "hf-trainer")
     shutil.rmtree(folder / "export-to-transformers")
-    options = ("--to", "nxd", "--tp", str(RANKS), "--dp", "2")
-    shards = measure("export to neuronx-distributed", own, folder, rounds, "export", *options)
-    measure("import from neuronx-distributed", shards, folder, rounds, "import")
-    shutil.rmtree(folder / "import-from-neuronx-distributed")
-    shutil.rmtree(shards)
     store = measure("export to dcp", own, folder, rounds, "export", "--to", "dcp")
     measure("import from dcp", store, folder, rounds, "import")
     if given.dcp:

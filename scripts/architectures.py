@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
-from stepmark.parallel.tensor.parallelize import local_shard, parallelize
+from stepmark.parallel.parallelize import local_shard, parallelize
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.runtime.collectives import NoCollectives, Reduction
 from stepmark.runtime.context import Context

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from stepmark.data.tokenize.tokenizer import load_tokenizer
     from stepmark.evaluation.evaluate import evaluate
     from stepmark.parallel.loading.load import load_for_parallelism
-    from stepmark.parallel.tensor.parallelize import parallelize
-    from stepmark.parallel.zero.custom_loop_optimizer import ZeroRedundancyOptimizer
+    from stepmark.parallel.optimizer.zero_redundancy import ZeroRedundancyOptimizer
+    from stepmark.parallel.parallelize import parallelize
     from stepmark.runtime.mesh import Mesh
     from stepmark.runtime.module_placement import place_module
     from stepmark.trainer.compat.seq2seq_arguments import Seq2SeqTrainingArguments
@@ -80,14 +80,14 @@ _MODULES = {
     "TrainStep": "stepmark.training.step",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.trainer.training_arguments",
-    "ZeroRedundancyOptimizer": "stepmark.parallel.zero.custom_loop_optimizer",
+    "ZeroRedundancyOptimizer": "stepmark.parallel.optimizer.zero_redundancy",
     "build_optimizer": "stepmark.training.optimizer",
     "build_schedule": "stepmark.training.learning_rate_schedule",
     "evaluate": "stepmark.evaluation.evaluate",
     "load": "stepmark.checkpoint.single_file",
     "load_for_parallelism": "stepmark.parallel.loading.load",
     "load_tokenizer": "stepmark.data.tokenize.tokenizer",
-    "parallelize": "stepmark.parallel.tensor.parallelize",
+    "parallelize": "stepmark.parallel.parallelize",
     "place_module": "stepmark.runtime.module_placement",
     "prepare_data": "stepmark.data.prepared_data",
     "read_metrics": "stepmark.trainer.run_folder.run_log",

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.interchange.pickle_reader import PickledObject, read_pickle
-from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import read_torch_file
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from stepmark.interchange.tensors.pickle_reader import PickledObject, read_pickle
+from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.interchange.tensors.torch_file import read_torch_file
 
 
 class Runs:
@@ -99,11 +99,10 @@ def test_sharing_does_not_make_a_file_endless(tmp_path: Path) -> None:
         read_torch_file(tmp_path / "x.pt")
 
 
-@pytest.mark.parametrize("new", [True, False])
-def test_tensors_are_found_where_torch_put_them(new: bool, tmp_path: Path) -> None:
+def test_tensors_are_found_where_torch_put_them(tmp_path: Path) -> None:
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
     value = {"t": base.t(), "row": base[2], "number": torch.tensor(5, dtype=torch.int64), "low": base.bfloat16()}
-    torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
+    torch.save(value, tmp_path / "x.pt")
     found = read_torch_file(tmp_path / "x.pt").value
     data = (tmp_path / "x.pt").read_bytes()
     for name, tensor in value.items():
@@ -111,6 +110,12 @@ def test_tensors_are_found_where_torch_put_them(new: bool, tmp_path: Path) -> No
         assert isinstance(array, StoredArray)
         raw = torch.frombuffer(bytearray(data[array.offset : array.offset + array.span()]), dtype=tensor.dtype)
         assert torch.equal(raw.as_strided(array.shape, array.strides), tensor)
+
+
+def test_files_from_before_archives_name_the_way_out(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointMismatch, match=r"x\.pt.*before version 1\.6.*torch\.save\(torch\.load"):
+        read_torch_file(tmp_path / "x.pt")
 
 
 def test_tensor_larger_than_its_storage(tmp_path: Path) -> None:

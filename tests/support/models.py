@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from stepmark.parallel.tensor.parallelize import parallelize
+from stepmark.parallel.parallelize import parallelize
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
@@ -116,7 +116,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader.loader import DataLoader
     from stepmark.data.loader.prefetcher import DevicePrefetcher
-    from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
+    from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.model_options import enable_gradient_checkpointing
     from stepmark.training.optimizer import build_optimizer

@@ -9,8 +9,8 @@ from torch import nn
 
 from stepmark import Mesh
 from stepmark.parallel.buckets import make_buckets
-from stepmark.parallel.data_parallel import OverlappedGradients
-from stepmark.parallel.zero.sharded_gradients import sharded_gradients
+from stepmark.parallel.gradients.data_parallel import OverlappedGradients
+from stepmark.parallel.gradients.sharded_gradients import sharded_gradients
 from stepmark.runtime.collectives import GroupCollectives
 
 ELEMENTS, UNIT = 8, 2.0**-9  # half of bfloat16's distance between 0.5 and 1, and a quarter of that from 1 on

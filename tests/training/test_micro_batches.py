@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
-from stepmark.optim.protocols import ReducedGradients
+from stepmark.parallel.gradients.protocols import ReducedGradients
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import SequentialSchedule

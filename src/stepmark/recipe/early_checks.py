@@ -75,8 +75,8 @@ def _check_format(folder: Path) -> None:
                 f"model_name_or_path: {folder} holds the shards of tensor parallel ranks; run `stepmark consolidate "
                 f"{folder} {folder.name}-model`, and name what that writes"
             )
-    from stepmark.interchange.hints import import_hint
-    from stepmark.interchange.state_dict_files import has_weights
+    from stepmark.model_folder.hints import import_hint
+    from stepmark.model_folder.model_files import has_weights
 
     hint = None if has_weights(folder) else import_hint(folder, f"{folder.name}-model --model-only")
     if hint is not None:

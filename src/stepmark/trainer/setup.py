@@ -21,10 +21,10 @@ from stepmark.config.reduce_dtypes import check_reduce_dtype
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
-from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.adapted_layers import check_adapters
-from stepmark.parallel.tensor.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.module_placement import (

@@ -24,7 +24,7 @@ from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.rank_heartbeats import PeerWatch
-from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.optimizer.protocols import StepOptimizer
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved

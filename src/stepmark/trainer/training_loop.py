@@ -13,11 +13,11 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
-from stepmark.interchange.consolidate import EVALUATION
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
 from stepmark.liveness.progress import BETWEEN, END, entering
+from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.compat.strategies import is_better

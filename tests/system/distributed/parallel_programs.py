@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from stepmark.errors import UsageError
-from stepmark.parallel.tensor.parallelize import local_shard, parallelize
+from stepmark.parallel.parallelize import local_shard, parallelize
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module

@@ -10,8 +10,8 @@ import xxhash
 
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.chat.chat_template import ChatTokenizer
+from stepmark.data.chat.conversation_sources import Rows, conversation_rows
 from stepmark.data.chat.conversations import Conversations, filler_of, tokenized
-from stepmark.data.sources.conversation_sources import Rows, conversation_rows
 from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.data.tokenize.token_cache import commit_entry, open_entry, writing_entry
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows, write_rows

@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
 from stepmark.errors import UsageError
-from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.adapted_layers import check_adapters
-from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.preflight.plan.allocations import (
     ACTIVATIONS,
     GRADIENTS,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.optim.protocols import GradientReducer, ReducedGradients, StepOptimizer
+from stepmark.parallel.gradients.protocols import GradientReducer, ReducedGradients
+from stepmark.parallel.optimizer.protocols import StepOptimizer
 from stepmark.preflight.plan.allocations import ACTIVATIONS, COMMUNICATION, GRADIENTS, AllocationTracker
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight

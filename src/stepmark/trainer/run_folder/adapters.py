@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint.format.manifest import ADAPTER
 from stepmark.errors import UsageError
-from stepmark.interchange.adapted_model import BASE_DIGEST
+from stepmark.model_folder.adapted_model import BASE_DIGEST
 from stepmark.parallel.model_digest import mesh_digest
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.adapter_tensors import adapter_tensors, base_tensors

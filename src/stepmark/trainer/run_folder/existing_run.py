@@ -8,7 +8,7 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointNotFound, UsageError
-from stepmark.interchange.hints import import_hint
+from stepmark.model_folder.hints import import_hint
 
 
 def check_no_earlier_run(folder: Path, args: TrainingFields, *, resumes: bool) -> None:

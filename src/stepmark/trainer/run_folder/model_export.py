@@ -16,8 +16,8 @@ from stepmark.checkpoint.sections import describe
 from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
-from stepmark.interchange.consolidate import UNLIMITED, ConsolidationListener, consolidate
 from stepmark.liveness.host_group import HostGroup
+from stepmark.model_folder.consolidate import UNLIMITED, ConsolidationListener, consolidate
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.run_folder.adapters import Adapter
