@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
@@ -67,7 +68,13 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
 
 
 def record_end(
-    folder: Path, state: str, reason: str, *, began: float, prometheus_file: str | None = None, first: bool = False
+    folder: Path,
+    state: str,
+    reason: str,
+    *,
+    began: float = math.inf,
+    prometheus_file: str | None = None,
+    first: bool = False,
 ) -> None:
     """Sets the status of the run in `folder` if it is still running, or with `first` if it has none.
 
