@@ -129,6 +129,6 @@ class HostGroup:
             return None
         call = BoundedCall(lambda: ask(distributed_c10d._get_default_store()), raises=True)
         self._store_answers = call.ended(_STORE_SECONDS)
-        with contextlib.suppress(RuntimeError):  # the rank that serves it is gone
+        with contextlib.suppress(RuntimeError, ValueError):  # the rank that serves it is gone, or this one has left
             return call.result() if self._store_answers else None
         return None

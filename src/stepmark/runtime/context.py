@@ -157,29 +157,29 @@ def _default_group_store() -> dist.Store | None:
 
 def first_to_fail() -> bool:
     """Whether this rank is the first to fail; called once, when the process ends."""
-    store = _store
-    return store is None or _ask_store(lambda: store.add("failed", 1) == 1, gone=False, silent=True)
+    return _ask_store(lambda store: store.add("failed", 1) == 1, alone=True, gone=False, silent=True)
 
 
 def a_rank_has_failed() -> bool:
     """Whether a rank has called `first_to_fail`; False for a single rank, or before the ranks have joined."""
-    store = _store
-    return store is not None and _ask_store(lambda: store.check(["failed"]), gone=True, silent=True)
+    return _ask_store(lambda store: store.check(["failed"]), alone=False, gone=True, silent=True)
 
 
 def store_answers() -> bool:
     """Whether the ranks' store still answers."""
+    return _ask_store(lambda store: store.check(["failed"]) or True, alone=False, gone=False, silent=False)
+
+
+def _ask_store(ask: Callable[[dist.Store], bool], *, alone: bool, gone: bool, silent: bool) -> bool:
+    """The store's answer; `alone` without a store, `gone` if the rank that serves it has ended, `silent` if it does not
+    answer because that rank is stopped."""
     store = _store
-    return store is not None and _ask_store(lambda: store.check(["failed"]) or True, gone=False, silent=False)
-
-
-def _ask_store(ask: Callable[[], bool], *, gone: bool, silent: bool) -> bool:
-    """The store's answer; `gone` if the rank that serves it has ended, `silent` if it does not answer because that
-    rank is stopped."""
+    if store is None:
+        return alone
 
     def call() -> bool:
         try:
-            return ask()
+            return ask(store)
         except RuntimeError:
             return gone
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -74,7 +75,13 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
 
 
 def record_supervised_end(
-    folder: Path, state: str, reason: str, *, began: float, prometheus_file: str | None = None, first: bool = False
+    folder: Path,
+    state: str,
+    reason: str,
+    *,
+    began: float = math.inf,
+    prometheus_file: str | None = None,
+    first: bool = False,
 ) -> None:
     """Sets the status of the run in `folder`, whose ranks ended without recording it, if it is still running, or with
     `first` if it has none.
