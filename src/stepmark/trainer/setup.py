@@ -42,9 +42,8 @@ from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
-from stepmark.training.optimizer import build_optimizer, wrap_optimizer
+from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds, wrap_optimizer
 from stepmark.training.packed_samples import check_packing
-from stepmark.training.parameter_kinds import decays_by_default, parameter_kinds
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
