@@ -119,8 +119,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     from stepmark.parallel.optimizer.whole_parameters import whole_parameters
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.model_options import enable_gradient_checkpointing
-    from stepmark.training.optimizer import build_optimizer
-    from stepmark.training.parameter_kinds import parameter_kinds
+    from stepmark.training.optimizer import build_optimizer, parameter_kinds
     from stepmark.training.step import TrainStep
     from tests.support.whole_parameter_programs import Lamb
 

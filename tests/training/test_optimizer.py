@@ -20,8 +20,7 @@ from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Layout, annotate
-from stepmark.training.optimizer import build_optimizer, wrap_optimizer
-from stepmark.training.parameter_kinds import decays_by_default
+from stepmark.training.optimizer import build_optimizer, decays_by_default, wrap_optimizer
 from tests.support.models import build
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt

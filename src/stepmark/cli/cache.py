@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepmark.preflight.compile_cache.cache_entries import CacheEntry
+    from stepmark.preflight.compile_cache import CacheEntry
 
 HELP = "list and trim the caches of compiled graphs and tokenized data"
 
@@ -30,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Returns 0. Raises UsageError for a folder that is not there, or arguments that make no sense."""
     from stepmark.model_folder.model_files import parse_size
-    from stepmark.preflight.compile_cache.cache_entries import find_entries
-    from stepmark.preflight.compile_cache.cache_trimming import choose, delete, failed, parse_age
+    from stepmark.preflight.compile_cache import choose, delete, failed, find_entries, parse_age
 
     age = None if parsed.older_than is None else parse_age(parsed.older_than, "--older-than")
     size = None if parsed.max_size is None else parse_size(parsed.max_size, "--max-size")

@@ -20,7 +20,7 @@ from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.training_arguments import TrainingArguments
-from stepmark.training.evaluation_paused import EvaluationPaused
+from stepmark.training.pipelined_forward import EvaluationPaused
 
 Metrics = dict[str, float]
 

@@ -32,7 +32,6 @@ from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
 from stepmark.trainer.telemetry.throughput import TotalFlos
-from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.learning_rate_schedule import (
     advance,
     follows_metric,
@@ -40,8 +39,8 @@ from stepmark.training.learning_rate_schedule import (
     schedule_state,
     shows_rates,
 )
-from stepmark.training.model_options import set_training
-from stepmark.training.noisy_embeddings import noisy_embeddings
+from stepmark.training.model_options import noisy_embeddings, set_training
+from stepmark.training.pipelined_forward import EvaluationPaused
 from stepmark.training.step import StepHooks
 
 MAX_STEPS_WITHOUT_TARGETS = 100  # of a run in which no label was a target yet

@@ -14,10 +14,14 @@ from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
+
+
+class EvaluationPaused(Exception):
+    """The run stops in the middle of an evaluation, on all ranks before the same batch."""
+
 
 Result = TypeVar("Result")
 FLAG = Form((1,), torch.int64)

@@ -16,8 +16,7 @@ from stepmark.parallel.optimizer.eight_bit import adamw_8bit_class
 from stepmark.parallel.optimizer.elementwise import sharding_unit
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.training.optimizer import build_optimizer
-from stepmark.training.parameter_kinds import ParameterKinds, parameter_kinds
+from stepmark.training.optimizer import ParameterKinds, build_optimizer, parameter_kinds
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
 

@@ -16,7 +16,6 @@ from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
-from stepmark.preflight.plan.run_length import RunLength
 from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
 from stepmark.preflight.plan.stages import StageTrace, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
@@ -24,6 +23,30 @@ from stepmark.preflight.plan.step_trace import meta_model
 from stepmark.trainer.run_folder.adapters import adapter_of
 
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is.
+
+    Attributes:
+        block_size: Tokens in a sample.
+        samples_per_step: Over all ranks.
+        steps: Of the complete run; None if that depends on data that was not counted.
+    """
+
+    block_size: int
+    samples_per_step: int
+    steps: int | None
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.samples_per_step * self.block_size
+
+    @property
+    def tokens(self) -> int | None:
+        """Of the complete run; a little too many where an epoch's last step is not full."""
+        return None if self.steps is None else self.steps * self.tokens_per_step
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.parallel.pipeline.balance import bounds_of
 from stepmark.parallel.pipeline.schedules import GPIPE, make_schedule
 from stepmark.parallel.pipeline.stage_plan import plan_stages
-from stepmark.preflight.plan.depth import extrapolated, period_of, trace_deep_stage
+from stepmark.preflight.plan.depth import extrapolated, period_of, trace_deep
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import Peaks, StepTrace, meta_model, train_like
 
@@ -95,8 +95,8 @@ def _trace(setup: StepSetup) -> StepTrace:
     """One rank's step. With gpipe the peaks grow with every micro-batch by the same, so two small numbers suffice."""
     count = setup.args.gradient_accumulation_steps
     if setup.args.pipeline_schedule != GPIPE or count <= TRACED:
-        return trace_deep_stage(setup)
-    few, more = (trace_deep_stage(dataclasses.replace(setup, micro_batches=number)) for number in (FEW, MORE))
+        return trace_deep(setup)
+    few, more = (trace_deep(dataclasses.replace(setup, micro_batches=number)) for number in (FEW, MORE))
     peaks = extrapolated(_by_part(few.peaks), _by_part(more.peaks), (count - MORE) / (MORE - FEW))
     return dataclasses.replace(more, peaks=peaks)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stepmark.preflight.precompile.neuron_operators import ASK
+from stepmark.preflight.precompile.graph_text import ASK
 
 if TYPE_CHECKING:
-    from stepmark.preflight.precompile.graph import Graph
+    from stepmark.preflight.precompile.graph_text import Graph
 
 HEAD = ("graph", "operations", "parameters", "seconds", "state")
 

@@ -16,7 +16,7 @@ from stepmark.errors import UsageError
 from stepmark.model_folder.adapted_model import BASE_DIGEST
 from stepmark.parallel.model_digest import mesh_digest
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.adapter_tensors import adapter_tensors, base_tensors
+from stepmark.training.model_wrappers import adapter_tensors, base_tensors
 
 MAY_DIFFER = ("inference_mode", "base_model_name_or_path", "revision", "peft_version")
 
