@@ -10,7 +10,7 @@ import pytest
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import DataError, UsageError
 from stepmark.trainer.evaluation import PausableEvaluation, evaluation_sets, logged_evaluation
-from stepmark.training.evaluation_paused import EvaluationPaused
+from stepmark.training.pipelined_forward import EvaluationPaused
 from tests.support.programs import Blocks, tiny_model
 
 

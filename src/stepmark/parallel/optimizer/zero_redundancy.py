@@ -19,9 +19,6 @@ from stepmark.parallel.optimizer.flat_shards import sharded
 from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters
-from stepmark.parallel.optimizer.sharded_optimizer import ShardedOptimizer
-from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
-from stepmark.runtime.hardware import DEVICES
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
 DEFAULT_MAX_NORM = 1.0
